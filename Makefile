@@ -1,0 +1,57 @@
+# Everything a checkout can do. Needs make and Python 3.11 or newer; each target installs the rest into .venv first.
+#
+#   PYTHON=...       the Python to build .venv with (default: python3.11, else python3)
+#   PYTEST_ARGS=...  more arguments for pytest: make test PYTEST_ARGS="-k units -x"
+
+PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UNFINISHED := $(VENV)/.unfinished
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## say what there is (the default)
+	@sed -n 's/^\([a-z]*\):[^#]*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(READY) ## a real model on real text: its memory before and after, and the proof
+	$(BIN)/lowtide demo
+
+test: $(READY) ## run the tests
+	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+lint: $(READY) ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(READY) ## run every script in bench/, one after the other
+	@set -e; for script in $(sort $(wildcard bench/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name .git -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# READY is written when an install is through, so a second run has nothing to do. UNFINISHED is there while one runs: a
+# .venv that still has it was cut off and may be broken anywhere, so it is made anew, as is one without a working pip.
+# The constraints fix every version, torch's among them.
+$(READY): pyproject.toml constraints.txt $(BIN)/python
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo "lowtide needs Python 3.11 or newer, and found no python3.11 or python3." >&2; \
+	  echo "  Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 2; \
+	fi
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "lowtide needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)." >&2; \
+	  echo "  Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 2; }
+	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  echo "making $(VENV) with $(PYTHON); the first time takes some minutes, for torch is large"; \
+	  rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && "$(PYTHON)" -m venv $(VENV); \
+	fi
+	@touch $(UNFINISHED) && rm -f $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@rm -f $(UNFINISHED) && touch $(READY)
+
+# A missing or dangling interpreter (first run; the system's Python was replaced) makes READY stale. No recipe: READY's
+# own makes .venv.
+$(BIN)/python:

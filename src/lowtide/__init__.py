@@ -1,0 +1,93 @@
+"""Lowtide makes a PyTorch training step fit in a memory budget given in bytes, at the least extra time, and proves it.
+
+Public names are imported on first use (PEP 562), so `import lowtide` loads neither torch nor anything else slow.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.errors import (
+        BudgetError,
+        Infeasible,
+        LowtideError,
+        OverBudget,
+        RehearsalError,
+        StalePlan,
+        TorchMissing,
+    )
+    from lowtide.fitting import Fitted, fit
+    from lowtide.memory.measuring import measure
+    from lowtide.planner import plan
+    from lowtide.planner.records import Plan, Profile
+    from lowtide.rehearsal import rehearse
+    from lowtide.remat.engine import Applied, apply
+    from lowtide.verification import Verdict, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Applied",
+    "BudgetError",
+    "Fitted",
+    "Infeasible",
+    "LowtideError",
+    "OverBudget",
+    "Plan",
+    "Profile",
+    "RehearsalError",
+    "StalePlan",
+    "TorchMissing",
+    "Verdict",
+    "__version__",
+    "apply",
+    "fit",
+    "measure",
+    "plan",
+    "rehearse",
+    "verify",
+]
+
+# Where each public name lives. tests/test_package.py holds this, __all__ and the imports above to the same set.
+_HOMES = {
+    "Applied": "lowtide.remat.engine",
+    "BudgetError": "lowtide.errors",
+    "Fitted": "lowtide.fitting",
+    "Infeasible": "lowtide.errors",
+    "LowtideError": "lowtide.errors",
+    "OverBudget": "lowtide.errors",
+    "Plan": "lowtide.planner.records",
+    "Profile": "lowtide.planner.records",
+    "RehearsalError": "lowtide.errors",
+    "StalePlan": "lowtide.errors",
+    "TorchMissing": "lowtide.errors",
+    "Verdict": "lowtide.verification",
+    "apply": "lowtide.remat.engine",
+    "fit": "lowtide.fitting",
+    "measure": "lowtide.memory.measuring",
+    "plan": "lowtide.planner",
+    "rehearse": "lowtide.rehearsal",
+    "verify": "lowtide.verification",
+}
+
+# Errors and planning work on machines without torch; every other name checks for it first.
+_TORCH_FREE = ("lowtide.errors", "lowtide.planner")
+
+
+if not TYPE_CHECKING:  # a type checker that saw this would take any name for a public one
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+        if not home.startswith(_TORCH_FREE):
+            from lowtide._require import require_torch
+
+            require_torch(f"lowtide.{name}")
+        value = getattr(import_module(home), name)
+        globals()[name] = value  # so that this runs once a name
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,34 @@
+"""What must be installed beside Lowtide, asked for where it is first needed."""
+
+import re
+import sys
+from importlib import import_module
+
+from lowtide.errors import TorchMissing
+
+OLDEST_TORCH = (2, 10)
+
+
+def require_torch(asked_by: str) -> None:
+    """Import torch, for `asked_by` (a public name or a command line); raise TorchMissing if it is absent or too old."""
+    try:
+        version = getattr(import_module("torch"), "__version__", None)
+    except (ImportError, OSError) as error:  # OSError: torch is there, but one of its shared libraries is not
+        raise TorchMissing(_message(asked_by, f"`import torch` says {type(error).__name__}: {error}")) from error
+    if version is None:
+        # A folder called "torch" on sys.path imports as an empty namespace package.
+        raise TorchMissing(_message(asked_by, "the module called torch has no version, so it is not PyTorch"))
+    numbers = re.match(r"(\d+)\.(\d+)", str(version))
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        raise TorchMissing(_message(asked_by, f"torch {version}"))
+
+
+def _message(asked_by: str, found: str) -> str:
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return (
+        f"{asked_by} needs torch {oldest} or newer.\n"
+        f"  Found: {found} (in {sys.executable}).\n"
+        '  Install it: pip install "lowtide[torch]"\n'
+        "  That takes the build pip finds first. If your card or system needs another one (CPU only, an older CUDA, "
+        "ROCm), install torch with PyTorch's own command for it before that."
+    )

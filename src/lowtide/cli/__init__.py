@@ -1,0 +1,83 @@
+"""The `lowtide` command. A subcommand is a file in this package and a line in COMMANDS.
+
+Subcommands are imported when they run, so `lowtide --help` and completion load no torch. Exit codes: 0 is fine, 1 is a
+finding (it does not fit), 2 is a failure.
+"""
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import click
+
+from lowtide import __version__
+from lowtide.errors import LowtideError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lazy:
+    """A subcommand that is not imported yet."""
+
+    target: str  # "module:attribute"
+    summary: str  # what `lowtide --help` says of it
+    needs_torch: bool = True
+
+    def load(self, name: str) -> click.Command:
+        if self.needs_torch:
+            from lowtide._require import require_torch
+
+            require_torch(f"lowtide {name}")
+        module, _, attribute = self.target.partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{self.target} is not a click command"
+        return command
+
+
+COMMANDS = {
+    "demo": Lazy(
+        target="lowtide.cli.demo:demo", summary="A real model on real text: its memory before and after, and the proof."
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """Lists COMMANDS from their summaries alone, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        return None if entry is None else click.Command(cmd_name, short_help=entry.summary)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else COMMANDS[name].load(name), rest
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="lowtide")
+def lowtide() -> None:
+    """Make a PyTorch training step fit in a memory budget, and prove that it did."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; a command's own is what it returns, or gives to `ctx.exit`."""
+    try:
+        code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
+    except LowtideError as error:
+        click.echo(f"lowtide.{type(error).__name__}: {error}", err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2  # click would give 1 to some of them, which means a finding here
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return 2
+    return code if isinstance(code, int) else 0

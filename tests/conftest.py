@@ -1,0 +1,47 @@
+"""What every test shares: no network, one thread per parallel worker, GPU tests only where there is a GPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports torch or transformers.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The first example of a test may import torch, so no deadline; the suite bounds each test as a whole.
+settings.register_profile("lowtide", settings.get_profile("ci" if "CI" in os.environ else "default"), deadline=None)
+settings.load_profile("lowtide")
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_python() -> RunPython:
+    """Run Python with these arguments in a process of its own; `path` goes in front of its sys.path."""
+
+    def run(*args: str, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        search = os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH", "")]))
+        env = {**os.environ, "PYTHONPATH": search}
+        return subprocess.run(
+            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

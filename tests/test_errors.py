@@ -1,0 +1,106 @@
+import pickle
+
+import pytest
+
+import lowtide
+from lowtide import errors
+from lowtide.units import parse_bytes
+
+GIB = 2**30
+
+INFEASIBLE = errors.Infeasible(
+    budget_bytes=6 * GIB,
+    smallest_peak_bytes=71 * GIB // 10,
+    parts={
+        "parameters, gradients and optimizer": 39 * GIB // 10,
+        "loss head": 23 * GIB // 10,
+        "largest block (transformer.h.11)": 9 * GIB // 10,
+    },
+    extra_ratio=0.31,
+    nearest=["micro-batches of 4 (predicted 5.6 GiB, +9 %)"],
+)
+ONE_OF_EACH = [
+    errors.LowtideError("something"),
+    errors.BudgetError("'8G' is not an amount"),
+    errors.RehearsalError("the step raised"),
+    errors.TorchMissing("lowtide.fit needs torch"),
+    errors.StalePlan(
+        "the plan is for another model.", differences=["batch: [8, 512] -> [4, 512]", "dtype: f32 -> bf16"]
+    ),
+    INFEASIBLE,
+    errors.OverBudget(budget_bytes=8 * GIB, measured_peak_bytes=9 * GIB),
+]
+
+
+@pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
+def test_an_error_survives_pickling_whole(error: errors.LowtideError) -> None:
+    error.add_note("in step 3")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_every_error_is_tried_here() -> None:
+    classes = {value for value in vars(errors).values() if isinstance(value, type)}
+    assert {type(error) for error in ONE_OF_EACH} == {cls for cls in classes if issubclass(cls, errors.LowtideError)}
+
+
+@pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
+def test_an_error_is_public_under_the_name_that_a_traceback_prints(error: errors.LowtideError) -> None:
+    assert type(error).__module__ == "lowtide"
+    assert getattr(lowtide, type(error).__name__) is type(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin", "exit_code"),
+    [
+        ("BudgetError", ValueError, 2),
+        ("Infeasible", ValueError, 1),
+        ("OverBudget", RuntimeError, 1),
+        ("RehearsalError", RuntimeError, 2),
+        ("StalePlan", ValueError, 2),
+        ("TorchMissing", ImportError, 2),
+    ],
+)
+def test_an_error_is_a_builtin_one_too_and_has_an_exit_code(error: str, builtin: type, exit_code: int) -> None:
+    cls = getattr(errors, error)
+    assert issubclass(cls, builtin)
+    assert issubclass(cls, errors.LowtideError)
+    assert cls.exit_code == exit_code
+
+
+def test_infeasible_says_the_smallest_peak_and_what_would_work() -> None:
+    assert str(INFEASIBLE).splitlines() == [
+        "no plan fits 6 GiB.",
+        "  Smallest peak: 7.1 GiB = 3.9 parameters, gradients and optimizer + 2.3 loss head"
+        " + 0.9 largest block (transformer.h.11).",
+        '  Nearest: budget="7.1GiB" (+31 % time), or micro-batches of 4 (predicted 5.6 GiB, +9 %).',
+    ]
+    assert INFEASIBLE.budget_bytes == 6 * GIB
+    assert INFEASIBLE.smallest_peak_bytes == 71 * GIB // 10
+    assert sum(INFEASIBLE.parts.values()) <= INFEASIBLE.smallest_peak_bytes
+
+
+def test_the_budget_that_infeasible_offers_is_enough_to_the_byte() -> None:
+    smallest = 7 * GIB + 1
+    message = str(errors.Infeasible(budget_bytes=7 * GIB, smallest_peak_bytes=smallest, parts={}))
+    assert "no plan fits 7516192768 B.\n  Smallest peak: 7516192769 B." in message
+    offered = message.split('budget="')[1].split('"')[0]
+    assert offered == "7.01GiB"
+    assert parse_bytes(offered) >= smallest
+
+
+def test_over_budget_says_by_how_much() -> None:
+    error = errors.OverBudget(budget_bytes=8 * GIB, measured_peak_bytes=9 * GIB, nearest=["a smaller batch"])
+    assert str(error).splitlines() == [
+        "the measured peak stayed above the budget of 8 GiB.",
+        "  Measured: 9 GiB, 1 GiB too much.",
+        '  Nearest: budget="9GiB", or a smaller batch.',
+    ]
+
+
+def test_a_stale_plan_lists_the_differences() -> None:
+    error = errors.StalePlan("the plan is for another step.", differences=["batch: a -> b"])
+    assert error.differences == ("batch: a -> b",)
+    assert str(error) == "the plan is for another step.\n  batch: a -> b"
