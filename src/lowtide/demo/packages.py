@@ -1,0 +1,47 @@
+"""The packages that the demo needs beside Lowtide's own."""
+
+import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import LowtideError
+
+# Both are read when the package is first imported or used; a user's own choice stays.
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",  # the demo downloads nothing; this makes an attempt fail instead of starting
+    "TOKENIZERS_PARALLELISM": "false",  # else tokenizers warns on stderr at every later fork, and gains nothing here
+}
+
+
+class DemoMissing(LowtideError, ImportError):
+    """A package that the demo needs is absent or cannot be loaded."""
+
+
+def need(module: str) -> Any:
+    """Import `module`, untyped; DemoMissing if that fails. Slow ones are thus loaded only where they are used."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise _missing(module.partition(".")[0], str(error)) from error
+
+
+def need_folder(package: str, folder: str) -> Path:
+    """A folder of data files inside an installed package, which is not imported."""
+    spec = find_spec(package)
+    for root in (spec.submodule_search_locations if spec else None) or ():
+        if (found := Path(root) / folder).is_dir():
+            return found
+    raise _missing(package.replace("_", "-"), "it is not installed" if spec is None else f"it has no folder {folder}")
+
+
+def _missing(package: str, found: str) -> DemoMissing:
+    return DemoMissing(
+        f"the demo needs the package {package}.\n"
+        f"  Found: {found} (in {sys.executable}).\n"
+        '  Install it: pip install "lowtide[demo]"'
+    )

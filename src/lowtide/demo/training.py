@@ -1,0 +1,115 @@
+"""The training loop, and digests that say whether two runs of it were the same bit by bit."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.demo.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A run of the loop: the loss, a digest of all gradients and the time of each step, and digests of what is left.
+
+    `state` has one digest each for the parameters, the buffers, the optimizer and torch's random numbers.
+    """
+
+    losses: tuple[float, ...]
+    gradients: tuple[str, ...]
+    step_ms: tuple[float, ...]
+    state: Mapping[str, str]
+
+    @property
+    def fastest_ms(self) -> float:
+        """The fastest step's time: of all steps the one that other load on the machine disturbed least."""
+        return min(self.step_ms)
+
+    def differences(self, other: "Training") -> tuple[str, ...]:
+        """Where two runs differ in any bit, one line each; times aside. Empty: losses, gradients, state are equal."""
+        found = []
+        if len(self.losses) != len(other.losses):
+            found.append(f"{len(self.losses)} steps, not {len(other.losses)}")
+        runs = zip(self.losses, other.losses, self.gradients, other.gradients, strict=False)
+        for step, (loss, other_loss, gradients, other_gradients) in enumerate(runs, start=1):
+            if loss.hex() != other_loss.hex():  # as text, so that a NaN equals itself
+                found.append(f"step {step}: loss {loss}, not {other_loss}")
+            if gradients != other_gradients:
+                found.append(f"step {step}: gradients")
+        found += [f"after the last step: {what}" for what in self.state if self.state[what] != other.state.get(what)]
+        return tuple(found)
+
+
+def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] | None = None) -> Training:
+    """Train `work` from its first bit for `steps` steps; after each, `on_step(steps done, loss)` is called.
+
+    The loop is the plain one: what a plan or a checkpointing switch does to the model is in force in it. Gradients are
+    digested between backward and update, off the clock, on the CPU without allocating tensors. Batches that are used up
+    start over.
+    """
+    work.reset()
+    losses: list[float] = []
+    gradients: list[str] = []
+    step_ms: list[float] = []
+    off_clock_s = 0.0  # of the step under way
+
+    def digest_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal off_clock_s
+        _wait(work)
+        started = time.perf_counter()
+        named = work.model.named_parameters()
+        gradients.append(digest((name, parameter.grad) for name, parameter in named if parameter.grad is not None))
+        off_clock_s = time.perf_counter() - started
+
+    hook = work.optimizer.register_step_pre_hook(digest_gradients)
+    try:
+        for done in range(steps):
+            batch = work.batches[done % len(work.batches)]
+            _wait(work)
+            started = time.perf_counter()
+            loss = work.step(batch)
+            _wait(work)
+            step_ms.append(1e3 * (time.perf_counter() - started - off_clock_s))
+            losses.append(float(loss))
+            if on_step is not None:
+                on_step(done + 1, losses[-1])
+    finally:
+        hook.remove()
+    return Training(losses=tuple(losses), gradients=tuple(gradients), step_ms=tuple(step_ms), state=state_digests(work))
+
+
+def state_digests(work: Workload) -> dict[str, str]:
+    """One digest each of the parameters, the buffers, the optimizer's state and the states of torch's generators."""
+    moments = work.optimizer.state_dict()["state"]
+    generators = [("cpu", torch.get_rng_state())]
+    if (device := _device(work)).type == "cuda":
+        generators.append(("cuda", torch.cuda.get_rng_state(device)))
+    return {
+        "parameters": digest(work.model.named_parameters()),
+        "buffers": digest(work.model.named_buffers()),
+        "optimizer": digest((f"{i}.{key}", value) for i in moments for key, value in moments[i].items()),
+        "random numbers": digest(generators),
+    }
+
+
+def digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of tensors, in hexadecimal. Equal digests: equal bit by bit."""
+    sha = hashlib.sha256()
+    for name, tensor in named:
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _device(work: Workload) -> torch.device:
+    return next(work.model.parameters()).device
+
+
+def _wait(work: Workload) -> None:
+    """Let an asynchronous device finish what it was given, so that a clock can be read."""
+    if (device := _device(work)).type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,68 @@
+"""What a profile is made for, and what is in memory before the step begins."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lowtide.planner.records import Fingerprint, Static
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
+    """The identity of a model, the shapes of its batch and where it runs."""
+    return Fingerprint(
+        torch=torch.__version__.partition("+")[0],
+        model=model_signature(model),
+        batch=", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch)),
+        device=device_of(model),
+    )
+
+
+def model_signature(model: nn.Module) -> str:
+    """The model's class and a hash of its modules' paths and classes and its parameters' shapes and dtypes."""
+    lines = [f"{path} {type(module).__qualname__}" for path, module in model.named_modules()]
+    lines += [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    return f"{type(model).__name__} {hashlib.blake2b(chr(10).join(lines).encode(), digest_size=8).hexdigest()}"
+
+
+def device_of(model: nn.Module) -> str:
+    """Type of the device that the model's first parameter is on."""
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples, dicts and dataclasses known to torch's pytrees."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
+    """Bytes of what exists before the step, each storage counted once; and the addresses of what is never activation."""
+    seen: set[int] = set()
+
+    def add(tensors: Iterable[Tensor | None]) -> int:
+        total = 0
+        for tensor in tensors:
+            if tensor is None or tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
+    parameters = add(model.parameters())
+    buffers = add(model.buffers())
+    inputs = add(tensors_in(batch))
+    gradients = add(p.grad for p in model.parameters())
+    state = add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry))
+    static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
+    return static, frozenset(seen - {0})

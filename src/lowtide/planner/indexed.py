@@ -1,0 +1,203 @@
+"""A profile as arrays, checked: what the simulator and the solvers look things up in. No decision is taken here."""
+
+from __future__ import annotations
+
+import graphlib
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.errors import LowtideError
+from lowtide.planner.records import Profile, Slot
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class Recipe(NamedTuple):
+    """What one remake takes, together with the values that exist only while it runs."""
+
+    operands: tuple[int, ...]
+    """Values that have to be there first."""
+    ms: float
+    flops: int
+    scratch_bytes: int
+    """Allocated while it runs, beyond its result."""
+    expensive: bool
+
+
+class Index:
+    """What a profile says independently of any decision.
+
+    `slot_*` arrays have a row for each slot that holds memory of its own (`storage` is not None), in the order in which
+    they are saved. Positions are cut off at the end of the step, `end`, which also stands for "never". Values and calls
+    are the nodes of one graph: value v is node v, call c is node `n_values + c`. Raises LowtideError when the profile
+    contradicts itself.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        _check(profile)
+        slots = [slot for slot in profile.slots if slot.storage is not None]
+        self.profile = profile
+        self.end = len(profile.base_bytes)
+        self.base = np.array(profile.base_bytes, np.int64)
+        self.n_values = len(profile.values)
+
+        self.storage_bytes = np.array([storage.bytes for storage in profile.storages], np.int64)
+        self.born = np.minimum(np.array([storage.born for storage in profile.storages], np.int64), self.end)
+        self.dies = np.clip(np.array([storage.dies for storage in profile.storages], np.int64), self.born, self.end)
+
+        self.addresses = tuple(dict.fromkeys(slot.address for slot in profile.slots))
+        self.address_index = {address: index for index, address in enumerate(self.addresses)}
+        self.slot_address = np.array([self.address_index[slot.address] for slot in slots], np.int64)
+        self.slot_value = np.array([slot.value for slot in slots], np.int64)
+        self.slot_storage = np.array([slot.storage for slot in slots], np.int64)
+        self.slot_call = np.array([slot.call for slot in slots], np.int64)
+        self.slot_is_input = np.array([slot.is_input for slot in slots], np.bool_)
+
+        self._index_calls(profile)
+        self._index_values(profile, slots)
+        self._index_inputs(slots)
+        self.order = self._dependents_first()
+        """Nodes, each after all that could ask for it."""
+
+    def _index_calls(self, profile: Profile) -> None:
+        calls = profile.calls
+        self.enter = np.array([call.enter for call in calls], np.int64)
+        self.exit = np.array([call.exit for call in calls], np.int64)
+        self.ids = tuple(dict.fromkeys(call.id for call in calls))
+        self.id_index = {id_: index for index, id_ in enumerate(self.ids)}
+        self.calls_of_id: list[list[int]] = [[] for _ in self.ids]
+        """Calls by id that may be replayed."""
+        self.around: list[tuple[int, ...]] = []
+        """For each call itself and the calls around it, innermost first."""
+        within: list[list[int]] = [[] for _ in calls]
+        for index, call in enumerate(calls):
+            if call.refused is None:
+                self.calls_of_id[self.id_index[call.id]].append(index)
+            self.around.append((index, *(() if call.parent is None else self.around[call.parent])))
+            for outer in self.around[index]:
+                within[outer].append(index)
+        self.within = [np.array(inside, np.int64) for inside in within]
+        """For each call itself and the calls inside it."""
+
+    def _index_values(self, profile: Profile, slots: list[Slot]) -> None:
+        values = profile.values
+        saved = {slot.value for slot in profile.slots}
+        fixed = {slot.value for slot in profile.slots if slot.storage is None}
+        self.value_storage = np.array([-1 if value.storage is None else value.storage for value in values], np.int64)
+        self.value_bytes = [value.bytes for value in values]
+        self.needs: list[tuple[int, ...]] = []
+        """As in the profile, less what is there anyway."""
+        self.remakeable = np.zeros(self.n_values, np.bool_)
+        for index, value in enumerate(values):
+            needs = tuple(need for need in value.needs if need not in fixed)
+            self.needs.append(needs)
+            reachable = all(values[need].storage is not None or self.remakeable[need] for need in needs)
+            self.remakeable[index] = value.recipe is not None and value.refused is None and reachable
+        self.slot_remakeable = self.remakeable[self.slot_value]
+
+        self.read = np.full(self.n_values, self.end, np.int64)
+        """For each value the first position at which backward reads a saved tensor of it."""
+        self.released = np.zeros(self.n_values, np.int64)
+        """For each value the position at which the last saved tensor of it is let go."""
+        for slot in slots:
+            if not slot.is_input:
+                release = self.end if slot.release is None else min(slot.release, self.end)
+                if slot.need is not None:
+                    release = max(release, slot.need + 1)
+                    self.read[slot.value] = min(self.read[slot.value], slot.need)
+                self.released[slot.value] = max(self.released[slot.value], release)
+
+        unsaved = np.array([index not in saved for index in range(self.n_values)], np.bool_)
+        only_input = saved - fixed - {slot.value for slot in slots if not slot.is_input}
+        self.recipes = [self.recipe(value, unsaved) for value in range(self.n_values)]
+        """How each value is remade when every value that some slot holds is there."""
+        self.optional = [tuple(set(recipe.operands) & only_input) for recipe in self.recipes]
+        """Operands that nobody holds unless some replay has them as its input: else `recipes` is not the last word."""
+
+    def _index_inputs(self, slots: list[Slot]) -> None:
+        calls = self.profile.calls
+        input_row: dict[tuple[int, int], int] = {}
+        for row, slot in enumerate(slots):
+            if slot.is_input:
+                input_row.setdefault((slot.call, slot.value), row)
+        self.inputs: list[tuple[int, ...]] = [() for _ in calls]
+        """For each call the values that a replay of it holds."""
+        for call, value in input_row:
+            self.inputs[call] += (value,)
+        self.caught: list[set[int]] = [set() for _ in calls]
+        """For each call the values that a replay of it can bring back: saved in it, and born in it."""
+        follows = []
+        for row, slot in enumerate(slots):
+            for call in () if slot.is_input else self.around[slot.call]:
+                if (call, slot.value) in input_row:
+                    follows.append((row, input_row[call, slot.value], call))
+                elif calls[call].enter <= self.born[self.slot_storage[row]] < calls[call].exit:
+                    self.caught[call].add(slot.value)
+        self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
+        """Saved tensors that are an input of a call around them: row of the slot, row of the input, the call."""
+
+    def recipe(self, value: int, passed: Flags) -> Recipe:
+        """What it takes to remake `value` when nobody holds the values in `passed`: they are made on the way."""
+        made, operands = [value], dict[int, None]()
+        for current in made:  # grows while it runs
+            for need in self.needs[current]:
+                if not (passed[need] and self.remakeable[need]):
+                    operands[need] = None
+                elif need not in made:
+                    made.append(need)
+        parts = [self.profile.values[index] for index in made]
+        return Recipe(
+            operands=tuple(operands),
+            ms=sum(part.cost_ms for part in parts),
+            flops=sum(part.flops for part in parts),
+            scratch_bytes=sum(part.bytes for part in parts[1:]) + max(part.transient_bytes for part in parts),
+            expensive=any(part.expensive for part in parts),
+        )
+
+    def _dependents_first(self) -> Ints:
+        asked_by: dict[int, set[int]] = {node: set() for node in range(self.n_values + len(self.inputs))}
+        for value, needs in enumerate(self.needs):
+            for need in needs:
+                asked_by[need].add(value)
+        for call, inputs in enumerate(self.inputs):
+            asked_by[self.n_values + call] |= self.caught[call]
+            for value in inputs:
+                asked_by[value].add(self.n_values + call)
+        try:
+            return np.array(list(graphlib.TopologicalSorter(asked_by).static_order()), np.int64)
+        except graphlib.CycleError as error:
+            raise _contradiction(f"a replay needs what it makes (nodes {error.args[1]})") from error
+
+
+def _check(profile: Profile) -> None:
+    """Raise LowtideError unless indices, positions and the parts of `profile` fit each other."""
+    end, n_storages = len(profile.base_bytes), len(profile.storages)
+    if not end or len(profile.gradient_bytes) != end:
+        raise _contradiction(f"{end} positions of base_bytes, {len(profile.gradient_bytes)} of gradient_bytes")
+    for index, storage in enumerate(profile.storages):
+        if storage.born < 0 or storage.bytes < 0:
+            raise _contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.born}")
+    for index, value in enumerate(profile.values):
+        if not all(0 <= need < index for need in value.needs):
+            raise _contradiction(f"value {index} needs {value.needs}, and not only values before it")
+        if value.storage is not None and not 0 <= value.storage < n_storages:
+            raise _contradiction(f"value {index} is in storage {value.storage} of {n_storages}")
+    for index, call in enumerate(profile.calls):
+        if call.parent is not None and not 0 <= call.parent < index:
+            raise _contradiction(f"call {index} ({call.id}) is in call {call.parent}, which does not come before it")
+        if not 0 <= call.enter <= call.exit <= end:
+            raise _contradiction(f"call {index} ({call.id}) spans [{call.enter}, {call.exit}) of {end} positions")
+    for slot in profile.slots:
+        if not (0 <= slot.value < len(profile.values) and 0 <= slot.call < len(profile.calls)):
+            raise _contradiction(f"slot {slot.address} has value {slot.value} and call {slot.call}")
+        if slot.storage != profile.values[slot.value].storage:
+            raise _contradiction(f"slot {slot.address} is in storage {slot.storage}, its value in another")
+        if slot.need is not None and not 0 <= slot.need < end:
+            raise _contradiction(f"slot {slot.address} is read at {slot.need} of {end} positions")
+
+
+def _contradiction(what: str) -> LowtideError:
+    return LowtideError(f"this Profile contradicts itself: {what}. Rehearse again.")

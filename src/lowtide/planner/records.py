@@ -1,0 +1,227 @@
+"""The records that stages hand to each other: frozen, exact, and the same after a trip through JSON.
+
+`Profile` is what a rehearsal found, `Plan` what to do about it. Bytes and positions are whole numbers. A **position** is
+an interval of the step, counted from 0, in which nothing that a slot holds begins or ends; all memory of the step is
+described on that one axis, so that the peak of any plan is a sweep over it (`predict.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from lowtide.errors import LowtideError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A frozen record that goes to JSON and back."""
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """This record as JSON text; also written to `path` where one is given."""
+        text = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Self:
+        """The record in `source`: JSON text, or the path of a file that holds it.
+
+        Raises LowtideError when the text is not this kind of record.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        try:
+            text = source if is_text else Path(source).read_text(encoding="utf-8")
+            return msgspec.json.decode(str(text).encode(), type=cls)
+        except OSError as error:
+            raise LowtideError(f"no {cls.__name__} could be read: {error}. Give JSON text or the path of a file.") from error
+        except msgspec.MsgspecError as error:
+            raise LowtideError(
+                f"this is not a {cls.__name__} of format {FORMAT}: {error}. Write it again with `{cls.__name__.lower()}.to_json(path)`."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint(Record):
+    """What a profile or plan was made for. A plan is applied only where all of it still holds."""
+
+    torch: str
+    model: str
+    """Hash of module paths, classes, parameter shapes and dtypes."""
+    batch: str
+    """Shapes and dtypes of the batch, readable."""
+    device: str
+
+    def differences(self, other: Fingerprint) -> tuple[str, ...]:
+        """What is not the same in `other`, in words."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in ("torch", "model", "batch", "device"))
+        return tuple(f"{name}: made for {mine}, found {theirs}" for name, mine, theirs in pairs if mine != theirs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static(Record):
+    """Bytes that exist when the step begins and that no plan changes."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    inputs: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage(Record):
+    """Memory that at least one slot holds. Its index is its place in `Profile.storages`."""
+
+    bytes: int
+    born: int
+    """First position at which it is there."""
+    dies: int
+    """First position at which it would be gone if autograd did not hold it."""
+    label: str
+    """Who made it, for people: `transformer.h.3.mlp.act`."""
+    category: str = "activations"
+    """`activations` or `loss head`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value(Record):
+    """One output of one autograd node: a base tensor, of which slots may be views.
+
+    Its index is its place in `Profile.values`; `needs` only has smaller ones.
+    """
+
+    storage: int | None
+    """The memory it was in when it was saved; None where no slot holds it and it is only passed through in remakes."""
+    bytes: int
+    node: str
+    """Name of the autograd node, `GeluBackward0`; empty for a tensor that no node made."""
+    recipe: str | None = None
+    """Name of the recipe that remakes it, bit-exact in the audit; None where it can only be kept or replayed."""
+    needs: tuple[int, ...] = ()
+    cost_ms: float = 0.0
+    flops: int = 0
+    expensive: bool = False
+    """Remaking redoes a matrix product, a convolution or attention."""
+    transient_bytes: int = 0
+    """Allocated inside the remake beyond the result, gone at its end."""
+    refused: str | None = None
+    """Why it can't be remade."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot(Record):
+    """One tensor saved for backward: one call of the pack hook.
+
+    The same address occurs once for each time that the model is called in the step; a decision holds for all of them.
+    """
+
+    address: str
+    """Innermost module call and ordinal in it: `transformer.h.3.mlp.act#0:1`. A replay's input has `@` for `:`."""
+    value: int
+    storage: int | None
+    """None for memory that is there anyway (parameters, buffers, batch): nothing to gain, always kept."""
+    call: int
+    """Index of the innermost module call."""
+    label: str
+    need: int | None = None
+    """Position at which backward first reads it; None if never, and for inputs (the replay decides)."""
+    release: int | None = None
+    """Position at which its node lets go of it."""
+    is_input: bool = False
+    """Not a saved tensor but an argument that a replay of `call` has to hold; exists only where `call` is replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Record):
+    """One call of one module in the step; its forward spans positions [enter, exit)."""
+
+    id: str
+    """`transformer.h.3.mlp#0`: path and number of the call."""
+    cls: str
+    parent: int | None
+    enter: int
+    exit: int
+    cost_ms: float = 0.0
+    flops: int = 0
+    refused: str | None = "not audited"
+    """Why it can't be replayed; None where a replay gave every saved tensor bit for bit."""
+    group: str | None = None
+    """Calls of blocks with the same structure and shapes share it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(Record):
+    """What one step does with memory, and what each part of it would cost to remake."""
+
+    fingerprint: Fingerprint
+    static: Static
+    base_bytes: tuple[int, ...]
+    """For each position the most bytes live at once beyond `static` that no slot holds and no remake made."""
+    gradient_bytes: tuple[int, ...]
+    """The part of `base_bytes` that is gradients."""
+    phases: dict[str, int]
+    """First position of `forward`, `backward` and `after backward` (of the first model call)."""
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    slots: tuple[Slot, ...]
+    calls: tuple[Call, ...]
+    step_ms: float
+    measured_plain_peak_bytes: int | None
+    """Peak of the unplanned step, `static` included; None where it did not fit."""
+    notes: tuple[str, ...] = ()
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions(Record):
+    """What is not kept: slots by address and module calls by id. Everything else is kept."""
+
+    remake: frozenset[str] = frozenset()
+    replay: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(Record):
+    """What a step needs under some decisions."""
+
+    peak_bytes: int
+    """`static` included."""
+    peak_position: int
+    held_bytes: int
+    """Activations held when forward has ended and backward has not begun."""
+    extra_ms: float
+    extra_flops: int
+    parts: dict[str, int]
+    """What the peak consists of, adding up to `peak_bytes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Record):
+    """What to do with each saved slot so that a step's peak stays within `budget_bytes`."""
+
+    fingerprint: Fingerprint
+    budget_bytes: int
+    remake: dict[str, str]
+    """Slot address -> autograd node whose recipe remakes it."""
+    replay: tuple[str, ...]
+    """Ids of the module calls that run again."""
+    predicted: Prediction
+    plain: Prediction
+    step_ms: float
+    notes: tuple[str, ...] = ()
+    format: int = FORMAT
+
+    @property
+    def decisions(self) -> Decisions:
+        return Decisions(remake=frozenset(self.remake), replay=frozenset(self.replay))

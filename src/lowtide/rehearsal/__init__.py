@@ -1,0 +1,142 @@
+"""Run a training step on trial: where does its memory go, and what would it cost to do without each part?"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import RehearsalError
+from lowtide.memory.events import Timeline
+from lowtide.memory.measuring import recorder_for
+from lowtide.planner.records import Decisions, Profile
+from lowtide.rehearsal.audit import Audit
+from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.rehearsal.outcome import is_out_of_memory
+from lowtide.rehearsal.profile import assemble, transients
+from lowtide.rehearsal.trace import Trace, most_saving
+from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.remat.engine import Engine, actions_for
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.memory.events import EventStream
+
+__all__ = ["rehearse"]
+
+Step = Callable[[Any], Any]
+
+
+def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None) -> Profile:
+    """Run `step(batch)` a few times and say where its memory goes and what could be remade or replayed.
+
+    `step` runs forward and backward of `model`, and the optimizer if it likes; it is run three times, and afterwards
+    parameters, gradients, buffers, optimizer state, batch and random numbers are as they were, also if it raises.
+    Optimizers that step are noticed; name one only if it has stepped on parameters outside of `model` before.
+
+    If the step runs out of memory it is tried again under the most saving plan, and the peak of the plain step is then
+    a prediction. Raises RehearsalError for a step that can't be planned, with the reason.
+    """
+    check(model, step)
+    with Unchanged(model, batch, optimizer) as unchanged:
+        frugal = False
+        try:
+            audit = _audit(model, step, batch, frugal=False)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            frugal = True
+        if frugal:  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+            gc.collect()
+            unchanged.restore()
+            audit = _audit(model, step, batch, frugal=True)
+        static, _ = static_bytes(model, batch, unchanged.optimizers)
+        decisions = most_saving(audit.values, audit.slots, audit.calls)
+        unchanged.rewind()
+        trace, stream = _trace(model, step, batch, audit, decisions)
+        measured, step_ms = (None, 0.0) if frugal else _plain(model, step, batch)
+    if trace.packs != len(audit.slots):
+        raise RehearsalError(
+            f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
+            "work each time that it is given the same batch and random numbers."
+        )
+    return assemble(
+        values=audit.values,
+        slots=audit.slots,
+        calls=audit.calls,
+        kept=trace.kept,
+        replayed=decisions.replay,
+        stream=stream,
+        fingerprint=fingerprint(model, batch),
+        static=static,
+        step_ms=step_ms,
+        measured_plain_peak_bytes=None if measured is None else measured + static.total,
+        notes=("the plain step ran out of memory: its peak is predicted",) if measured is None else (),
+    )
+
+
+def check(model: nn.Module, step: Step) -> None:
+    """Refuse what can't be rehearsed. Raises RehearsalError."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    if not callable(step):
+        raise RehearsalError(
+            f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
+        )
+    if not model.training:
+        raise RehearsalError(
+            f"{type(model).__name__} is in eval mode: a plan made so would not hold in training. Call model.train() first."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise RehearsalError(f"no parameter of {type(model).__name__} requires a gradient: there is no backward to plan.")
+
+
+def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
+    _, static = static_bytes(model, batch, ())
+    with recorder_for(device_of(model)) as recorder:
+        audit = Audit(model, static, recorder.mark, frugal=frugal)
+        with audit.running():
+            step(batch)
+    name = type(model).__name__
+    if not audit.calls:
+        raise RehearsalError(
+            f"the step returned without calling {name}. Pass the very module that the step calls: not a wrapped, compiled "
+            "or copied one, and not a part of it."
+        )
+    if not audit.slots:
+        raise RehearsalError(f"{name} saved nothing for backward in this step: was it called under no_grad?")
+    if not audit.reads:
+        raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
+    transients(audit.values, recorder.stream)
+    return audit
+
+
+def _trace(
+    model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions
+) -> tuple[Trace, EventStream]:
+    nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
+    engine = Engine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
+    with recorder_for(device_of(model)) as recorder:
+        trace = Trace(engine, recorder.mark)
+        with trace.running():
+            step(batch)
+    return trace, recorder.stream
+
+
+def _plain(model: nn.Module, step: Step, batch: Any) -> tuple[int | None, float]:
+    """Peak over entry of the step without any plan, bytes, and its time; None if it runs out of memory."""
+    try:
+        with recorder_for(device_of(model)) as recorder:
+            began = time.perf_counter()
+            step(batch)
+            step_ms = (time.perf_counter() - began) * 1000
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, 0.0
+    return Timeline(recorder.stream).peak_bytes, step_ms

@@ -1,0 +1,343 @@
+"""The audit: every saved tensor of a step is remade once, and every module call that could be replayed is run again.
+
+Each result is compared with the true tensor bit by bit; what differs on this model and device is not used. The same run
+counts FLOPs and measures times. Everything is kept meanwhile, so it needs the memory of the plain step; a frugal audit lets go of each
+repeated block when it has been audited, and replays it in backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.remat import values
+from lowtide.remat.engine import Engine, Seam
+from lowtide.remat.remake import CannotRemake, Remake, producer
+from lowtide.remat.replay import Frame, ReplayMismatch
+from lowtide.remat.values import Geometry, Handle, Maker, Value, register, registered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+MIN_BYTES = 4096
+"""Smaller saved tensors are always kept."""
+
+BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
+"""Modules of torch.nn that are worth a replay although other modules of it have recipes for all they do."""
+
+
+class Flops(TorchDispatchMode):
+    """Counts FLOPs with torch's own formulas. Only around trial runs: under a dispatch mode autograd records other ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+class Audit(Engine):
+    """An engine that keeps everything, tries everything, and is the probe that measures what it tries."""
+
+    def __init__(
+        self, model: nn.Module, static: frozenset[int], mark: Callable[[str, object], None], *, frugal: bool = False
+    ) -> None:
+        super().__init__(model, {})
+        self.values: list[ValueDraft] = []
+        self.slots: list[SlotDraft] = []
+        self.calls: list[CallDraft] = []
+        self.reads = 0
+        self.spent: list[ValueDraft] = []
+        """What each run of a recipe took, in order; the marks `making` and `made` carry the index."""
+        self._static = static
+        self._mark = mark
+        self._frugal = frugal
+        self._blocks = repeated_blocks(model)
+        self._around_blocks = frozenset(m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules()))
+        self._flops = Flops()
+        self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
+        self._open: list[tuple[int, Frame | None]] = []
+        self._handles: dict[int, tuple[Value, Geometry | None]] = {}
+        self._passed_through: list[Value] = []
+        self._spent_by: dict[Maker, int] = {}
+        self._begun = (0.0, 0)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The model's calls in this block are audited."""
+        self.install()
+        values.probe = self
+        try:
+            yield
+        finally:
+            values.probe = None
+            self.remove()
+            self._open.clear()
+            self._let_go()
+
+    # --- saved tensors
+
+    def pack(self, tensor: Tensor) -> Handle:
+        scope = self.scope
+        assert scope is not None
+        value, view = self.known(tensor)
+        index = self._index[value]
+        label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
+        slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
+        self._handles[len(self.slots)] = value, view
+        self.slots.append(slot)
+        scope.ordinal += 1
+        return Handle(value, view)
+
+    def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
+        """The kept value of a tensor, audited when it is first seen."""
+        base, node, output, view = producer(tensor)
+        if node is None:
+            value = Value(base.detach())
+            if isinstance(base, nn.Parameter):
+                value.leaf = id(base)
+            self.add(value, base, "")
+            return value, view
+        there = registered(node, output)
+        if there is not None and there in self._index and not isinstance(there.maker, Remake):
+            return there, view
+        if there is None or there not in self._index:
+            value = Value(base.detach(), output=output)
+            self.try_recipe(self.add(value, base, node.name()), node, output, base)
+        else:  # so far only passed through in the remakes of others
+            value = there
+            self.compare(self._index[value], value, base)
+            value.keep(base.detach())
+        register(node, output, value)
+        return value, view
+
+    def add(self, value: Value, base: Tensor, node: str) -> int:
+        """A new value; 0 bytes for what is there anyway."""
+        static = base.untyped_storage().data_ptr() in self._static
+        self._index[value] = len(self.values)
+        self.values.append(ValueDraft(bytes=0 if static else base.numel() * base.element_size(), node=node))
+        return len(self.values) - 1
+
+    def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
+        """Find out whether and at what cost a recipe remakes a value."""
+        draft = self.values[index]
+        if draft.bytes < MIN_BYTES:
+            draft.refused = "too small to gain anything"
+            return
+        try:
+            self.compare(index, self.builder.remake(node, output, base), base)
+        except CannotRemake as why:
+            draft.refused = str(why)
+
+    def compare(self, index: int, value: Value, base: Tensor) -> None:
+        """Remake `value` and compare it with what it should be."""
+        draft, maker = self.values[index], value.maker
+        assert isinstance(maker, Remake)
+        if self._frugal and needs_a_replay(maker):
+            draft.refused = "what it is made of is inside a block that is replayed to save memory"
+            return
+        try:
+            with self._flops:
+                made = maker.make(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            draft.refused = f"its recipe failed: {error}".splitlines()[0]
+            return
+        draft.bytes = base.numel() * base.element_size()
+        spent = self.spent[self._spent_by[maker]]
+        draft.needs = self.operands(maker)
+        draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
+        if identical(made, base):
+            draft.recipe = maker.recipe.node
+        else:
+            draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
+
+    def operands(self, maker: Remake) -> tuple[int, ...]:
+        """Indices of a remake's operands, without what is always there; those only passed through are added here."""
+        needs = []
+        for value in (handle.value for handle in maker.operands if handle is not None):
+            if value not in self._index and isinstance(value.maker, Remake):
+                upstream = self.operands(value.maker)
+                spent = self.spent[self._spent_by[value.maker]]
+                self._index[value] = len(self.values)
+                self.values.append(replace(spent, needs=upstream, recipe=spent.node))
+                self._passed_through.append(value)
+            if value in self._index:
+                needs.append(self._index[value])
+        return tuple(dict.fromkeys(needs))
+
+    # --- module calls
+
+    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.scope is not None
+        parent = self._open[-1][0] if self._open else None
+        call = CallDraft(id=self.scope.id, cls=type(seam.module).__name__, parent=parent, first_slot=len(self.slots))
+        self.calls.append(call)
+        self._open.append((len(self.calls) - 1, None))
+        if parent is None:
+            call.refused = "it is the whole model"
+        elif not worth_a_replay(seam.module):
+            call.refused = "what it saves has recipes"
+        elif seam.module in self._around_blocks:
+            call.refused = "the blocks in it are replayed instead"
+        else:
+            self._open[-1] = len(self.calls) - 1, seam.open(self, args, kwargs, self.argument)
+
+    def argument(self, tensor: Tensor) -> Handle:
+        """Hold an argument of the call that begins, as an input slot of it."""
+        assert self.scope is not None
+        value, view = self.known(tensor)
+        index, call = self._index[value], self.calls[-1]
+        label = f"{self.scope.path}: argument {describe(tensor, self.values[index].node)}"
+        address = f"{call.id}@{len(call.inputs)}"
+        call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
+        return Handle(value, view)
+
+    def leaving(self, seam: Seam) -> None:
+        index, frame = self._open.pop()
+        call = self.calls[index]
+        call.stop_slot = len(self.slots)
+        if frame is not None:
+            call.refused = self.try_replay(call, frame)
+            if call.refused is None and self._frugal and seam.module in self._blocks:
+                self.let_go(call, frame)
+        if not self._open:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold no tensor any longer: backward begins, or the step has failed."""
+        self._handles.clear()
+        self._passed_through.clear()
+        self._spent_by.clear()
+
+    def try_replay(self, call: CallDraft, frame: Frame) -> str | None:
+        """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""
+        packed = range(call.first_slot, call.stop_slot)
+        inputs = {slot.value for slot in call.inputs}
+        inside = {self.slots[n].value for n in packed} - inputs
+        if not any(self.values[value].bytes >= MIN_BYTES for value in inside):
+            return "it saves little besides its arguments"
+        frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in packed}
+        began, flops = time.perf_counter(), self._flops.total
+        try:
+            with self._flops:
+                found = frame.catch()
+        except (ReplayMismatch, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
+        call.cost_ms = (time.perf_counter() - began) * 1000
+        call.flops = self._flops.total - flops
+        for place, tensor in found.items():
+            value, view = self._handles[call.first_slot + place]
+            true = value.get()
+            if not (identical(tensor, true) if view is None else identical(tensor.as_strided(*view), true.as_strided(*view))):
+                return f"running it again gives other bits for {self.slots[call.first_slot + place].label}"
+        return None
+
+    def let_go(self, call: CallDraft, frame: Frame) -> None:
+        """Free what an audited block saved: its replay brings it back."""
+        inputs = {slot.value for slot in call.inputs}
+        mine = {}
+        for n in range(call.first_slot, call.stop_slot):
+            value, _ = self._handles[n]
+            if self._index[value] not in inputs and self.values[self._index[value]].bytes:
+                value.tensor, value.maker = None, frame
+                mine.setdefault(value, n - call.first_slot)
+        frame.values = {place: weakref.ref(value) for value, place in mine.items()}
+
+    # --- the probe
+
+    def packed(self, handle: Handle, tensor: Tensor) -> None:
+        """Nothing: `pack` itself takes notes."""
+
+    def reading(self, handle: Handle) -> None:
+        self.reads += 1
+
+    def making(self, maker: Maker) -> None:
+        self._mark("making", len(self.spent))
+        self._begun = time.perf_counter(), self._flops.total
+
+    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+        if not isinstance(maker, Remake):
+            return
+        began, flops = self._begun
+        recipe = maker.recipe
+        cost_ms = (time.perf_counter() - began) * 1000
+        size = 0 if recipe.alias else outputs[0].numel() * outputs[0].element_size()
+        number = len(self.spent)
+        self._mark("made", number)
+        self._spent_by[maker] = number
+        self.spent.append(
+            ValueDraft(bytes=size, node=recipe.node, cost_ms=cost_ms, flops=self._flops.total - flops, spent=number)
+        )
+
+
+def needs_a_replay(maker: Remake) -> bool:
+    """Whether a remake would start a replay to get its operands."""
+    makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
+    return any(isinstance(m, Frame) or (isinstance(m, Remake) and needs_a_replay(m)) for m in makers)
+
+
+def worth_a_replay(module: nn.Module) -> bool:
+    """Whether running `module` again may bring back more than recipes do: it has parts, or is not one of torch's own."""
+    return any(True for _ in module.children()) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
+
+
+def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
+    """The outermost modules that stand in a list beside another of their class: a transformer's layers."""
+    found: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+        classes = Counter(type(child) for child in module.children())
+        for child in module.children():
+            if in_list and classes[type(child)] > 1 and worth_a_replay(child):
+                found.add(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return frozenset(found)
+
+
+def identical(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same bit for bit (signed zeros and NaNs too), with the same strides."""
+    if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
+        return False
+    bits = _BITS.get(one.dtype)
+    if bits is not None:
+        one, other = one.view(bits), other.view(bits)
+    return torch.equal(one, other)
+
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.complex64: torch.int64,
+}
+
+
+def describe(tensor: Tensor, node: str) -> str:
+    """`GeluBackward0 [8, 1024, 3072] float32`."""
+    return f"{node or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _torch_own(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")

@@ -1,0 +1,46 @@
+"""What a rehearsal collects while it runs; `profile.py` makes the frozen records of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class ValueDraft:
+    """One output of one autograd node."""
+
+    bytes: int
+    node: str
+    recipe: str | None = None
+    refused: str | None = None
+    needs: tuple[int, ...] = ()
+    cost_ms: float = 0.0
+    flops: int = 0
+    transient_bytes: int = 0
+    spent: int | None = None
+    """Which run of a recipe was measured for it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotDraft:
+    """One tensor saved for backward, or one tensor argument of a call."""
+
+    address: str
+    label: str
+    value: int
+    call: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CallDraft:
+    """One call of one module."""
+
+    id: str
+    cls: str
+    parent: int | None
+    inputs: list[SlotDraft] = field(default_factory=list)
+    first_slot: int = 0
+    stop_slot: int = 0
+    cost_ms: float = 0.0
+    flops: int = 0
+    refused: str | None = None

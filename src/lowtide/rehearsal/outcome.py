@@ -1,0 +1,99 @@
+"""How a step ended: out of memory or not, and with which bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide.identity import tensors_in
+from lowtide.rehearsal.unchanged import RandomState
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+_PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out: CUDA and its kin, the CPU allocator, cuBLAS and cuDNN."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _PHRASES)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Digests of everything that a step leaves behind, by kind and name. Equal digests mean equal bits."""
+
+    digests: dict[str, dict[str, str]]
+
+    @classmethod
+    def of(cls, model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Outcome:
+        """Run the step. Gradients are those that the optimizer was about to use; without one, those at the end."""
+        gradients: dict[str, str] = {}
+        optimizers: list[Optimizer] = []
+
+        def look(number: int) -> None:
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[f"{name} ({number})"] = digest(parameter.grad)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            look(len(optimizers))
+            optimizers.append(optimizer)
+
+        hook = register_optimizer_step_pre_hook(before_step)
+        try:
+            result = step(batch)
+        finally:
+            hook.remove()
+        look(len(optimizers))
+        unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
+        state = [t for o in unique for entry in o.state.values() for t in tensors_in(entry)]
+        random = RandomState.now()
+        return cls(
+            {
+                "loss": {str(i): digest(t) for i, t in enumerate(tensors_in(result))},
+                "gradients": gradients,
+                "parameters": {name: digest(p) for name, p in model.named_parameters()},
+                "buffers": {name: digest(b) for name, b in model.named_buffers()},
+                "optimizer state": {str(i): digest(t) for i, t in enumerate(state)},
+                "random numbers": {
+                    "cpu": digest(random.torch_cpu),
+                    **{f"card {card}": digest(state) for card, state in random.torch_cards.items()},
+                    "python": _text_digest(repr(random.python)),
+                    "numpy": _text_digest(repr(random.numpy)),
+                },
+            }
+        )
+
+    def differences(self, other: Outcome) -> dict[str, tuple[str, ...]]:
+        """For each kind the names whose bits are not the same in `other`; empty where all are."""
+        found = {}
+        for kind, mine in self.digests.items():
+            theirs = other.digests[kind]
+            found[kind] = tuple(sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)))
+        return found
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's dtype, shape and bits."""
+    dense = tensor.detach()
+    if dense.layout is not torch.strided:
+        dense = dense.to_dense()
+    content = hashlib.blake2b(f"{dense.dtype}{tuple(dense.shape)}".encode(), digest_size=16)
+    flat = dense.cpu().contiguous().flatten()
+    if flat.numel():
+        content.update(memoryview(flat.view(torch.uint8).numpy()))
+    return content.hexdigest()
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

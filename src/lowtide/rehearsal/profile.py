@@ -1,0 +1,293 @@
+"""From what an audit and a trace saw to the frozen `Profile`: events become positions, tensors become storages."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from lowtide.memory.events import Allocate, EventStream, Free, Mark
+from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
+from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Where in the stream things happened: event indices."""
+
+    block_of_slot: dict[int, int] = field(default_factory=dict)
+    block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
+    packed: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+    release: dict[int, int] = field(default_factory=dict)
+    enter: dict[int, int] = field(default_factory=dict)
+    leave: dict[int, int] = field(default_factory=dict)
+    born: dict[int, int] = field(default_factory=dict)
+    dies: dict[int, int] = field(default_factory=dict)
+    bytes: dict[int, int] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
+    """Blocks that a remake or replay allocated."""
+    gradients: set[int] = field(default_factory=set)
+
+
+def assemble(
+    *,
+    values: list[ValueDraft],
+    slots: list[SlotDraft],
+    calls: list[CallDraft],
+    kept: set[int],
+    replayed: frozenset[str],
+    stream: EventStream,
+    fingerprint: Fingerprint,
+    static: Static,
+    step_ms: float,
+    measured_plain_peak_bytes: int | None,
+    notes: tuple[str, ...] = (),
+) -> Profile:
+    """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls."""
+    values = _upstream_first(values, slots, calls)
+    seen = _watch(stream)
+    _natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
+    blocks = sorted(set(seen.block_of_slot.values()) | set(seen.block_of_input.values()), key=seen.born.__getitem__)
+    number = {block: i for i, block in enumerate(blocks)}
+    end = len(stream.events)
+    cuts = sorted(
+        {0}
+        | {seen.born[b] for b in blocks}
+        | {seen.dies.get(b, end) for b in blocks}
+        | set(seen.read.values())
+        | set(seen.release.values())
+        | set(seen.enter.values())
+        | set(seen.leave.values())
+    )
+
+    def position(event: int) -> int:
+        return bisect.bisect_right(cuts, event) - 1
+
+    groups = _groups(values, slots, calls)
+    last_block = max((seen.leave[k] for k, group in groups.items() if group and k in seen.leave), default=end)
+    storage_of_value: dict[int, int] = {}
+    labels: dict[int, str] = {}
+    for n, block in seen.block_of_slot.items():
+        storage_of_value.setdefault(slots[n].value, number[block])
+        labels.setdefault(block, slots[n].label)
+    for (k, place), block in seen.block_of_input.items():
+        if place < len(calls[k].inputs):
+            storage_of_value.setdefault(calls[k].inputs[place].value, number[block])
+            labels.setdefault(block, calls[k].inputs[place].label)
+    base, gradients = _levels(stream, cuts, set(blocks), seen)
+    return Profile(
+        fingerprint=fingerprint,
+        static=static,
+        base_bytes=base,
+        gradient_bytes=gradients,
+        phases=_phases(seen, position),
+        storages=tuple(
+            Storage(
+                bytes=seen.bytes[block],
+                born=position(seen.born[block]),
+                dies=position(seen.dies.get(block, end)),
+                label=labels.get(block, ""),
+                category="loss head" if seen.born[block] > last_block else "activations",
+            )
+            for block in blocks
+        ),
+        values=tuple(
+            Value(
+                storage=storage_of_value.get(i),
+                bytes=draft.bytes,
+                node=draft.node,
+                recipe=draft.recipe,
+                needs=draft.needs,
+                cost_ms=draft.cost_ms,
+                flops=draft.flops,
+                expensive=draft.flops > 0,
+                transient_bytes=draft.transient_bytes,
+                refused=draft.refused,
+            )
+            for i, draft in enumerate(values)
+        ),
+        slots=tuple(
+            Slot(
+                address=slot.address,
+                value=slot.value,
+                storage=number.get(seen.block_of_slot.get(n, -1)),
+                call=slot.call,
+                label=slot.label,
+                need=position(seen.read[n]) if n in seen.read else None,
+                release=position(seen.release[n]) if n in seen.release else None,
+            )
+            for n, slot in enumerate(slots)
+        )
+        + tuple(
+            Slot(
+                address=slot.address,
+                value=slot.value,
+                storage=number.get(seen.block_of_input.get((k, place), -1)),
+                call=slot.call,
+                label=slot.label,
+                is_input=True,
+            )
+            for k, call in enumerate(calls)
+            for place, slot in enumerate(call.inputs)
+        ),
+        calls=tuple(
+            Call(
+                id=call.id,
+                cls=call.cls,
+                parent=call.parent,
+                enter=position(seen.enter[k]),
+                exit=position(seen.leave[k]),
+                cost_ms=call.cost_ms,
+                flops=call.flops,
+                refused=call.refused,
+                group=groups.get(k),
+            )
+            for k, call in enumerate(calls)
+        ),
+        step_ms=step_ms,
+        measured_plain_peak_bytes=measured_plain_peak_bytes,
+        notes=notes,
+    )
+
+
+def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
+    """Fill in what each audited recipe allocated beyond its result, from the marks around its run."""
+    peaks: dict[int, int] = {}
+    level = start = peak = 0
+    for event in stream.events:
+        if type(event) is Allocate:
+            level += event.bytes
+            peak = max(peak, level)
+        elif type(event) is Free:
+            level -= event.bytes
+        elif type(event) is Mark and event.label == "making":
+            start = peak = level
+        elif type(event) is Mark and event.label == "made" and isinstance(event.data, int):
+            peaks[event.data] = peak - start
+    for draft in values:
+        if draft.spent is not None and draft.recipe is not None:
+            draft.transient_bytes = max(0, peaks.get(draft.spent, 0) - draft.bytes)
+
+
+def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> list[ValueDraft]:
+    """The values in an order in which each comes after what it needs; slots and inputs are pointed to the new places."""
+    place: dict[int, int] = {}
+
+    def visit(index: int) -> int:
+        if index not in place:
+            needs = tuple(visit(need) for need in values[index].needs)
+            place[index] = len(ordered)
+            ordered.append(replace(values[index], needs=needs))
+        return place[index]
+
+    ordered: list[ValueDraft] = []
+    for index in range(len(values)):
+        visit(index)
+    for slot in (*slots, *(slot for call in calls for slot in call.inputs)):
+        slot.value = place[slot.value]
+    return ordered
+
+
+def _watch(stream: EventStream) -> _Seen:
+    seen = _Seen()
+    at: dict[int, int] = {}
+    addresses: dict[int, int] = {}
+    making = 0
+    for i, event in enumerate(stream.events):
+        if type(event) is Allocate:
+            at[event.address] = event.block
+            addresses[event.block] = event.address
+            seen.born[event.block], seen.bytes[event.block] = i, event.bytes
+            if making:
+                seen.copies.add(event.block)
+        elif type(event) is Free:
+            seen.dies[event.block] = i
+            where = addresses.get(event.block)
+            if where is not None and at.get(where) == event.block:
+                del at[where]
+        elif type(event) is Mark:
+            _note(seen, at, i, event.label, event.data)
+            making += {"making": 1, "made": -1}.get(event.label, 0)
+    return seen
+
+
+def _note(seen: _Seen, at: dict[int, int], i: int, label: str, data: object) -> None:
+    match label, data:
+        case "pack", (int(slot), int(where)):
+            seen.packed[slot] = i
+            if where in at:
+                seen.block_of_slot[slot] = at[where]
+        case "read", int(slot):
+            seen.read.setdefault(slot, i)
+        case "release", int(slot):
+            seen.release[slot] = i
+        case "enter", (int(call), tuple(inputs)):
+            seen.enter[call] = i
+            for place, where in enumerate(inputs):
+                if where in at:
+                    seen.block_of_input[call, place] = at[where]
+        case "leave", int(call):
+            seen.leave[call] = i
+        case "gradients", tuple(found):
+            seen.gradients.update(at[where] for where in found if where in at)
+
+
+def _natural_ends(seen: _Seen, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
+    """Blocks that somebody held in the trace: say that they would have ended with the last call that was given them."""
+    held: dict[int, int] = {}
+    for n in kept & seen.block_of_slot.keys():
+        block = seen.block_of_slot[n]
+        held[block] = max(held.get(block, 0), seen.leave[slots[n].call])
+    for (call, _), block in seen.block_of_input.items():
+        if call in replayed or block in held:
+            held[block] = max(held.get(block, 0), seen.leave[call])
+    for block, last in held.items():
+        seen.dies[block] = min(last, seen.dies.get(block, last))
+
+
+def _levels(
+    stream: EventStream, cuts: list[int], storages: set[int], seen: _Seen
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients then."""
+    level = gradients = 0
+    base, gradient = [0] * len(cuts), [0] * len(cuts)
+    p = -1
+    for i, event in enumerate(stream.events):
+        if type(event) is Allocate and event.block not in storages and event.block not in seen.copies:
+            level += event.bytes
+            gradients += event.bytes if event.block in seen.gradients else 0
+        elif type(event) is Free and event.block not in storages and event.block not in seen.copies:
+            level -= event.bytes
+            gradients -= event.bytes if event.block in seen.gradients else 0
+        if p + 1 < len(cuts) and cuts[p + 1] == i:
+            p += 1
+            base[p], gradient[p] = level, gradients
+        elif level > base[p]:
+            base[p], gradient[p] = level, gradients
+    for q in range(p + 1, len(cuts)):
+        base[q], gradient[q] = level, gradients
+    return tuple(base), tuple(gradient)
+
+
+def _phases(seen: _Seen, position: object) -> dict[str, int]:
+    at = position
+    assert callable(at)
+    forward = min(seen.enter.values(), default=0)
+    backward = min(seen.read.values(), default=forward)
+    after = max((*seen.read.values(), *seen.release.values()), default=backward)
+    return {"forward": at(forward), "backward": at(backward), "after backward": at(after)}
+
+
+def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> dict[int, str]:
+    """Calls that save the same kinds of tensors of the same sizes in the same order, where there are at least two."""
+    keys: dict[int, str] = {}
+    for k, call in enumerate(calls):
+        saved = [(values[slots[n].value].node, values[slots[n].value].bytes) for n in range(call.first_slot, call.stop_slot)]
+        if saved and call.parent is not None:
+            keys[k] = hashlib.blake2b(repr((call.cls, saved)).encode(), digest_size=6).hexdigest()
+    count: dict[str, int] = {}
+    for key in keys.values():
+        count[key] = count.get(key, 0) + 1
+    return {k: key for k, key in keys.items() if count[key] > 1}

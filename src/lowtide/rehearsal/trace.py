@@ -1,0 +1,126 @@
+"""The trace: one step under the most saving decisions, with every allocation and with marks of what caused it.
+
+Because nearly everything is let go of as early as it can be, this one run shows for each saved tensor how long its
+memory would live by itself, and when backward needs it; what any other decisions would do to memory follows from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowtide.planner.records import Decisions
+from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.remat import values
+from lowtide.remat.engine import Engine, Seam
+from lowtide.remat.replay import flatten
+from lowtide.remat.values import Handle, Maker
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Mark = Callable[[str, object], None]
+
+
+class Trace:
+    """The probe that marks what happens in a step between its allocations.
+
+    Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
+    `read` (slot), `release` (slot), `making`, `made`, `optimizer`, `gradients` (their addresses).
+    """
+
+    def __init__(self, engine: Engine, mark: Mark) -> None:
+        self.engine = engine
+        self.mark = mark
+        self.packs = 0
+        self.kept: set[int] = set()
+        """Slots that were kept."""
+        self._calls = 0
+        self._open: list[int] = []
+        self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self._deaths: dict[int, weakref.ref[Handle]] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The model's calls in this block are traced."""
+        hooks = (
+            register_optimizer_step_pre_hook(lambda *_: self._optimizer("begins")),
+            register_optimizer_step_post_hook(lambda *_: self.mark("optimizer", "ends")),
+        )
+        self.engine.install()
+        values.probe = self
+        try:
+            yield
+            self._gradients()
+        finally:
+            values.probe = None
+            self.engine.remove()
+            self._deaths.clear()
+            for hook in hooks:
+                hook.remove()
+
+    def _optimizer(self, what: str) -> None:
+        self._gradients()
+        self.mark("optimizer", what)
+
+    def _gradients(self) -> None:
+        gradients = (p.grad for p in self.engine.model.parameters())
+        self.mark("gradients", tuple(address(g) for g in gradients if g is not None))
+
+    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, _ = flatten(args, kwargs)
+        inputs = tuple(address(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self.mark("enter", (self._calls, inputs))
+        self._open.append(self._calls)
+        self._calls += 1
+
+    def leaving(self, seam: Seam) -> None:
+        self.mark("leave", self._open.pop())
+
+    def packed(self, handle: Handle, tensor: Tensor) -> None:
+        slot = self.packs
+        self.packs += 1
+        if handle.value.kept:
+            self.kept.add(slot)
+        self._slots[handle] = slot
+        self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
+        self.mark("pack", (slot, address(tensor)))
+
+    def reading(self, handle: Handle) -> None:
+        self.mark("read", self._slots[handle])
+
+    def making(self, maker: Maker) -> None:
+        self.mark("making", None)
+
+    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+        self.mark("made", None)
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 for tensors that have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> Decisions:
+    """Let go of all that can be: blocks of at most half of the saved bytes are replayed, the rest is remade."""
+    total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
+    replay: set[int] = set()
+    outside: set[int] = set()
+    for index, call in enumerate(calls):  # parents come before their children
+        if call.parent is None:
+            outside.add(index)
+        elif call.parent in outside:
+            if call.refused is None and 2 * total[index] <= total[0]:
+                replay.add(index)
+            else:
+                outside.add(index)
+    remake = {slot.address for slot in slots if slot.call in outside and values[slot.value].recipe is not None}
+    return Decisions(remake=frozenset(remake), replay=frozenset(calls[index].id for index in replay))

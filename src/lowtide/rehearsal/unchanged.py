@@ -1,0 +1,161 @@
+"""A step can be run as often as needed and nothing remembers: everything it may change is put back as it was."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+
+class Unchanged:
+    """Parameters, gradients, buffers, optimizer state, batch and random numbers as they were at `with`.
+
+    Usable several times over inside the block with `restore()`; the end of the block restores too, whatever happened.
+    Copies live in host memory. Optimizers need not be named: one that steps inside the block is noticed before it does.
+    Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any = None, optimizer: Optimizer | None = None) -> None:
+        self._model = model
+        self._batch = batch
+        self._optimizers: dict[int, _OptimizerState] = {}
+        self._named = optimizer
+
+    def __enter__(self) -> Self:
+        self._tensors = [_Content(t) for t in _unique([*self._model.parameters(), *tree_leaves(self._batch)])]
+        self._gradients = [(p, p.grad, None if p.grad is None else _Content(p.grad)) for p in self._model.parameters()]
+        self._buffers = [
+            (module, name, buffer, None if buffer is None else _Content(buffer))
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        self._training = [(module, module.training) for module in self._model.modules()]
+        self._random = RandomState.now()
+        if self._named is not None:
+            self._noticed(self._named, (), {})
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._noticed)
+        return self
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Every optimizer that has stepped."""
+        return tuple(state.optimizer for state in self._optimizers.values())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for content in self._tensors:
+                content.restore()
+            for state in self._optimizers.values():
+                state.restore()
+            for parameter, gradient, content in self._gradients:
+                parameter.grad = gradient
+                if content is not None:
+                    content.restore()
+            for module, name, buffer, content in self._buffers:
+                module._buffers[name] = buffer
+                if content is not None:
+                    content.restore()
+        for module, training in self._training:
+            module.training = training
+        self._random.restore()
+
+    def rewind(self) -> None:
+        """Only the random numbers: the next step draws what the first one drew."""
+        self._random.restore()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hook.remove()
+        self.restore()
+
+    def _noticed(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(optimizer) not in self._optimizers:
+            known = {id(content.tensor) for content in self._tensors}
+            self._optimizers[id(optimizer)] = _OptimizerState(optimizer, known)
+
+
+class _Content:
+    """A tensor and what was in it. Written back only if it was written to."""
+
+    __slots__ = ("saved", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.saved = tensor.detach().to("cpu", copy=True)
+
+    def restore(self) -> None:
+        if self.tensor._version != self.version:
+            self.tensor.detach().copy_(self.saved)
+            self.version = self.tensor._version
+
+
+class _OptimizerState:
+    """An optimizer before its first step in the block, and the parameters it has of other models."""
+
+    def __init__(self, optimizer: Optimizer, known: set[int]) -> None:
+        self.optimizer = optimizer
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.others = [_Content(p) for p in parameters if id(p) not in known]
+        self.settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.state = {
+            parameter: {k: _Content(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            for parameter, state in optimizer.state.items()
+        }
+
+    def restore(self) -> None:
+        for content in self.others:
+            content.restore()
+        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=True):
+            group.update(settings)
+        state = self.optimizer.state
+        for parameter in [p for p in state if p not in self.state]:
+            del state[parameter]
+        for parameter, saved in self.state.items():
+            state[parameter] = {k: v.tensor if isinstance(v, _Content) else v for k, v in saved.items()}
+            for content in saved.values():
+                if isinstance(content, _Content):
+                    content.restore()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """All random number generators that training code draws from."""
+
+    torch_cpu: Tensor
+    torch_cards: dict[int, Tensor]
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        cards = range(torch.accelerator.device_count()) if torch.accelerator.is_available() else ()
+        return cls(
+            torch_cpu=torch.get_rng_state(),
+            torch_cards={card: torch.get_device_module().get_rng_state(card) for card in cards},
+            python=random.getstate(),
+            numpy=np.random.get_state(),
+        )
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch_cpu)
+        for card, state in self.torch_cards.items():
+            torch.get_device_module().set_rng_state(state, card)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+def _unique(found: list[Any]) -> list[Tensor]:
+    tensors = (item for item in found if isinstance(item, torch.Tensor))
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,124 @@
+"""How a recipe is written, and the table of all of them. docs/recipes.md has the same with an example.
+
+A recipe remakes an autograd node's output. It is a function named after what it needs, in the names that the node's own
+saved attributes have (`_saved_mat1` -> `mat1`) or, for what it does not save, those of the op's arguments:
+
+    @recipe("AddmmBackward0", edges={"self": 0, "mat1": 1, "mat2": 2}, expensive=True)
+    def addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float, alpha: float) -> Tensor:
+        return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)
+
+Where something that it needs can't be found, the tensor is kept: nothing is guessed. Every recipe is compared with the
+true tensor, bit by bit, on the user's model and device before it is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol, get_type_hints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
+
+
+class Source(Protocol):
+    """What a `read_off` function may ask of the node."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The saved tensor `name`. Raises CannotRemake if it is not there now."""
+
+    def constant(self, name: str) -> Any:
+        """The constant `name`. Raises CannotRemake if the node does not record it."""
+
+
+class CannotRemake(Exception):
+    """Why a value has to be kept; never leaves the package."""
+
+
+EVERY: Final = -1
+"""All input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
+
+OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "out_stride"})
+"""Constants that describe the output itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the output of one kind of autograd node is remade. `recipe` says what the fields mean."""
+
+    node: str
+    function: Function
+    operands: tuple[str, ...]
+    lists: frozenset[str]
+    optional: frozenset[str]
+    constants: tuple[str, ...]
+    several: bool
+    edges: Mapping[str, int] = field(default_factory=dict)
+    owner: str | None = None
+    together: Mapping[str, str] = field(default_factory=dict)
+    when: Mapping[str, Any] = field(default_factory=dict)
+    read_off: Mapping[str, Callable[[Tensor | None, Source], Any]] = field(default_factory=dict)
+    expensive: bool = False
+    alias: bool = False
+    device: str | None = None
+
+
+RECIPES: dict[str, Recipe] = {}
+"""By the name of the autograd node."""
+
+
+def recipe(
+    *nodes: str,
+    edges: Mapping[str, int] | None = None,
+    owner: str | None = None,
+    together: Mapping[str, str] | None = None,
+    when: Mapping[str, Any] | None = None,
+    read_off: Mapping[str, Callable[[Tensor | None, Source], Any]] | None = None,
+    expensive: bool = False,
+    alias: bool = False,
+    device: str | None = None,
+) -> Callable[[Function], Function]:
+    """Register a function as the recipe of the autograd nodes `nodes`.
+
+    A positional parameter is a tensor, or `list[Tensor]`: what the node saved under that name; if it saved none, the
+    value on the input edge that `edges` gives; if that needs no gradient either, the attribute of that name of the
+    module that owns the node's parameter `owner`. One annotated `Tensor | None` may be absent: with `together`, only
+    where the node's attribute named there is absent too (a convolution's bias: where its sizes are).
+
+    A keyword-only parameter is a constant: what the node saved under that name, or an attribute of the owner; or one of
+    `out_shape`, `out_dtype`, `out_device`, `out_stride`, the output's own; or what a function in `read_off` gives, called
+    with the output itself (None where it is not at hand) and the node. One annotated `... | None` may be absent.
+
+    `when`: constants that must have these values. `expensive`: it redoes a matrix product, a convolution or attention.
+    `alias`: the result is a view of the first operand. `device`: the only type of device that has the node.
+    A function that returns `tuple[Tensor, ...]` gives all outputs of its node, one that returns `Tensor` the first one.
+    """
+
+    def register(function: Function) -> Function:
+        parameters = inspect.signature(function).parameters.values()
+        hints = {name: str(hint) for name, hint in get_type_hints(function).items()}
+        for node in nodes:
+            assert node not in RECIPES, f"two recipes for {node}"
+            RECIPES[node] = Recipe(
+                node=node,
+                function=function,
+                operands=tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY),
+                lists=frozenset(p.name for p in parameters if hints[p.name].startswith("list[")),
+                optional=frozenset(p.name for p in parameters if hints[p.name].endswith("| None")),
+                constants=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+                several=hints["return"].startswith("tuple["),
+                edges=dict(edges or {}),
+                owner=owner,
+                together=dict(together or {}),
+                when=dict(when or {}),
+                read_off=dict(read_off or {}),
+                expensive=expensive,
+                alias=alias,
+                device=device,
+            )
+        return function
+
+    return register

@@ -1,0 +1,164 @@
+"""What a module call sees besides its arguments, taken when it begins and put back around a replay.
+
+Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the kernels
+that attention may use, training flags and buffers are as they were; afterwards everything is as it was before the replay,
+plain attributes of the modules too. Parameters, and buffers that the call does not write to, are only looked at: a replay
+that would see other ones refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lowtide.remat.values import changed_in_place
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Held = tuple[tuple["Tensor", int], ...]
+
+_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+"""Which attention kernels may be chosen: in spite of their place, on the CPU too."""
+
+
+class Reach:
+    """What calls of one module can touch, and what its first call was seen to do with it."""
+
+    __slots__ = ("cards", "generators", "holds", "kinds", "modules", "numpy", "python", "written")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = tuple(module.modules())
+        devices = {t.device for t in (*module.parameters(), *module.buffers())} - {torch.device("cpu")}
+        self.cards = tuple(device for device in devices if device.type != "meta")
+        self.kinds = ("cpu", *{device.type for device in self.cards})
+        found = (item for part in self.modules for item in vars(part).values())
+        self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
+        self.written: frozenset[tuple[nn.Module, str]] | None = None
+        """Buffers that a call writes to. This and the next two: None until a call has been seen."""
+        self.python: bool | None = None
+        """Whether it draws from Python's random numbers."""
+        self.numpy: bool | None = None
+        self.holds = False
+        """A call runs backward inside of its forward: what a replay saves has to be there for that."""
+
+    def forget(self) -> None:
+        """Look again at what a call does."""
+        self.written = self.python = self.numpy = None
+
+
+class Surroundings:
+    """What one call saw."""
+
+    __slots__ = ("autocast", "buffers", "cards", "generators", "held", "kernels", "numpy", "python", "reach", "rng", "training")
+
+    def __init__(self, reach: Reach, generators: Iterable[torch.Generator] = ()) -> None:
+        self.reach = reach
+        self.rng = torch.get_rng_state()
+        self.cards = tuple((card, torch.get_device_module(card).get_rng_state(card)) for card in reach.cards)
+        self.generators = tuple((g, g.get_state()) for g in {*reach.generators, *generators})
+        self.python = random.getstate() if reach.python is not False else None
+        self.numpy = np.random.get_state() if reach.numpy is not False else None
+        self.autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in reach.kinds
+        )
+        self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
+        self.training = tuple(module.training for module in reach.modules)
+        self.buffers = {
+            (module, name): (buffer, buffer._version, buffer.detach().clone())
+            for module, name, buffer in _buffers(reach.modules)
+            if reach.written is None or (module, name) in reach.written
+        }
+        self.held = self._held()
+
+    def _held(self) -> Held:
+        """Parameters, and buffers that are not copied, with their versions."""
+        parameters = (p for module in self.reach.modules for p in module._parameters.values() if p is not None)
+        buffers = (b for module, name, b in _buffers(self.reach.modules) if (module, name) not in self.buffers)
+        return tuple((tensor, tensor._version) for group in (parameters, buffers) for tensor in group)
+
+    def learn(self) -> None:
+        """The first call is over: what it did not touch is not copied for the next ones."""
+        reach = self.reach
+        if reach.written is None:
+            there = {(module, name): buffer for module, name, buffer in _buffers(reach.modules)}
+            reach.written = frozenset(
+                key
+                for key, (buffer, version, _) in self.buffers.items()
+                if there.get(key) is not buffer or buffer._version != version
+            )
+            for key in self.buffers.keys() - reach.written:
+                del self.buffers[key]
+            self.held = self._held()
+        if reach.python is None:
+            reach.python = random.getstate() != self.python
+        if reach.numpy is None:
+            reach.numpy = not _same(np.random.get_state(), self.numpy)
+
+    def changed(self) -> list[Tensor]:
+        """Parameters that are not what the call saw. Raises RuntimeError if a buffer is not, or a parameter is another one."""
+        found = []
+        now = self._held()
+        if len(now) != len(self.held) or any(a is not b for (a, _), (b, _) in zip(now, self.held, strict=True)):
+            raise RuntimeError("a parameter or buffer of a module that is to be run again has been replaced since forward.")
+        for (tensor, version), (_, before) in zip(now, self.held, strict=True):
+            if version != before:
+                if not isinstance(tensor, torch.nn.Parameter):
+                    self.reach.forget()
+                    raise RuntimeError(changed_in_place(tensor, before))
+                found.append(tensor)
+        return found
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything as it was when the call began; afterwards as it was before."""
+        modules = self.reach.modules
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_random_numbers_back())
+            stack.enter_context(_attributes_back(modules))
+            for (_, switch), now, then in zip(_KERNELS, [enabled() for enabled, _ in _KERNELS], self.kernels, strict=True):
+                if now != then:
+                    stack.callback(switch, now)
+                    switch(then)
+            torch.set_rng_state(self.rng)
+            for card, state in self.cards:
+                before = torch.get_device_module(card).get_rng_state(card)
+                stack.callback(torch.get_device_module(card).set_rng_state, before, card)
+                torch.get_device_module(card).set_rng_state(state, card)
+            for generator, state in self.generators:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            if self.python is not None:
+                random.setstate(self.python)
+            if self.numpy is not None:
+                np.random.set_state(self.numpy)
+            for module, flag in zip(modules, self.training, strict=True):
+                if module.training != flag:
+                    vars(module)["training"] = flag
+            copies: dict[int, Tensor] = {}  # a buffer that two modules share stays one
+            for (module, name), (buffer, _, content) in self.buffers.items():
+                module._buffers[name] = copies.setdefault(id(buffer), content.clone())
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            yield
+
+
+def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    return (
+        (module, name, buffer)
+        for module in modules
+        if module._buffers
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    )

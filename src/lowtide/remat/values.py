@@ -1,0 +1,227 @@
+"""What a saved tensor is packed into.
+
+A `Value` is one output of one autograd node in one step: kept, or made again when it is read. A `Handle` is one reader's
+claim on a value: autograd holds one for each saved tensor, a remake one for each operand, a replay one for each argument.
+Handles only lead upstream and never to a node, so dropping the last one frees everything behind it: no cycles, and
+nothing depends on which nodes backward has released already.
+
+A value that is made again stays only while somebody waits for it, so one backward pass makes it at most once. The next
+pass over a retained graph finds every handle unread again: reads are counted per pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lowtide._torch import backward_number, node_metadata, saved_slot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.remat.seam import Seam
+
+Geometry = tuple["torch.Size", tuple[int, ...], int]
+"""Size, stride and storage offset of a view, in elements."""
+
+_NEVER = -2
+"""No pass: backward numbers its passes from 0, and outside of any the number is -1."""
+
+
+class Maker(Protocol):
+    """What brings a value back: a remake from a recipe, or the replay of a module call."""
+
+    @property
+    def operands(self) -> Iterable[Handle | None]:
+        """What has to be there first."""
+
+    def make(self, value: Value) -> Tensor:
+        """The value's tensor. Other values that come with it `arrive`."""
+
+
+class Value:
+    """One output of one autograd node in one step; also a leaf or another tensor without history."""
+
+    __slots__ = ("__weakref__", "leaf", "maker", "output", "readers", "reads", "seen", "tensor", "version")
+
+    def __init__(self, tensor: Tensor | None = None, *, maker: Maker | None = None, output: int = 0) -> None:
+        self.tensor = tensor
+        self.version = -1 if tensor is None else tensor._version
+        """The tensor's version when it was saved; -1 if none was at hand."""
+        self.maker = maker
+        self.output = output
+        self.leaf = 0
+        """`id` of the parameter that this is; 0 for anything else."""
+        self.readers = 0
+        """Handles that there are."""
+        self.reads = 0
+        """How many of them were read in the backward pass `seen`."""
+        self.seen = _NEVER
+
+    @property
+    def kept(self) -> bool:
+        return self.maker is None
+
+    def get(self) -> Tensor:
+        """The tensor, made again if it is not there. Raises RuntimeError if it was kept and changed in place since."""
+        tensor = self.tensor
+        if tensor is None:
+            return bring_back(self)
+        if self.maker is None and tensor._version != self.version:
+            raise RuntimeError(changed_in_place(tensor, self.version))
+        return tensor
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold `tensor` (detached) from now on instead of making it again."""
+        self.tensor, self.version, self.maker = tensor, tensor._version, None
+
+    def arrive(self, tensor: Tensor) -> None:
+        """It has been made again: stay if somebody waits."""
+        number = backward_number()
+        if self.seen != number:
+            self.seen, self.reads = number, 0
+        if self.readers > self.reads:
+            self.tensor = tensor
+
+
+class Handle:
+    """One reader's claim on a value, seen through the reader's view of it."""
+
+    __slots__ = ("__weakref__", "seen", "value", "view")
+
+    def __init__(self, value: Value, view: Geometry | None = None) -> None:
+        self.value = value
+        self.view = view
+        self.seen = _NEVER
+        """The backward pass that read it last."""
+        value.readers += 1
+
+    def get(self) -> Tensor:
+        """The tensor with the geometry it was saved with. May be called any number of times."""
+        value = self.value
+        tensor = value.get()
+        if value.maker is not None:
+            self._read(value)
+        return tensor if self.view is None else tensor.as_strided(*self.view)
+
+    def _read(self, value: Value) -> None:
+        """Count this reader; if nobody waits any longer, let go of what can be made again."""
+        number = backward_number()
+        if value.seen != number:
+            value.seen, value.reads = number, 0
+        if self.seen != number:
+            self.seen = number
+            value.reads += 1
+        if value.reads == value.readers:
+            value.tensor = None
+
+    def wait(self) -> None:
+        """Be unread again: what this is an operand of is made once more in the same pass."""
+        if self.seen != _NEVER and self.seen == self.value.seen:
+            self.value.reads -= 1
+        self.seen = _NEVER
+
+    def __del__(self) -> None:
+        value = self.value
+        value.readers -= 1
+        if self.seen != _NEVER and self.seen == value.seen:
+            value.reads -= 1
+        elif value.reads == value.readers and value.maker is not None:
+            value.tensor = None
+
+
+def bring_back(value: Value) -> Tensor:
+    """Make `value` again, and before it whatever it needs that is not there. Not recursive: chains are as long as models are deep."""
+    pending = [(value, False)]
+    while True:
+        top, ready = pending.pop()
+        maker = top.maker
+        assert maker is not None
+        if ready and not pending:
+            return maker.make(top)
+        if ready:
+            maker.make(top)
+        elif top.tensor is None or not pending:
+            pending.append((top, True))
+            for operand in maker.operands:
+                if operand is not None:
+                    operand.wait()
+                    if operand.value.tensor is None:
+                        pending.append((operand.value, False))
+
+
+def changed_in_place(tensor: Tensor, version: int) -> str:
+    """PyTorch's own words for a saved tensor that was modified: tools and people know them."""
+    kind = f"{tensor.type()} {list(tensor.shape)}"
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind}] is at version {tensor._version}; expected version {version} instead."
+    )
+
+
+def register(node: Node, output: int, value: Value) -> None:
+    """Let later readers of the node's output find `value` while somebody holds it. The node holds no value alive."""
+    node_metadata(node)["lowtide", output] = weakref.ref(value)
+
+
+def registered(node: Node, output: int) -> Value | None:
+    """The value of a node's output, if it was registered and somebody still holds it."""
+    found = node_metadata(node).get(("lowtide", output))
+    return None if found is None else found()
+
+
+def unpack(handle: Handle) -> Tensor:
+    """The unpack hook."""
+    if probe is not None:
+        probe.reading(handle)
+    return handle.get()
+
+
+def peek(node: Node, attribute: str) -> Any:
+    """What a node saved under `attribute`, without making it again and without running anybody's hooks.
+
+    A tensor: the handle that our pack hook returned, or the tensor itself where no hook saw it; None if it is not there
+    (yet, or no longer) or in the hands of somebody else's hooks. Several tensors: a tuple of these. Else the constant.
+    Raises AttributeError if the node has no such attribute.
+    """
+    slot = saved_slot(node, attribute)
+    if slot is None:
+        return getattr(node, attribute)
+    if isinstance(slot, tuple | list):
+        return tuple(_within(item) for item in slot)
+    return _within(slot)
+
+
+def _within(slot: Any) -> Handle | Tensor | None:
+    data = slot.data
+    ours = isinstance(data, Handle) or slot.unpack_hook is None
+    return data if ours else None
+
+
+class Probe(Protocol):
+    """What a rehearsal wants to be told. Never set in a training loop."""
+
+    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is about to run; `seam.engine.scope` is its call."""
+
+    def leaving(self, seam: Seam) -> None:
+        """The call is over, with a result or an exception."""
+
+    def packed(self, handle: Handle, tensor: Tensor) -> None:
+        """`tensor` was saved for backward, as `handle`."""
+
+    def reading(self, handle: Handle) -> None:
+        """Backward is about to read a saved tensor."""
+
+    def making(self, maker: Maker) -> None:
+        """A recipe or a replay is about to run; its operands are there."""
+
+    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+        """It ran, and gave this."""
+
+
+probe: Probe | None = None

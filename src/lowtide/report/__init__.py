@@ -1,0 +1,1 @@
+"""Records, made readable. Nothing here measures or decides."""

@@ -1,0 +1,85 @@
+"""Records as short text."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lowtide.units import format_bytes, format_change, format_ratio
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Plan
+    from lowtide.verification import Verdict
+
+
+def summary(plan: Plan, verdict: Verdict) -> str:
+    """One plan and what it did, in two or three lines."""
+    change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
+    extra = f", {format_ratio(plan.predicted.extra_ms / plan.step_ms, signed=True)} time" if plan.step_ms else ""
+    lines = [f"{change} peak (budget {format_bytes(plan.budget_bytes)}){extra} predicted", decisions(plan)]
+    lines.append(proof(verdict))
+    return "\n".join(lines)
+
+
+def proof(verdict: Verdict) -> str:
+    """What was compared with the plain step, and how it came out."""
+    if verdict.differences is None:
+        return "the plain step does not fit in memory; every recipe and replay was compared with the true tensors, bit by bit"
+    kinds = list(verdict.differences)
+    differing = [kind for kind in kinds if verdict.differences[kind]]
+    if differing:
+        return f"not bit-identical to the plain step: {_listed(differing)}"
+    return f"bit-identical to the plain step: {_listed(kinds)}"
+
+
+def decisions(plan: Plan) -> str:
+    """What is remade and replayed, by what it is: `remade: 24 GeluBackward0, ...; replayed: transformer.h.{0-5}`."""
+    if not plan.remake and not plan.replay:
+        return "everything is kept: the plain step fits"
+    parts = []
+    if plan.remake:
+        count: dict[str, int] = defaultdict(int)
+        for node in plan.remake.values():
+            count[_op(node)] += 1
+        most = sorted(count.items(), key=lambda item: (-item[1], item[0]))
+        parts.append("remade: " + ", ".join(f"{n} {op}" for op, n in most))
+    if plan.replay:
+        parts.append("replayed: " + ", ".join(merged(call.rpartition("#")[0] for call in plan.replay)))
+    return "; ".join(parts)
+
+
+def merged(paths: Iterable[str]) -> list[str]:
+    """Module paths that differ in one number, written once: `h.0.mlp`, `h.1.mlp` -> `h.{0-1}.mlp`."""
+    families: dict[str, set[int]] = defaultdict(set)
+    plain: list[str] = []
+    for path in dict.fromkeys(paths):
+        numbers = list(re.finditer(r"(?<![^.])\d+(?![^.])", path))
+        if numbers:
+            first = numbers[0]
+            families[f"{path[: first.start()]}{{}}{path[first.end() :]}"].add(int(first[0]))
+        else:
+            plain.append(path)
+    return plain + [family.replace("{}", _ranges(sorted(n)), 1) for family, n in families.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` -> `{0-2,5}`; a single number stays bare."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _op(node: str) -> str:
+    """`NativeLayerNormBackward0` -> `NativeLayerNorm`."""
+    return re.sub(r"Backward\d+$", "", node)
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,99 @@
+"""The proof: a step is run under its plan and without it, from the same state, and both are compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import StalePlan
+from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.memory.events import Timeline
+from lowtide.memory.measuring import recorder_for
+from lowtide.planner.records import Plan, Record
+from lowtide.rehearsal import check
+from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
+from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.remat.engine import apply
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict(Record):
+    """What a step under a plan needs and gives, beside the plain step."""
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    """Static memory included."""
+    planned_ms: float
+    plain_ms: float | None
+    """None where the plain step does not fit in memory."""
+    differences: dict[str, tuple[str, ...]] | None
+    """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names that are not bit-identical
+    to the plain step's. None where the plain step does not fit: then the audit of each recipe is the proof."""
+    drifted: tuple[str, ...] = ()
+    """Addresses of saved tensors that were not what the plan expects, and were kept."""
+
+    @property
+    def within_budget(self) -> bool:
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing was found to differ from the plain step."""
+        return not any((self.differences or {}).values())
+
+
+def verify(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, plan: Plan, *, optimizer: Optimizer | None = None
+) -> Verdict:
+    """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, buffers, state and random numbers.
+
+    The peak is of a second step, when the optimizer has its state. Everything is as it was afterwards. `model` must not
+    have a plan applied. Raises StalePlan if the plan is for another model, batch or device.
+    """
+    check(model, step)
+    differences = plan.fingerprint.differences(fingerprint(model, batch))
+    if differences:
+        raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)
+    with Unchanged(model, batch, optimizer) as unchanged:
+        with apply(model, plan) as applied:
+            planned = Outcome.of(model, step, batch)
+            static, _ = static_bytes(model, batch, unchanged.optimizers)
+            with recorder_for(device_of(model)) as recorder:
+                began = time.perf_counter()
+                step(batch)
+                planned_ms = (time.perf_counter() - began) * 1000
+        unchanged.restore()
+        plain, plain_ms = _plain(model, step, batch)
+    return Verdict(
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=static.total + Timeline(recorder.stream).peak_bytes,
+        planned_ms=planned_ms,
+        plain_ms=plain_ms,
+        differences=None if plain is None else plain.differences(planned),
+        drifted=tuple(sorted(applied.drifted)),
+    )
+
+
+def _plain(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> tuple[Outcome | None, float | None]:
+    try:
+        outcome = Outcome.of(model, step, batch)
+        began = time.perf_counter()
+        step(batch)
+        return outcome, (time.perf_counter() - began) * 1000
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None, None
+
+
+def with_budget(verdict: Verdict, budget_bytes: int) -> Verdict:
+    """The same measurements, judged against another budget."""
+    return replace(verdict, budget_bytes=budget_bytes)

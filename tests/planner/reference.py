@@ -1,0 +1,211 @@
+"""The predictor once more, to be judged by: it walks the step position by position and looks who still waits for what.
+
+Nothing is worked out in advance. Values and calls are asked for, made, and let go of, as in a real backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+from lowtide.planner.records import Decisions, Profile, Slot
+
+
+def remakeable(profile: Profile) -> set[int]:
+    """Values with a recipe whose operands are saved somewhere or remakeable themselves."""
+    found: set[int] = set()
+    for index, value in enumerate(profile.values):
+        there = all(profile.values[need].storage is not None or need in found for need in value.needs)
+        if value.recipe is not None and value.refused is None and there:
+            found.add(index)
+    return found
+
+
+class Step:
+    def __init__(self, profile: Profile, decisions: Decisions) -> None:
+        self.profile, self.end = profile, len(profile.base_bytes)
+        self.can = remakeable(profile)
+        self.decisions = decisions
+        self.replayed = {
+            index for index, call in enumerate(profile.calls) if call.id in decisions.replay and call.refused is None
+        }
+        self.slots = [slot for slot in profile.slots if slot.storage is not None]
+        self.saved = [slot for slot in self.slots if not slot.is_input]
+        self.fate = {value: self.fate_of(value) for value in range(len(profile.values))}
+        self.made: dict[tuple[str, int], int] = {}
+        self.scratch: Counter[int] = Counter()
+        self.caught: dict[int, set[int]] = {}
+        self.extra_ms, self.extra_flops = 0.0, 0
+        self.is_wanted = cache(self._is_wanted)  # the answer for a position does not change while the step is at it
+
+    # --- what becomes of what
+
+    def around(self, call: int | None) -> int | None:
+        """The replayed call around `call`, or itself."""
+        while call is not None and call not in self.replayed:
+            call = self.profile.calls[call].parent
+        return call
+
+    def action(self, slot: Slot) -> str | int:
+        """keep, remake, or the call that brings it back."""
+        outer = self.around(slot.call)
+        if not slot.is_input and outer is not None:
+            for entry in self.slots:
+                if entry.is_input and entry.call == outer and entry.value == slot.value:
+                    return self.action(entry)
+        if slot.address in self.decisions.remake and slot.value in self.can:
+            return "remake"
+        return "keep" if slot.is_input or outer is None else outer
+
+    def fate_of(self, value: int) -> str | int:
+        """keep, remake, pass, or the call that brings it back."""
+        actions = [
+            self.action(slot)
+            for slot in self.slots
+            if slot.value == value and (not slot.is_input or slot.call in self.replayed)
+        ]
+        return "pass" if not actions else "keep" if "keep" in actions else actions[0]
+
+    def foreign(self, value: int) -> bool:
+        """Left to a replay, but not born in it."""
+        fate, storage = self.fate[value], self.profile.values[value].storage
+        if not isinstance(fate, int) or storage is None:
+            return False
+        call = self.profile.calls[fate]
+        return not call.enter <= self.profile.storages[storage].born < call.exit
+
+    def is_kept(self, value: int) -> bool:
+        return self.fate[value] == "keep" or self.foreign(value)
+
+    def operands(self, value: int) -> tuple[set[int], set[int]]:
+        """Values that a remake of `value` needs, and values made on the way."""
+        needed: set[int] = set()
+        on_the_way: set[int] = set()
+        fixed = {slot.value for slot in self.profile.slots if slot.storage is None}
+        for need in set(self.profile.values[value].needs) - fixed:
+            if self.fate[need] == "pass" and need in self.can:
+                more, further = self.operands(need)
+                needed |= more
+                on_the_way |= {need} | further
+            else:
+                needed.add(need)
+        return needed, on_the_way
+
+    def inputs(self, call: int) -> set[int]:
+        return {slot.value for slot in self.slots if slot.is_input and slot.call == call}
+
+    # --- who waits
+
+    def readers(self, value: int) -> list[tuple[str, int]]:
+        """The remakes and replays that need `value`."""
+        remakes = [("value", v) for v, fate in self.fate.items() if fate == "remake" and value in self.operands(v)[0]]
+        return remakes + [("call", call) for call in self.replayed if value in self.inputs(call)]
+
+    def is_read(self, value: int, position: int) -> bool:
+        """Whether a saved tensor of it is not let go of yet."""
+        for slot in self.saved:
+            release = self.end if slot.release is None else slot.release
+            if slot.value == value and position < max(release, 0 if slot.need is None else slot.need + 1):
+                return True
+        return False
+
+    def _is_wanted(self, kind: str, node: int, position: int) -> bool:
+        """Whether somebody may still read it at `position`."""
+        if kind == "call":
+            left = [value for value, fate in self.fate.items() if fate == node]
+            return any(self.is_read(v, position) if self.foreign(v) else self.is_wanted("value", v, position) for v in left)
+        if self.is_read(node, position):
+            return True
+        pending = [
+            reader for reader in self.readers(node) if self.is_kept(node) or self.made.get(reader, position) == position
+        ]
+        if self.fate[node] == "pass":  # has no recipe: held by what is made from it
+            pending = self.readers(node)
+        return any(self.is_wanted(*reader, position) for reader in pending)
+
+    # --- what happens
+
+    def ask(self, value: int, position: int) -> None:
+        fate = self.fate[value]
+        if self.is_kept(value) or fate == "pass" or ("value", value) in self.made:
+            return
+        self.made["value", value] = position
+        if isinstance(fate, int):
+            self.replay(fate, position)
+        if fate == "remake":
+            operands, on_the_way = self.operands(value)
+            for operand in sorted(operands):
+                self.ask(operand, position)
+            recipes = [self.profile.values[v] for v in (value, *on_the_way)]
+            self.extra_ms += sum(recipe.cost_ms for recipe in recipes)
+            self.extra_flops += sum(recipe.flops for recipe in recipes)
+            self.scratch[position] += max(recipe.transient_bytes for recipe in recipes)
+            self.scratch[position] += sum(self.profile.values[v].bytes for v in on_the_way)
+
+    def replay(self, call: int, position: int) -> None:
+        if ("call", call) in self.made:
+            return
+        self.made["call", call] = position
+        for operand in self.inputs(call):
+            self.ask(operand, position)
+        self.extra_ms += self.profile.calls[call].cost_ms
+        self.extra_flops += self.profile.calls[call].flops
+        wanted = {v for v, fate in self.fate.items() if fate == call and not self.foreign(v)}
+        self.caught[call] = {v for v in wanted if self.is_wanted("value", v, position)}
+        left = {self.profile.values[v].storage for v in self.caught[call]}
+        peak = max(self.forward_again(call, left), default=0)
+        self.scratch[position] += max(0, peak - sum(self.profile.storages[s].bytes for s in left if s is not None))
+
+    def forward_again(self, call: int, left: set[int | None]) -> list[int]:
+        """What a forward of `call` allocates, position by position, if it leaves the storages in `left`."""
+        enter, exit_ = self.profile.calls[call].enter, self.profile.calls[call].exit
+        base = self.profile.base_bytes
+        level = min(base[max(enter - 1, 0) : exit_], default=0)
+        if enter == 0:
+            level = min(level, 0)
+        found = []
+        for position in range(enter, exit_):
+            there = [
+                storage.bytes
+                for index, storage in enumerate(self.profile.storages)
+                if enter <= storage.born <= position and (position < storage.dies or index in left)
+            ]
+            found.append(base[position] - level + sum(there))
+        return found
+
+    def usage(self) -> list[int]:
+        """Bytes beyond `static` at each position."""
+        found = []
+        for position in range(self.end):
+            for slot in self.saved:
+                fate = self.fate[slot.value]
+                if slot.need == position and isinstance(fate, int):
+                    self.replay(fate, position)
+                if slot.need == position:
+                    self.ask(slot.value, position)
+            found.append(self.profile.base_bytes[position] + self.held(position) + self.scratch[position])
+        return found
+
+    def held(self, position: int) -> int:
+        """Bytes of storages, remade values and what replays have left, at `position`."""
+        total = 0
+        for index, storage in enumerate(self.profile.storages):
+            inside = [v for v, value in enumerate(self.profile.values) if value.storage == index]
+            holding = [v for v in inside if self.is_kept(v) or self.fate[v] == "pass"]
+            if storage.born <= position and (
+                position < storage.dies or any(self.is_wanted("value", v, position) for v in holding)
+            ):
+                total += storage.bytes
+        for value, fate in self.fate.items():
+            if fate == "remake" and ("value", value) in self.made and self.is_wanted("value", value, position):
+                total += self.profile.values[value].bytes
+        for caught in self.caught.values():
+            still = {self.profile.values[v].storage for v in caught if self.is_wanted("value", v, position)}
+            total += sum(self.profile.storages[s].bytes for s in still if s is not None)
+        return total
+
+
+def predict(profile: Profile, decisions: Decisions) -> tuple[int, float, int]:
+    """Peak in bytes, extra time, extra FLOPs."""
+    step = Step(profile, decisions)
+    return profile.static.total + max(step.usage()), step.extra_ms, step.extra_flops
