@@ -17,9 +17,12 @@ from conftest import RunPython
 LAYERS = [
     ["lowtide.units", "lowtide.errors", "lowtide._require", "lowtide._torch"],
     ["lowtide.memory", "lowtide.planner"],
+    ["lowtide.identity"],
     ["lowtide.remat"],
-    ["lowtide.rehearsal", "lowtide.fitting", "lowtide.verification"],
+    ["lowtide.rehearsal"],
+    ["lowtide.verification"],
     ["lowtide.report"],
+    ["lowtide.fitting"],
     ["lowtide.demo"],
     ["lowtide.cli", "lowtide.__main__"],
 ]

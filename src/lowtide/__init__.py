@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowtide.planner import plan
     from lowtide.planner.records import Plan, Profile
     from lowtide.rehearsal import rehearse
+    from lowtide.rehearsal.timeline import timeline
     from lowtide.remat.engine import Applied, apply
     from lowtide.verification import Verdict, verify
 
@@ -45,6 +46,7 @@ __all__ = [
     "measure",
     "plan",
     "rehearse",
+    "timeline",
     "verify",
 ]
 
@@ -67,6 +69,7 @@ _HOMES = {
     "measure": "lowtide.memory.measuring",
     "plan": "lowtide.planner",
     "rehearse": "lowtide.rehearsal",
+    "timeline": "lowtide.rehearsal.timeline",
     "verify": "lowtide.verification",
 }
 

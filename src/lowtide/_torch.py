@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as _module
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -19,13 +21,14 @@ if TYPE_CHECKING:
 
 def node_metadata(node: Node) -> dict[Any, Any]:
     """A dict that lives and dies with the C++ node. 2.13; documented as `Node.metadata`, its use as a store is not."""
-    metadata: dict[Any, Any] = node.metadata
+    metadata: Any = node.metadata
+    assert isinstance(metadata, dict)
     return metadata
 
 
 def output_metadata(node: Node, output: int) -> Any:
     """`.shape`, `.dtype` and `.device` of a node's forward output. 2.13."""
-    return node._input_metadata[output]  # type: ignore[attr-defined]
+    return node._input_metadata[output]
 
 
 SAVED = "_saved_"
@@ -40,18 +43,25 @@ def saved_slot(node: Node, attribute: str) -> Any:
     return getattr(node, "_raw" + attribute, None)
 
 
-def held(node: Node, name: str) -> Any:
-    """What `node` holds as `name`: a tensor, what a pack hook made of it, or None; a tuple of these for a list. 2.13.
-
-    Runs no unpack hook. Raises AttributeError if the node saves no such tensor.
-    """
-    slot = getattr(node, "_raw_saved_" + name)
-    return tuple(item.data for item in slot) if isinstance(slot, tuple) else slot.data
-
-
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a view was taken of, through any number of views; None for no view. 2.13."""
     return tensor._base
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a strided piece of memory: no subclass with a will of its own, not sparse. 2.13."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory, while one of them lives; 0 for those that have no storage. 2.13."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors
+        return 0
 
 
 # --- modules --------------------------------------------------------------------------------------------------------
@@ -61,9 +71,13 @@ CALL = "_compiled_call_impl"
 `Module.__getstate__` leaves it out, so copies and pickles of a module do not have it. 2.13, since 2.2."""
 
 
+GLOBAL_FORWARD_HOOKS = (_module._global_forward_pre_hooks, _module._global_forward_hooks)
+"""Hooks on the calls of all modules of the process: tables by key, as each module has its own. 2.13."""
+
+
 def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`module(*args, **kwargs)` past whatever stands in CALL: its hooks and its forward. 2.13."""
-    return module._call_impl(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -89,10 +103,9 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return found
 
 
-def why_no_hooks() -> str | None:
-    """What disabled saved-tensor hooks in this thread says about it (torch.func does); None where they work. 2.13."""
-    why: str | None = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    return why
+def in_function_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running in this thread. 2.13."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def raw_saved(node: Node) -> Iterator[Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lowtide.errors import Infeasible, OverBudget, RehearsalError
+from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
+from lowtide.identity import fingerprint
 from lowtide.planner import plan
 from lowtide.planner.records import Plan, Profile
 from lowtide.rehearsal import rehearse
 from lowtide.remat.engine import Applied, apply
+from lowtide.units import parse_budget
 from lowtide.verification import Verdict, verify
 
 if TYPE_CHECKING:
@@ -64,9 +67,14 @@ def fit(
     state and random numbers are as they were. A `profile` from `rehearse` of the same step saves three of them.
 
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one reaches;
-    OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned. Then nothing is applied.
+    OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned; StalePlan for a profile
+    of something else. Then nothing is applied.
     """
-    profile = rehearse(model, step, batch, optimizer=optimizer) if profile is None else profile
+    parse_budget(budget, of=sys.maxsize)  # nonsense is refused before anything runs
+    if profile is None:
+        profile = rehearse(model, step, batch, optimizer=optimizer)
+    elif differences := profile.fingerprint.differences(fingerprint(model, batch)):
+        raise StalePlan(f"this profile is not of this {type(model).__name__} and batch.", differences=differences)
     first = made = plan(profile, budget)
     measured: list[int] = []
     for _ in range(REPAIRS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import StalePlan
@@ -12,7 +12,7 @@ from lowtide.identity import device_of, fingerprint, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Plan, Record
-from lowtide.rehearsal import check
+from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
 from lowtide.remat.engine import apply
@@ -93,7 +93,3 @@ def _plain(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> tuple[Ou
             raise
     return None, None
 
-
-def with_budget(verdict: Verdict, budget_bytes: int) -> Verdict:
-    """The same measurements, judged against another budget."""
-    return replace(verdict, budget_bytes=budget_bytes)

@@ -319,3 +319,11 @@ def test_flush_goes_on_without_a_gap() -> None:
         del y
         assert gc.isenabled()
     assert sizes(recorder.stream) == [5, "one", 6, -5, "two", -6]
+
+
+def test_gradients_that_only_parameters_hold_lower_the_level_when_they_are_freed():
+    model = torch.nn.Linear(512, 512)
+    model(torch.randn(4, 512)).sum().backward()
+    with CpuRecorder() as recorder:
+        model.zero_grad()
+    assert Timeline(recorder.stream).curve[-1] == -4 * (512 * 512 + 512)

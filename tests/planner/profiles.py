@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from hypothesis import strategies as st
-from planner.reference import remakeable
 
 from lowtide.planner.records import Call, Decisions, Fingerprint, Profile, Slot, Static, Storage, Value
+from planner.reference import remakeable
 
 FINGERPRINT = Fingerprint(torch="2.13.0", model="model", batch="x [2, 3] float32", device="cpu")
 
@@ -47,15 +47,14 @@ class Tape:
 
     @contextmanager
     def call(
-        self, id_: str, *inputs: int, ms: float = 1.0, flops: int = 0, refused: str | None = None, group: str | None = None
+        self, id_: str, *inputs: int, ms: float = 1.0, flops: int = 0, refused: str | None = None
     ) -> Iterator[None]:
         """A module call around the ops in the `with` block; a replay of it would hold `inputs`."""
         index = len(self.calls)
         parent = self.open[-1] if self.open else None
-        self.calls.append(
-            Call(id=id_, cls="Block", parent=parent, enter=self.now, exit=self.now, cost_ms=ms, flops=flops,
-                 refused=refused, group=group)
-        )  # fmt: skip
+        at = self.now
+        call = Call(id=id_, cls="Block", parent=parent, enter=at, exit=at, cost_ms=ms, flops=flops, refused=refused)
+        self.calls.append(call)
         self.open.append(index)
         for place, value in enumerate(inputs):
             self._slot(value, f"{id_}@{place}", is_input=True)
@@ -101,9 +100,18 @@ class Tape:
             storage = known
         result = len(self.values)
         self.values.append(
-            Value(storage=storage, bytes=size, node="OpBackward0", recipe=recipe, cost_ms=ms, flops=flops,
-                  needs=tuple(sorted(set(args if needs is None else needs))), expensive=expensive, transient_bytes=scratch)
-        )  # fmt: skip
+            Value(
+                storage=storage,
+                bytes=size,
+                node="OpBackward0",
+                recipe=recipe,
+                needs=tuple(sorted(set(args if needs is None else needs))),
+                cost_ms=ms,
+                flops=flops,
+                expensive=expensive,
+                transient_bytes=scratch,
+            )
+        )
         self._in_use(result)
         if saves_result:
             op.slots.append(self._slot(result, f"{self.calls[self.open[-1]].id}:{self._ordinal()}"))
@@ -120,10 +128,9 @@ class Tape:
         self.storages[storage] = replace(self.storages[storage], dies=max(self.storages[storage].dies, self.now))
 
     def _slot(self, value: int, address: str, *, is_input: bool = False) -> int:
-        self.slots.append(
-            Slot(address=address, value=value, storage=self.values[value].storage, call=self.open[-1], label=address,
-                 is_input=is_input)
-        )  # fmt: skip
+        storage = self.values[value].storage
+        slot = Slot(address=address, value=value, storage=storage, call=self.open[-1], label=address, is_input=is_input)
+        self.slots.append(slot)
         return len(self.slots) - 1
 
     def profile(self, *, step_ms: float = 100.0) -> Profile:
@@ -140,8 +147,8 @@ class Tape:
                 gradients[later] += op.gradient_bytes
         held = {self.values[slot.value].storage for slot in slots}
         saved = {slot.value for slot in slots}
-        new_index: dict[int, int] = {}
-        storages = []
+        new_index: dict[int | None, int] = {}
+        storages: list[Storage] = []
         for index, storage in enumerate(self.storages):
             if index in held:
                 new_index[index] = len(storages)
@@ -157,10 +164,10 @@ class Tape:
             phases={"forward": 0, "backward": n, "after backward": 2 * n},
             storages=tuple(storages),
             values=tuple(
-                replace(value, storage=new_index[value.storage] if index in saved and value.storage is not None else None)
+                replace(value, storage=new_index.get(value.storage) if index in saved else None)
                 for index, value in enumerate(self.values)
             ),
-            slots=tuple(replace(s, storage=None if s.storage is None else new_index[s.storage]) for s in slots),
+            slots=tuple(replace(slot, storage=new_index.get(slot.storage)) for slot in slots),
             calls=tuple(self.calls),
             step_ms=step_ms,
             measured_plain_peak_bytes=None,
@@ -177,7 +184,7 @@ def chain(blocks: int, *, inner: int = 3, x: int = 10, h: int = 40, refused: str
     with tape.call("model#0", refused="the model itself"):
         stream = tape.op(x)
         for block in range(blocks):
-            with tape.call(f"blocks.{block}#0", stream, ms=inner + 4.0, flops=9, group="block", refused=refused):
+            with tape.call(f"blocks.{block}#0", stream, ms=inner + 4.0, flops=9, refused=refused):
                 current = stream
                 for _ in range(inner):
                     current = tape.op(h, current, saves=[current], recipe="gelu")
@@ -186,34 +193,35 @@ def chain(blocks: int, *, inner: int = 3, x: int = 10, h: int = 40, refused: str
     return tape.profile()
 
 
-def transformer(blocks: int, *, width: int = 64, layers_per_block: int = 4) -> Profile:
-    """Blocks of 12 saved tensors and 3 calls, with the proportions of a transformer: for speed and for sweeps of budgets.
+def transformer(blocks: int, *, width: int = 64) -> Profile:
+    """Blocks of 12 saved tensors and 4 calls, with the proportions of a transformer: for speed, and for real budgets.
 
-    Cheap: norms, the activation and a product. Expensive: the projections. Neither: attention, whose probabilities are
-    random; it can be replayed.
+    Cheap: norms, the activation, a product. Expensive: projections. Only replays bring back attention and the mask.
     """
-    tape = Tape(static_bytes=1000 * width)
-    big = 4 * width
+    tape, big = Tape(static_bytes=20 * width), 4 * width
+
+    def linear(size: int, x: int, ms: float) -> int:
+        flops, gradient = int(10 * ms), size // 8
+        return tape.op(size, x, saves=[x], recipe="linear", ms=ms, flops=flops, expensive=True, gradient=gradient)
+
     with tape.call("model#0", refused="the model itself"):
         stream = tape.op(width)
         for block in range(blocks):
-            with tape.call(f"h.{block}#0", stream, ms=30.0, flops=300, group="block"):
+            with tape.call(f"h.{block}#0", stream, ms=30.0, flops=300):
                 normed = tape.op(width, stream, saves=[stream], recipe="norm", ms=0.2, gradient=2)
-                with tape.call(f"h.{block}.attn#0", normed, ms=14.0, flops=140, group="attn"):
-                    q = tape.op(width, normed, saves=[normed], recipe="linear", ms=3, flops=30, expensive=True, gradient=width // 8)
-                    k = tape.op(width, normed, saves=[normed], recipe="linear", ms=3, flops=30, expensive=True, gradient=width // 8)
-                    v = tape.op(width, normed, saves=[normed], recipe="linear", ms=3, flops=30, expensive=True, gradient=width // 8)
+                with tape.call(f"h.{block}.attn#0", normed, ms=14.0, flops=140):
+                    q, k, v = (linear(width, normed, 3.0) for _ in range(3))
                     mixed = tape.op(width, q, k, v, saves=[q, k, v], saves_result=True, ms=2.0, flops=20, spike=width)
-                    out = tape.op(width, mixed, saves=[mixed], ms=3.0, flops=30, gradient=width // 8)
+                    out = linear(width, mixed, 3.0)
                 middle = tape.op(width, stream, out, recipe="add", ms=0.2)
                 normed = tape.op(width, middle, saves=[middle], recipe="norm", ms=0.2, gradient=2)
-                with tape.call(f"h.{block}.mlp#0", normed, ms=15.0, flops=160, group="mlp"):
-                    up = tape.op(big, normed, saves=[normed], recipe="linear", ms=7, flops=80, expensive=True, gradient=width // 2)
-                    with tape.call(f"h.{block}.mlp.act#0", up, ms=0.8, group="act"):
+                with tape.call(f"h.{block}.mlp#0", normed, ms=15.0, flops=160):
+                    up = linear(big, normed, 7.0)
+                    with tape.call(f"h.{block}.mlp.act#0", up, ms=0.8):
                         act = tape.op(big, up, saves=[up], recipe="gelu", ms=0.8, scratch=width)
                     mask = tape.op(width, act, saves_result=True, ms=0.3)
                     dropped = tape.op(big, act, mask, saves=[act, mask], recipe="mul", ms=0.6)
-                    down = tape.op(width, dropped, saves=[dropped], ms=7.0, flops=80, gradient=width // 2)
+                    down = linear(width, dropped, 7.0)
                 stream = tape.op(width, middle, down, recipe="add", ms=0.2)
         logits = tape.op(4 * width, stream, saves=[stream], ms=5.0, flops=50, category="loss head")
         tape.op(1, logits, saves=[logits], category="loss head")

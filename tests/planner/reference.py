@@ -113,7 +113,10 @@ class Step:
         """Whether somebody may still read it at `position`."""
         if kind == "call":
             left = [value for value, fate in self.fate.items() if fate == node]
-            return any(self.is_read(v, position) if self.foreign(v) else self.is_wanted("value", v, position) for v in left)
+            foreign = [value for value in left if self.foreign(value)]
+            return any(self.is_read(value, position) for value in foreign) or any(
+                self.is_wanted("value", value, position) for value in left if value not in foreign
+            )
         if self.is_read(node, position):
             return True
         pending = [
@@ -203,9 +206,3 @@ class Step:
             still = {self.profile.values[v].storage for v in caught if self.is_wanted("value", v, position)}
             total += sum(self.profile.storages[s].bytes for s in still if s is not None)
         return total
-
-
-def predict(profile: Profile, decisions: Decisions) -> tuple[int, float, int]:
-    """Peak in bytes, extra time, extra FLOPs."""
-    step = Step(profile, decisions)
-    return profile.static.total + max(step.usage()), step.extra_ms, step.extra_flops

@@ -1,21 +1,299 @@
-from hypothesis import given, settings
-from hypothesis import strategies as st
+"""Peaks by whole numbers worked out by hand, and any step against the reference that walks it."""
+
+from dataclasses import replace
+
 import pytest
-import planner.reference as reference
-from planner.profiles import chain, profiles, random_decisions, transformer
-from lowtide.planner.predict import Simulator, predict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.errors import LowtideError
+from lowtide.planner import predict
+from lowtide.planner.predict import Simulator
+from lowtide.planner.records import Decisions, Profile
+from planner import reference
+from planner.profiles import Tape, chain, profiles, random_decisions
 
 
-@settings(max_examples=2000)
-@given(profiles(), st.integers(0, 2**32))
-def test_a_walk(profile, seed):
-    decisions = random_decisions(profile, seed)
+def usage(profile: Profile, remake: list[str] | None = None, replay: list[str] | None = None) -> list[int]:
     simulator = Simulator(profile)
+    decisions = Decisions(remake=frozenset(remake or ()), replay=frozenset(replay or ()))
+    return [int(level) for level in simulator.sweep(simulator.choice(decisions)).usage]
+
+
+def inner(*blocks: int) -> frozenset[str]:
+    """Addresses of what the blocks of `chain(inner=1)` make inside."""
+    return frozenset(f"blocks.{block}#0:1" for block in blocks)
+
+
+# --- a chain of blocks: x0 -> h0 -> x1 -> h1 -> x2 ... -> loss; x has 10 bytes, h 40, the loss 1
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+def test_keeping_everything_peaks_at_the_loss(blocks: int) -> None:
+    prediction = predict(chain(blocks, inner=1), Decisions())
+    assert prediction.peak_bytes == 10 * (blocks + 1) + 40 * blocks + 1
+    assert prediction.held_bytes == 10 * (blocks + 1) + 40 * blocks
+    assert prediction.peak_position == 2 * blocks + 1
+    assert (prediction.extra_ms, prediction.extra_flops) == (0, 0)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+def test_remaking_all_insides_leaves_the_chain_and_one_block(blocks: int) -> None:
+    prediction = predict(chain(blocks, inner=1), Decisions(remake=inner(*range(blocks))))
+    assert prediction.peak_bytes == 10 * (blocks + 1) + 40
+    assert prediction.held_bytes == 10 * (blocks + 1)
+    assert prediction.extra_ms == blocks
+
+
+def test_dropping_early_blocks_saves_what_dropping_late_ones_does_not() -> None:
+    profile = chain(4, inner=1)
+    early, late = (predict(profile, Decisions(remake=inner(*blocks))) for blocks in ((0, 1), (2, 3)))
+    assert early.held_bytes == late.held_bytes == 5 * 10 + 2 * 40
+    assert early.extra_ms == late.extra_ms
+    assert early.peak_bytes == 5 * 10 + 2 * 40 + 1  # at the loss
+    assert late.peak_bytes == 5 * 10 + 3 * 40  # in the forward of the last block, which frees nothing that is held
+
+
+def test_static_memory_and_gradients_count() -> None:
+    tape = Tape(static_bytes=1000)
+    with tape.call("model#0"):
+        x = tape.op(10)
+        y = tape.op(20, x, saves=[x], gradient=7)
+        tape.op(1, y, saves=[y], gradient=30)
+    prediction = predict(tape.profile(), Decisions())
+    # Backward frees y before it reads x; by then both gradients are there.
+    assert usage(tape.profile()) == [10, 30, 31, 60, 47, 37, 37]
+    assert prediction.peak_bytes == 1060
+    assert {name: size for name, size in prediction.parts.items() if size} == {
+        "parameters": 1000,
+        "gradients": 30,
+        "activations": 30,
+    }
+
+
+def test_the_peak_is_told_by_category() -> None:
+    tape = Tape(static_bytes=5)
+    with tape.call("model#0"):
+        x = tape.op(10)
+        y = tape.op(20, x, saves=[x], recipe="gelu", scratch=3)
+        logits = tape.op(100, y, saves=[y], category="loss head", spike=500)
+        tape.op(1, logits, saves=[logits])
+    prediction = predict(tape.profile(), Decisions(remake=frozenset({"model#0:1"})))
+    assert {name: size for name, size in prediction.parts.items() if size} == {
+        "parameters": 5,
+        "activations": 30,
+        "loss head": 100,
+        "temporaries": 500,
+    }
+    at_remake = predict(replace(tape.profile(), base_bytes=(0,) * 9), Decisions(remake=frozenset({"model#0:1"})))
+    assert at_remake.parts["remade"] == 0
+    assert at_remake.peak_bytes == 5 + 130
+
+
+# --- remakes
+
+
+def two_readers(first_saved: bool = True) -> Tape:
+    """X (10 bytes) makes y (20), which two ops save one after the other."""
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        y = tape.op(20, x, saves=[x] if first_saved else [], recipe="gelu", ms=2.0)
+        z = tape.op(1, y, saves=[y])
+        tape.op(1, z, y, saves=[y])
+    return tape
+
+
+def test_a_value_is_kept_if_one_of_its_slots_is() -> None:
+    profile = two_readers().profile()
+    for addresses in (["model#0:1"], ["model#0:2"]):
+        assert usage(profile, addresses) == usage(profile)
+    assert predict(profile, Decisions(remake=frozenset({"model#0:1"}))).extra_ms == 0
+
+
+def test_a_value_is_remade_once_and_waits_for_all_its_readers() -> None:
+    profile = two_readers().profile()
+    assert usage(profile, ["model#0:1", "model#0:2"]) == [10, 30, 31, 32, 30, 30, 10, 0, 0]
+    assert predict(profile, Decisions(remake=frozenset({"model#0:1", "model#0:2"}))).extra_ms == 2.0
+
+
+def test_what_is_never_read_costs_nothing_to_drop() -> None:
+    profile = two_readers().profile()
+    unread = replace(profile, slots=tuple(replace(slot, need=None) for slot in profile.slots))
+    prediction = predict(unread, Decisions(remake=frozenset({"model#0:1", "model#0:2"})))
+    assert prediction.extra_ms == 0
+    assert prediction.held_bytes == 10
+
+
+def test_a_kept_operand_is_held_until_what_is_made_from_it_is_let_go() -> None:
+    """X is saved by a later op, so that its own reader is done first: the remake of y holds it on."""
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        y = tape.op(20, x, recipe="gelu")
+        z = tape.op(1, y, saves=[y])
+        tape.op(1, z, x, saves=[x])
+    profile = tape.profile()
+    #                                    forward          backward: x read, y read
+    assert usage(profile) == [10, 30, 31, 32, 30, 20, 0, 0, 0]
+    assert usage(profile, ["model#0:0"]) == [10, 30, 31, 12, 10, 30, 0, 0, 0]
+
+
+def test_a_value_that_nobody_saves_is_scratch_memory_of_the_remake() -> None:
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        passing = tape.op(50, x, saves=[x], recipe="add", ms=1.0)
+        y = tape.op(20, passing, recipe="gelu", ms=2.0, scratch=4)
+        tape.op(1, y, saves=[y])
+    assert usage(tape.profile(), ["model#0:1"])[4] == 10 + 20 + 50 + 4
+    assert predict(tape.profile(), Decisions(remake=frozenset({"model#0:1"}))).extra_ms == 3.0
+
+
+def test_a_chain_of_remakes_lets_go_as_it_is_read_backwards() -> None:
+    """h1 -> h2 -> h3, 40 bytes each and all from x: the first read needs all three, then each frees one."""
+    profile = chain(1, inner=3)
+    addresses = [f"blocks.0#0:{ordinal}" for ordinal in (1, 2, 3)]
+    assert usage(profile, addresses)[7:11] == [10 + 120, 10 + 80, 10 + 40, 10]
+    assert predict(profile, Decisions(remake=frozenset(addresses))).extra_ms == 3
+
+
+# --- replays
+
+
+def block_with_spike() -> Profile:
+    """Two blocks of x -> h1 -> h2 -> x, 10 and 40 bytes; making h2 allocates 100 more for a moment."""
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        x = tape.op(10)
+        for block in range(2):
+            with tape.call(f"blocks.{block}#0", x, ms=5.0, flops=50):
+                h1 = tape.op(40, x, saves=[x])
+                h2 = tape.op(40, h1, saves=[h1], spike=100)
+                x = tape.op(10, h2, saves=[h2])
+        tape.op(1, x, saves=[x])
+    return tape.profile()
+
+
+def test_a_replay_brings_a_block_back_at_its_first_read() -> None:
+    profile = block_with_spike()
+    replayed = usage(profile, replay=["blocks.0#0"])
+    # Forward: of block 0 only its input stays.
+    assert replayed[:8] == [10, 50, 190, 60, 60, 200, 110, 111]
+    # Backward of block 0, which only holds x0: forward again at h2's read (h1, h2 and the spike), then h1 and h2 are
+    # let go of one by one.
+    assert replayed[12:16] == [10 + 180, 10 + 40, 10, 0]
+    prediction = predict(profile, Decisions(replay=frozenset({"blocks.0#0"})))
+    assert (prediction.extra_ms, prediction.extra_flops) == (5.0, 50)
+
+
+def test_inside_a_replay_a_remake_is_not_caught() -> None:
+    """With h2 remade from h1, the replay has to leave h1 alone."""
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        x = tape.op(10)
+        with tape.call("block#0", x, ms=5.0):
+            h1 = tape.op(30, x, saves=[x])
+            h2 = tape.op(40, h1, saves=[h1], recipe="gelu", ms=1.0)
+            x = tape.op(10, h2, saves=[h2])
+    profile = tape.profile()
+    # The forward again: h1 (caught), h2 and the next x at once are 80 bytes; then h2 is remade.
+    assert usage(profile, ["block#0:2"], ["block#0"])[4:8] == [10 + 80 + 40, 10 + 30, 10, 0]
+    assert predict(profile, Decisions(remake=frozenset({"block#0:2"}), replay=frozenset({"block#0"}))).extra_ms == 6.0
+
+
+def test_a_saved_tensor_that_is_the_calls_input_follows_the_input() -> None:
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        w = tape.op(5)
+        x = tape.op(10, w, saves=[w], recipe="norm", ms=1.0)
+        with tape.call("block#0", x, ms=5.0):
+            h = tape.op(40, x, saves=[x])
+            tape.op(1, h, saves=[h])
+    profile = tape.profile()
+    assert predict(profile, Decisions(replay=frozenset({"block#0"}))).held_bytes == 15
+    remade = predict(profile, Decisions(remake=frozenset({"block#0@0"}), replay=frozenset({"block#0"})))
+    assert remade.held_bytes == 5
+    assert remade.extra_ms == 6.0
+
+
+def test_replayed_calls_may_not_contain_each_other() -> None:
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        with tape.call("model.block#0", x):
+            tape.op(1, x, saves=[x])
+    with pytest.raises(ValueError, match=r"model\.block#0 is inside model#0"):
+        predict(tape.profile(), Decisions(replay=frozenset({"model#0", "model.block#0"})))
+
+
+@pytest.mark.parametrize(
+    ("decisions", "message"),
+    [
+        (Decisions(remake=frozenset({"nowhere#0:0"})), "no slot of this profile has the address 'nowhere#0:0'"),
+        (Decisions(remake=frozenset({"model#0:0"})), "model#0:0 has no recipe"),
+        (Decisions(replay=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
+        (Decisions(replay=frozenset({"model#0"})), "model#0 may not be replayed: the model itself"),
+    ],
+)
+def test_impossible_decisions_are_refused(decisions: Decisions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        predict(chain(1), decisions)
+
+
+def test_a_decision_holds_for_every_call_of_the_model() -> None:
+    tape = Tape()
+    for _ in range(2):
+        with tape.call("model#0"):
+            x = tape.op(10)
+            y = tape.op(20, x, saves=[x], recipe="gelu", ms=2.0)
+            tape.op(1, y, saves=[y])
+    prediction = predict(tape.profile(), Decisions(remake=frozenset({"model#0:1"})))
+    assert prediction.extra_ms == 4.0
+    assert prediction.held_bytes == 20
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda p: replace(p, base_bytes=()),
+        lambda p: replace(p, gradient_bytes=p.gradient_bytes[1:]),
+        lambda p: replace(p, values=(replace(p.values[0], needs=(3,)), *p.values[1:])),
+        lambda p: replace(p, values=(replace(p.values[0], storage=99), *p.values[1:])),
+        lambda p: replace(p, slots=(replace(p.slots[0], value=99), *p.slots[1:])),
+        lambda p: replace(p, slots=(replace(p.slots[0], storage=99), *p.slots[1:])),
+        lambda p: replace(p, slots=(*p.slots[:-1], replace(p.slots[-1], need=99))),
+        lambda p: replace(p, calls=(replace(p.calls[0], parent=0), *p.calls[1:])),
+        lambda p: replace(p, calls=(replace(p.calls[0], exit=99), *p.calls[1:])),
+        lambda p: replace(p, storages=(replace(p.storages[0], born=-1), *p.storages[1:])),
+    ],
+)
+def test_a_profile_that_contradicts_itself_is_refused(broken: object) -> None:
+    assert callable(broken)
+    with pytest.raises(LowtideError, match="contradicts itself"):
+        predict(broken(chain(1)), Decisions())
+
+
+# --- any step
+
+
+@given(profiles(), st.integers(0, 2**32))
+def test_the_simulator_sees_what_a_walk_through_the_step_sees(profile: Profile, seed: int) -> None:
+    decisions = random_decisions(profile, seed)
     step = reference.Step(profile, decisions)
-    usage = step.usage()
-    sweep = simulator.sweep(simulator.choice(decisions))
-    assert sweep.usage.tolist() == usage
+    simulator = Simulator(profile)
+    walked = step.usage()
+    assert simulator.sweep(simulator.choice(decisions)).usage.tolist() == walked
     prediction = simulator.predict(decisions)
+    assert prediction.peak_bytes == profile.static.total + max(walked)
+    assert prediction.peak_position == walked.index(max(walked))
     assert prediction.extra_ms == pytest.approx(step.extra_ms)
     assert prediction.extra_flops == step.extra_flops
     assert sum(prediction.parts.values()) == prediction.peak_bytes
+    assert simulator.decisions(simulator.choice(decisions)) == decisions
+
+
+@given(profiles())
+def test_the_plain_step_costs_nothing_more(profile: Profile) -> None:
+    prediction = predict(profile, Decisions())
+    assert (prediction.extra_ms, prediction.extra_flops, prediction.parts["remade"]) == (0, 0, 0)

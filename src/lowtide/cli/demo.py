@@ -70,10 +70,10 @@ def demo(
             progress.update(bar, description=doing, completed=done, total=total)
 
         try:
-            work = workload(model, layers=layers, batch_size=batch_size, length=length)
+            work, plain = (workload(model, layers=layers, batch_size=batch_size, length=length) for _ in range(2))
         except ValueError as error:  # a size that this model or its data does not have
             raise click.UsageError(f"{error}.") from error
-        found = compare(work, budgets or BUDGETS, steps=steps, watch=watch)
+        found = compare(work, plain, budgets or BUDGETS, steps=steps, watch=watch)
     _report(found, json_to)
     return 1 if found.wrong or (budgets and found.unreached) else 0
 

@@ -27,12 +27,14 @@ class Run(Record):
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     """Static memory included, as in the budget."""
+    losses: tuple[float, ...] = ()
     step_ms: tuple[float, ...] = ()
-    plain_ms: float | None = None
-    """The fastest plain step right before and after."""
+    plain_step_ms: tuple[float, ...] = ()
+    """Of the plain loop, which took turns with this one."""
     time_ratio: float | None = None
-    """The fastest step's time over `plain_ms`."""
+    """The fastest step's time over the fastest plain one's."""
     same: Same | None = None
+    """None for the plain run, which is what the others are compared with."""
     differences: tuple[str, ...] = ()
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that were not what the plan expects, and were kept."""
@@ -67,10 +69,7 @@ class Comparison(Record):
     steps: int
     items: str
     items_per_step: int
-    losses: tuple[float, ...]
-    """Of the plain loop."""
     static: Static
-    plain_peak_bytes: int
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
 

@@ -1,9 +1,8 @@
 """`compare(work, ["70%"])`: the plain loop, the same loop within each budget, and checkpointing every block.
 
 Each run trains from the same first bit for the same number of steps, and all that it leaves behind is compared with
-what the plain loop left. Its peak is then recorded over one more step. Times are taken without a recorder, and side by
-side: the speed of a machine drifts, so plain steps are run between the runs, and each run is held against those before
-and after it.
+what the plain loop leaves. The two take turns, step by step, on two copies of the model: the speed of a machine drifts,
+and so both see the same weather. Times are taken without a recorder; a peak is recorded over one more step.
 """
 
 import platform
@@ -18,25 +17,23 @@ from torch import Tensor
 
 from lowtide import __version__
 from lowtide.demo.comparison import Comparison, Run, Same
-from lowtide.demo.training import Training, train
+from lowtide.demo.training import Loop
 from lowtide.demo.workloads import Workload
 from lowtide.errors import Infeasible, OverBudget
 from lowtide.fitting import fit
 from lowtide.identity import device_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
-from lowtide.planner import plain_peak
 from lowtide.planner.records import Profile
 from lowtide.rehearsal import rehearse
-from lowtide.units import format_bytes, format_time, parse_budget
+from lowtide.units import format_bytes, format_time
 
 STEPS = 5
 """Steps of a run. They keep the demo below three minutes on two cores."""
 FEW_STEPS = 3
 """Steps of a run where a plain step takes more than SLOW_MS."""
-SLOW_MS = 3000.0
+SLOW_MS = 2000.0
 
-_BETWEEN = 3  # plain steps between two runs
 _REHEARSING, _FITTING = 5, 5  # how many plain steps they take, about
 
 Watch = Callable[[str, int, int], None]
@@ -45,16 +42,18 @@ Watch = Callable[[str, int, int], None]
 
 def compare(
     work: Workload,
+    plain: Workload,
     budgets: Sequence[str],
     *,
     steps: int | None = None,
     watch: Watch = lambda doing, done, total: None,
 ) -> Comparison:
-    """Train `work` plainly, within each of `budgets` (as `fit` takes them), and with every block checkpointed.
+    """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, beside `plain`.
 
-    One rehearsal serves all budgets. `steps` are those of each run: by default STEPS, or FEW_STEPS on a slow machine. A
-    budget that is not reached becomes a run with a `refusal`. Raises BudgetError for one that is not an amount of
-    memory, and RehearsalError if the step can't be rehearsed or is not the same twice.
+    Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run: by default
+    STEPS, or FEW_STEPS on a slow machine. A budget that is not reached becomes a run with a `refusal`, and then the
+    smallest one that is reached is run too. Raises BudgetError for one that is not an amount of memory, and
+    RehearsalError if the step can't be rehearsed or is not the same twice.
     """
     pace = _Pace(work, watch, runs=len(budgets) + 1, steps=STEPS if steps is None else steps)
     with pace.stage("rehearsing", _REHEARSING):
@@ -64,13 +63,17 @@ def compare(
         pace.steps = FEW_STEPS
         notes.append(f"{FEW_STEPS} steps a run, not {STEPS}: a plain step takes {format_time(profile.step_ms)} here")
 
-    duel = _Duel(work, pace)
-    plain = duel.plain()
-    within = [_within(budget, duel, profile) for budget in budgets]
+    duel = _Duel(work, plain, pace)
+    runs = [duel.plain(), *(_within(budget, budget.strip(), duel, profile) for budget in budgets)]
+    smallest = min((run.smallest_peak_bytes for run in runs if run.smallest_peak_bytes is not None), default=None)
+    if smallest is not None:
+        pace.runs += 1
+        runs.append(_within(format_bytes(smallest, round_up=True), "smallest", duel, profile))
+    runs.append(_checkpointed(duel))
     return Comparison(
         versions={
             "lowtide": __version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "transformers": version("transformers"),
             "python": platform.python_version(),
         },
@@ -82,42 +85,40 @@ def compare(
         steps=pace.steps,
         items=work.items,
         items_per_step=work.items_per_step,
-        losses=duel.reference.losses,
         static=profile.static,
-        plain_peak_bytes=plain_peak(profile),
-        runs=(plain, *within, _checkpointed(duel)),
+        runs=tuple(runs),
         notes=tuple(notes),
     )
 
 
-def _within(budget: str, duel: "_Duel", profile: Profile) -> Run:
-    budget_bytes = parse_budget(budget, plain_peak(profile))
-    name = budget.strip()
-    run = Run(kind="budget", name=name, budget_bytes=budget_bytes)
+def _within(budget: str, name: str, duel: "_Duel", profile: Profile) -> Run:
+    pace, batch = duel.pace, duel.work.batches[0]
     try:
-        with duel.pace.stage(f"planning and verifying {name}", _FITTING):
-            fitted = fit(duel.work.model, duel.pace.step, duel.work.batches[0], budget=budget_bytes, profile=profile)
-    except Infeasible as error:
+        with pace.stage(f"planning and verifying {name}", _FITTING):
+            fitted = fit(duel.work.model, pace.step, batch, budget=budget, profile=profile)
+    except (Infeasible, OverBudget) as error:
         duel.skip()
-        smallest = error.smallest_peak_bytes
-        refusal = f"no plan fits; the smallest peak of any is {format_bytes(smallest, round_up=True)}"
-        return replace(run, refusal=refusal, smallest_peak_bytes=smallest)
-    except OverBudget as error:
-        duel.skip()
-        measured = format_bytes(error.measured_peak_bytes, round_up=True)
-        return replace(run, refusal=f"no plan kept to it; the best was measured at {measured}")
+        return _refused(name, error)
     with fitted:
-        trained, measured_peak_bytes = duel.train(f"training within {name}")
-    return duel.judge(
-        replace(
-            run,
+        run = Run(
+            kind="budget",
+            name=name,
+            budget_bytes=fitted.plan.budget_bytes,
             predicted_peak_bytes=fitted.plan.predicted.peak_bytes,
-            measured_peak_bytes=measured_peak_bytes,
-            drifted=tuple(sorted(fitted.applied.drifted)),
             plan=fitted.plan,
-        ),
-        trained,
-    )
+        )
+        run = duel.run(run, f"training within {name}")
+        return replace(run, drifted=tuple(sorted(fitted.applied.drifted)))
+
+
+def _refused(name: str, error: Infeasible | OverBudget) -> Run:
+    if isinstance(error, OverBudget):
+        measured = format_bytes(error.measured_peak_bytes, round_up=True)
+        why, smallest = f"no plan kept to it; the best was measured at {measured}", None
+    else:
+        smallest = error.smallest_peak_bytes
+        why = f"no plan fits; the smallest peak of any is {format_bytes(smallest, round_up=True)}"
+    return Run(kind="budget", name=name, budget_bytes=error.budget_bytes, smallest_peak_bytes=smallest, refusal=why)
 
 
 def _checkpointed(duel: "_Duel") -> Run:
@@ -126,67 +127,73 @@ def _checkpointed(duel: "_Duel") -> Run:
         duel.skip()
         return replace(run, refusal=duel.work.checkpoint_refused)
     with duel.work.checkpoint_every_block():
-        trained, measured_peak_bytes = duel.train("training with every block checkpointed")
-    return duel.judge(replace(run, measured_peak_bytes=measured_peak_bytes), trained)
+        return duel.run(run, "training with every block checkpointed")
 
 
 class _Duel:
-    """Trains, and holds each run against the plain one and against plain steps next to it in time."""
+    """Trains one copy of the workload plainly, and another one as each run asks."""
 
-    reference: Training
-    """The plain run."""
-
-    def __init__(self, work: Workload, pace: "_Pace") -> None:
+    def __init__(self, work: Workload, plain: Workload, pace: "_Pace") -> None:
         self.work, self.pace = work, pace
-        self._plain_ms = 0.0  # the fastest of the plain steps last run
-
-    def train(self, doing: str) -> tuple[Training, int]:
-        """The loop under whatever is in force on the model, and the peak of one more step, bytes."""
-        work, pace = self.work, self.pace
-        with pace.stage(doing, pace.steps + 1):
-            trained = train(work, pace.steps, on_step=pace.through)
-            batch = work.batches[pace.steps % len(work.batches)]
-            static, _ = static_bytes(work.model, batch, (work.optimizer,))
-            with recorder_for(device_of(work.model)) as recorder:
-                work.step(batch)
-        return trained, static.total + Timeline(recorder.stream).peak_bytes
+        self._plain = plain
 
     def plain(self) -> Run:
-        self.reference, measured_peak_bytes = self.train("training plainly")
-        self._plain_ms = self.reference.fastest_ms
+        loop = Loop(self._plain)
+        with self.pace.stage("training plainly", self.pace.steps + 1):
+            for _ in range(self.pace.steps):
+                loop.step()
+                self.pace.through()
+            trained = loop.result()
+            peak_bytes = _peak_of_next(loop)
         return Run(
             kind="plain",
             name="plain",
-            measured_peak_bytes=measured_peak_bytes,
-            step_ms=self.reference.step_ms,
-            plain_ms=self._plain_ms,
-            time_ratio=1.0,
-            same=Same(losses=True, gradients=True, state=True),
+            measured_peak_bytes=peak_bytes,
+            losses=trained.losses,
+            step_ms=trained.step_ms,
         )
 
-    def judge(self, run: Run, trained: Training) -> Run:
-        """`run`, with its times and its bits beside the plain ones. The plain steps after it are run here."""
-        before_ms = self._plain_ms
-        with self.pace.stage("plain steps again, for their time", _BETWEEN):
-            self._plain_ms = train(self.work, _BETWEEN, on_step=self.pace.through).fastest_ms
-        plain_ms = (before_ms + self._plain_ms) / 2
-        plain = self.reference
+    def run(self, run: Run, doing: str) -> Run:
+        """`run`, with the peak, the times and the bits of the loop under whatever is in force on `work`."""
+        plain, loop = Loop(self._plain), Loop(self.work)
+        with self.pace.stage(doing, self._steps_of_a_run):
+            for pair in range(self.pace.steps):
+                for one in (plain, loop) if pair % 2 == 0 else (loop, plain):
+                    one.step()
+                    self.pace.through()
+            expected, trained = plain.result(), loop.result()
+            peak_bytes = _peak_of_next(loop)
         return replace(
             run,
+            measured_peak_bytes=peak_bytes,
+            losses=trained.losses,
             step_ms=trained.step_ms,
-            plain_ms=plain_ms,
-            time_ratio=trained.fastest_ms / plain_ms,
+            plain_step_ms=expected.step_ms,
+            time_ratio=trained.fastest_ms / expected.fastest_ms,
             same=Same(
-                losses=[loss.hex() for loss in trained.losses] == [loss.hex() for loss in plain.losses],
-                gradients=trained.gradients == plain.gradients,
-                state=trained.state == plain.state,
+                losses=[loss.hex() for loss in trained.losses] == [loss.hex() for loss in expected.losses],
+                gradients=trained.gradients == expected.gradients,
+                state=trained.state == expected.state,
             ),
-            differences=trained.differences(plain),
+            differences=trained.differences(expected),
         )
 
     def skip(self) -> None:
-        """This run's steps will not be made."""
-        self.pace.skip(self.pace.steps + 1 + _BETWEEN)
+        """One run will not be made."""
+        self.pace.skip(self._steps_of_a_run)
+
+    @property
+    def _steps_of_a_run(self) -> int:
+        return 2 * self.pace.steps + 1
+
+
+def _peak_of_next(loop: Loop) -> int:
+    """The peak of the step that the loop would do next, static memory included, bytes. It is not part of the loop."""
+    work, batch = loop.work, loop.batch
+    static, _ = static_bytes(work.model, batch, (work.optimizer,))
+    with recorder_for(device_of(work.model)) as recorder:
+        work.step(batch)
+    return static.total + Timeline(recorder.stream).peak_bytes
 
 
 class _Pace:
@@ -196,7 +203,8 @@ class _Pace:
         self.work, self.watch = work, watch
         self.steps = steps
         """Of each run."""
-        self._runs = runs
+        self.runs = runs
+        """Beside the plain one."""
         self._skipped = 0
         self._doing = ""
         self._done, self._stop = 0, 0
@@ -221,11 +229,13 @@ class _Pace:
         """What happens inside takes about `steps` steps."""
         self._doing, self._stop = doing, self._done + steps
         self._tell()
-        yield
-        self._done = self._stop
-        self._tell()
+        try:
+            yield
+        finally:
+            self._done = self._stop
+            self._tell()
 
     def _tell(self) -> None:
-        each = self.steps + 1 + _BETWEEN
-        total = _REHEARSING + self.steps + 1 + self._runs * each + (self._runs - 1) * _FITTING - self._skipped
+        each = 2 * self.steps + 1
+        total = _REHEARSING + self.steps + 1 + self.runs * each + (self.runs - 1) * _FITTING - self._skipped
         self.watch(self._doing, self._done, total)

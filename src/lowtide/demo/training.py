@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.demo.text import Batch
 from lowtide.demo.workloads import Workload
+from lowtide.rehearsal.unchanged import RandomState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,42 +46,71 @@ class Training:
         return tuple(found)
 
 
-def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] | None = None) -> Training:
-    """Train `work` from its first bit for `steps` steps; after each, `on_step(steps done, loss)` is called.
+class Loop:
+    """The loop over a workload, from its first bit and a step at a time. Several can take turns in one process.
 
-    The loop is the plain one: what a plan or a checkpointing switch does to the model is in force in it. Gradients are
-    digested between backward and update, off the clock, on the CPU without allocating tensors. Batches that are used up
-    start over.
+    It is the plain loop: what a plan or a checkpointing switch does to the model is in force in it. Each loop goes on
+    with the random numbers that its last step left. Gradients are digested between backward and update, off the clock,
+    on the CPU without allocating tensors. Batches that are used up start over.
     """
-    work.reset()
-    losses: list[float] = []
-    gradients: list[str] = []
-    step_ms: list[float] = []
-    off_clock_s = 0.0  # of the step under way
 
-    def digest_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal off_clock_s
-        _wait(work)
-        started = time.perf_counter()
-        named = work.model.named_parameters()
-        gradients.append(digest((name, parameter.grad) for name, parameter in named if parameter.grad is not None))
-        off_clock_s = time.perf_counter() - started
+    def __init__(self, work: Workload) -> None:
+        work.reset()
+        self.work = work
+        self._random = RandomState.now()
+        self._losses: list[float] = []
+        self._gradients: list[str] = []
+        self._step_ms: list[float] = []
+        self._off_clock_s = 0.0  # of the step under way
 
-    hook = work.optimizer.register_step_pre_hook(digest_gradients)
-    try:
-        for done in range(steps):
-            batch = work.batches[done % len(work.batches)]
+    def step(self) -> float:
+        """One step; its loss."""
+        work = self.work
+        self._random.restore()
+        hook = work.optimizer.register_step_pre_hook(self._digest_gradients)
+        try:
             _wait(work)
             started = time.perf_counter()
-            loss = work.step(batch)
+            loss = work.step(self.batch)
             _wait(work)
-            step_ms.append(1e3 * (time.perf_counter() - started - off_clock_s))
-            losses.append(float(loss))
-            if on_step is not None:
-                on_step(done + 1, losses[-1])
-    finally:
-        hook.remove()
-    return Training(losses=tuple(losses), gradients=tuple(gradients), step_ms=tuple(step_ms), state=state_digests(work))
+            self._step_ms.append(1e3 * (time.perf_counter() - started - self._off_clock_s))
+        finally:
+            hook.remove()
+            self._random = RandomState.now()
+        self._losses.append(float(loss))
+        return self._losses[-1]
+
+    @property
+    def batch(self) -> Batch:
+        """The next step's."""
+        return self.work.batches[len(self._losses) % len(self.work.batches)]
+
+    def result(self) -> Training:
+        """The steps so far."""
+        self._random.restore()
+        return Training(
+            losses=tuple(self._losses),
+            gradients=tuple(self._gradients),
+            step_ms=tuple(self._step_ms),
+            state=state_digests(self.work),
+        )
+
+    def _digest_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        _wait(self.work)
+        started = time.perf_counter()
+        named = self.work.model.named_parameters()
+        self._gradients.append(digest((name, p.grad) for name, p in named if p.grad is not None))
+        self._off_clock_s = time.perf_counter() - started
+
+
+def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] | None = None) -> Training:
+    """Train `work` from its first bit for `steps` steps; after each, `on_step(steps done, loss)` is called."""
+    loop = Loop(work)
+    for done in range(1, steps + 1):
+        loss = loop.step()
+        if on_step is not None:
+            on_step(done, loss)
+    return loop.result()
 
 
 def state_digests(work: Workload) -> dict[str, str]:

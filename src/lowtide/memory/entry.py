@@ -34,12 +34,13 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 
 
 def existing_tensors() -> Iterator[Tensor]:
-    """Every tensor that Python holds, and what the autograd graphs behind them have saved.
+    """Every tensor that Python holds, their gradients, and what the autograd graphs behind them have saved.
 
     Not seen: what only C++ holds, such as the indices and values inside a sparse tensor.
     """
     held = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     yield from held
+    yield from (leaf.grad for leaf in held if _is_leaf(leaf) and leaf.grad is not None)
     yield from _saved_behind(held)
 
 
@@ -55,6 +56,13 @@ def _saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             if upstream is not None and upstream not in seen:
                 seen.add(upstream)
                 pending.append(upstream)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf and tensor.requires_grad
+    except RuntimeError:
+        return False
 
 
 def _producer(tensor: Tensor) -> Node | None:

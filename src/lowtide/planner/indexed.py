@@ -85,8 +85,11 @@ class Index:
     def _index_values(self, profile: Profile, slots: list[Slot]) -> None:
         values = profile.values
         saved = {slot.value for slot in profile.slots}
-        fixed = {slot.value for slot in profile.slots if slot.storage is None}
+        fixed = saved - set(self.slot_value.tolist())
         self.value_storage = np.array([-1 if value.storage is None else value.storage for value in values], np.int64)
+        for value, storage in zip(self.slot_value[::-1], self.slot_storage[::-1], strict=True):
+            if values[value].storage is None:
+                self.value_storage[value] = storage
         self.value_bytes = [value.bytes for value in values]
         self.needs: list[tuple[int, ...]] = []
         """As in the profile, less what is there anyway."""
@@ -94,21 +97,22 @@ class Index:
         for index, value in enumerate(values):
             needs = tuple(need for need in value.needs if need not in fixed)
             self.needs.append(needs)
-            reachable = all(values[need].storage is not None or self.remakeable[need] for need in needs)
+            reachable = all(self.value_storage[need] >= 0 or self.remakeable[need] for need in needs)
             self.remakeable[index] = value.recipe is not None and value.refused is None and reachable
         self.slot_remakeable = self.remakeable[self.slot_value]
 
+        read = np.array([self.end if slot.need is None else slot.need for slot in slots], np.int64)
+        release = np.array(
+            [self.end if slot.release is None else min(slot.release, self.end) for slot in slots], np.int64
+        )
+        release = np.where(read < self.end, np.maximum(release, read + 1), release)
+        self.slot_release = np.where(self.slot_is_input, 0, release)
         self.read = np.full(self.n_values, self.end, np.int64)
         """For each value the first position at which backward reads a saved tensor of it."""
+        np.minimum.at(self.read, self.slot_value, np.where(self.slot_is_input, self.end, read))
         self.released = np.zeros(self.n_values, np.int64)
         """For each value the position at which the last saved tensor of it is let go."""
-        for slot in slots:
-            if not slot.is_input:
-                release = self.end if slot.release is None else min(slot.release, self.end)
-                if slot.need is not None:
-                    release = max(release, slot.need + 1)
-                    self.read[slot.value] = min(self.read[slot.value], slot.need)
-                self.released[slot.value] = max(self.released[slot.value], release)
+        np.maximum.at(self.released, self.slot_value, self.slot_release)
 
         unsaved = np.array([index not in saved for index in range(self.n_values)], np.bool_)
         only_input = saved - fixed - {slot.value for slot in slots if not slot.is_input}
@@ -193,8 +197,8 @@ def _check(profile: Profile) -> None:
     for slot in profile.slots:
         if not (0 <= slot.value < len(profile.values) and 0 <= slot.call < len(profile.calls)):
             raise _contradiction(f"slot {slot.address} has value {slot.value} and call {slot.call}")
-        if slot.storage != profile.values[slot.value].storage:
-            raise _contradiction(f"slot {slot.address} is in storage {slot.storage}, its value in another")
+        if slot.storage is not None and not 0 <= slot.storage < n_storages:
+            raise _contradiction(f"slot {slot.address} is in storage {slot.storage} of {n_storages}")
         if slot.need is not None and not 0 <= slot.need < end:
             raise _contradiction(f"slot {slot.address} is read at {slot.need} of {end} positions")
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from lowtide.errors import Infeasible
-from lowtide.planner.indexed import Index
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.planner.solve import Solver, infeasible, solve_greedily
+from lowtide.planner.solve import Solver, solve_greedily
 from lowtide.units import parse_budget
 
 
@@ -18,28 +16,57 @@ def plan(
 ) -> Plan:
     """What to do with each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
-    `budget` is bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the
-    profile has it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
+    `budget` is bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where
+    the profile has it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
 
-    Raises BudgetError for a budget that cannot be read; Infeasible, with the smallest peak, where no plan fits.
+    Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
+    Infeasible, with the smallest peak that was found, where no plan fits.
     """
     simulator = Simulator(profile)
     plain = simulator.predict(Decisions())
     measured = profile.measured_plain_peak_bytes
-    budget_bytes = parse_budget(budget, of=plain.peak_bytes if measured is None else measured)
-    problem = Simulator(only_cheap(profile)) if allow == "cheap" else simulator
+    plain_bytes = plain.peak_bytes if measured is None else measured
+    budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions = Decisions()
-    if plain.peak_bytes > budget_bytes:
-        decisions = solver(problem, budget_bytes)
+    if plain_bytes > budget_bytes:
+        allowed = simulator if allow == "all" else Simulator(only_cheap(profile))
+        decisions = solver(allowed, budget_bytes)
     predicted = simulator.predict(decisions)
-    assert predicted.peak_bytes <= budget_bytes, "a solver's decisions are over the budget"
+    assert predicted.peak_bytes <= budget_bytes or not decisions.remake | decisions.replay, "the solver's decisions are over the budget"
     node = {slot.address: profile.values[slot.value].node for slot in reversed(profile.slots)}
     return Plan(
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
         remake={address: node[address] for address in sorted(decisions.remake)},
-        replay=tuple(call for call in dict.fromkeys(call.id for call in profile.calls) if call in decisions.replay),
+        replay=tuple(id_ for id_ in dict.fromkeys(call.id for call in profile.calls) if id_ in decisions.replay),
         predicted=predicted,
         plain=plain,
         step_ms=profile.step_ms,
+    )
+
+
+def only_cheap(profile: Profile) -> Profile:
+    """`profile`, with every remake refused that is expensive or runs one that is, and every replay that costs FLOPs.
+
+    A decision is about an address or an id, so one expensive occurrence refuses all. The rest is predicted as before.
+    """
+    read = {slot.value for slot in profile.slots if not slot.is_input}
+    values_at: dict[str, set[int]] = {}
+    for slot in profile.slots:
+        values_at.setdefault(slot.address, set()).add(slot.value)
+    refused = {index for index, value in enumerate(profile.values) if value.expensive}
+    known = -1
+    while known < len(refused):
+        known = len(refused)
+        # A value that no saved tensor holds is made on the way to those that need it.
+        refused |= {i for i, value in enumerate(profile.values) if any(n in refused - read for n in value.needs)}
+        refused.update(*(values for values in values_at.values() if values & refused))
+    costly = {call.id for call in profile.calls if call.flops}
+    why = 'expensive, and allow="cheap"'
+    return replace(
+        profile,
+        values=tuple(replace(v, refused=v.refused or why) if i in refused else v for i, v in enumerate(profile.values)),
+        calls=tuple(
+            replace(call, refused=call.refused or why) if call.id in costly else call for call in profile.calls
+        ),
     )

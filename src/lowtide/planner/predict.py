@@ -150,9 +150,9 @@ class Simulator:
         state, call_of, storage_of = states.tolist(), by_call.tolist(), index.value_storage.tolist()
         made = [*index.read.tolist(), *[never] * len(calls)]
         wanted = [*index.released.tolist(), *[0] * len(calls)]
-        kept = states == KEPT
+        rows = np.flatnonzero(states[index.slot_value] == KEPT)
         ends = index.dies.copy()
-        np.maximum.at(ends, index.value_storage[kept], index.released[kept])
+        np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
         held = ends.tolist()
 
         def ask(node: int, when: int, until: int) -> None:
@@ -180,7 +180,8 @@ class Simulator:
             if when < never:
                 extra_ms, extra_flops = extra_ms + ms, extra_flops + flops
                 if node < first_call:
-                    copies += (Copy(when, until, index.value_bytes[node], node), Copy(when, when + 1, scratch_bytes, node))
+                    copies.append(Copy(when, until, index.value_bytes[node], node))
+                    copies.append(Copy(when, when + 1, scratch_bytes, node))
                 else:
                     left = [(storage_of[value], wanted[value]) for value in brings_back[node - first_call]]
                     copies += self._bring_back(node - first_call, when, left)
@@ -300,13 +301,15 @@ class Simulator:
 
     def _parts(self, sweep: Sweep, position: int) -> dict[str, int]:
         static, gradients = self.profile.static, self.profile.gradient_bytes[position]
+        temporaries = self.profile.base_bytes[position] - gradients
+        freed = max(0, -temporaries)  # of what was there at entry, by zero_grad
         return {
             "parameters": static.parameters,
-            "gradients": static.gradients + gradients,
+            "gradients": static.gradients + gradients - freed,
             "optimizer": static.optimizer,
             "buffers": static.buffers,
             "inputs": static.inputs,
             **self._storages_at(sweep, position),
             "remade": sum(copy.bytes for copy in sweep.copies if copy.start <= position < copy.end),
-            "temporaries": self.profile.base_bytes[position] - gradients,
+            "temporaries": temporaries + freed,
         }

@@ -1,7 +1,7 @@
 """The records that stages hand to each other: frozen, exact, and the same after a trip through JSON.
 
-`Profile` is what a rehearsal found, `Plan` what to do about it. Bytes and positions are whole numbers. A **position** is
-an interval of the step, counted from 0, in which nothing that a slot holds begins or ends; all memory of the step is
+`Profile` is what a rehearsal found, `Plan` what to do about it. Bytes and positions are whole numbers. A **position**
+is an interval of the step, counted from 0, in which nothing that a slot holds begins or ends; all memory of the step is
 described on that one axis, so that the peak of any plan is a sweep over it (`predict.py`).
 """
 
@@ -36,15 +36,19 @@ class Record:
         Raises LowtideError when the text is not this kind of record.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        name = cls.__name__
         try:
-            text = source if is_text else Path(source).read_text(encoding="utf-8")
-            return msgspec.json.decode(str(text).encode(), type=cls)
+            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+            record = msgspec.json.decode(text.encode(), type=cls)
+            if (found := getattr(record, "format", FORMAT)) != FORMAT:
+                raise ValueError(f"it has format {found}")
         except OSError as error:
-            raise LowtideError(f"no {cls.__name__} could be read: {error}. Give JSON text or the path of a file.") from error
-        except msgspec.MsgspecError as error:
+            raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise LowtideError(
-                f"this is not a {cls.__name__} of format {FORMAT}: {error}. Write it again with `{cls.__name__.lower()}.to_json(path)`."
+                f"this is not a {name} of format {FORMAT}: {error}. Write it again with `{name.lower()}.to_json(path)`."
             ) from error
+        return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ class Search:
         missing, cost = _missing(sweep, limit), self.moves.cost(sweep)
         best, most = None, 0.0
         for tried, (bound, move) in enumerate(moves):
-            if best is not None and (most >= GOOD_ENOUGH * bound or tried >= MOST_TRIED and bound < math.inf):
+            if best is not None and (most >= GOOD_ENOUGH * bound or (tried >= MOST_TRIED and bound < math.inf)):
                 break
             after = self.simulator.sweep(move.after(choice))
             covered = missing - _missing(after, limit)
@@ -158,9 +158,7 @@ class Search:
                 storage = index.value_storage[copy.node]
                 back[storage] = min(back[storage], copy.start)
         back[back == index.end] = 0
-        room = [
-            limit - int(sweep.usage[start:end].max(initial=0)) for start, end in zip(index.dies, back, strict=True)
-        ]
+        room = [limit - int(sweep.usage[start:end].max(initial=0)) for start, end in zip(index.dies, back, strict=True)]
         full: Flags = index.storage_bytes > np.array(room, np.int64)
         return full
 
@@ -180,13 +178,12 @@ class Search:
         starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
         starts += [_replayed(start, level) for start in starts for level in moves.levels()]
         best, peak = min(((start, self.simulator.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
-        step = (peak - self._floor()) // 2
-        while step > peak // 500:
-            for start in (self.simulator.nothing(), best):
-                choice = self.reduced(start, peak - step)
-                if self.fits(choice, peak - step):
-                    best, peak = choice, self.simulator.sweep(choice).peak
-                    break
+        other, step = self.simulator.nothing(), (peak - self._floor()) // 2
+        while step > peak // 200:
+            other = self.reduced(other, peak - step)
+            choice = min(self.reduced(best, peak - step), other, key=lambda choice: self.simulator.sweep(choice).peak)
+            if self.fits(choice, peak - step):
+                best, peak = choice, self.simulator.sweep(choice).peak
             else:
                 step //= 2
         return best

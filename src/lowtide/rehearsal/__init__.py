@@ -12,6 +12,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
+from lowtide.rehearsal.checks import check
 from lowtide.identity import device_of, fingerprint, static_bytes
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble, transients
@@ -78,24 +79,6 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     )
 
 
-def check(model: nn.Module, step: Step) -> None:
-    """Refuse what can't be rehearsed. Raises RehearsalError."""
-    import torch
-
-    if not isinstance(model, torch.nn.Module):
-        raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
-    if not callable(step):
-        raise RehearsalError(
-            f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
-        )
-    if not model.training:
-        raise RehearsalError(
-            f"{type(model).__name__} is in eval mode: a plan made so would not hold in training. Call model.train() first."
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise RehearsalError(f"no parameter of {type(model).__name__} requires a gradient: there is no backward to plan.")
-
-
 def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
     _, static = static_bytes(model, batch, ())
     with recorder_for(device_of(model)) as recorder:
@@ -103,13 +86,11 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
         with audit.running():
             step(batch)
     name = type(model).__name__
-    if not audit.calls:
-        raise RehearsalError(
-            f"the step returned without calling {name}. Pass the very module that the step calls: not a wrapped, compiled "
-            "or copied one, and not a part of it."
-        )
     if not audit.slots:
-        raise RehearsalError(f"{name} saved nothing for backward in this step: was it called under no_grad?")
+        raise RehearsalError(
+            f"the step returned without a call of {name} that saved anything for backward. Pass the very module that the "
+            "step calls (not a wrapped, compiled or copied one), and do not call it under no_grad."
+        )
     if not audit.reads:
         raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
     transients(audit.values, recorder.stream)

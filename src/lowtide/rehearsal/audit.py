@@ -22,9 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.remat import values
-from lowtide.remat.engine import Engine, Seam
+from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.remake import CannotRemake, Remake, producer
 from lowtide.remat.replay import Frame, ReplayMismatch
+from lowtide.remat.seam import Seam
 from lowtide.remat.values import Geometry, Handle, Maker, Value, register, registered
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class Audit(Engine):
 
     # --- saved tensors
 
-    def pack(self, tensor: Tensor) -> Handle:
-        scope = self.scope
+    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+        scope = now.scope
         assert scope is not None
         value, view = self.known(tensor)
         index = self._index[value]
@@ -197,7 +198,7 @@ class Audit(Engine):
         elif seam.module in self._around_blocks:
             call.refused = "the blocks in it are replayed instead"
         else:
-            self._open[-1] = len(self.calls) - 1, seam.open(self, args, kwargs, self.argument)
+            self._open[-1] = len(self.calls) - 1, Frame(seam, args, kwargs, self.argument)
 
     def argument(self, tensor: Tensor) -> Handle:
         """Hold an argument of the call that begins, as an input slot of it."""
@@ -214,6 +215,7 @@ class Audit(Engine):
         call = self.calls[index]
         call.stop_slot = len(self.slots)
         if frame is not None:
+            frame.close()
             call.refused = self.try_replay(call, frame)
             if call.refused is None and self._frugal and seam.module in self._blocks:
                 self.let_go(call, frame)

@@ -6,6 +6,7 @@ import bisect
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
@@ -66,6 +67,7 @@ def assemble(
         return bisect.bisect_right(cuts, event) - 1
 
     groups = _groups(values, slots, calls)
+    _even_out(values, calls, groups)
     last_block = max((seen.leave[k] for k, group in groups.items() if group and k in seen.leave), default=end)
     storage_of_value: dict[int, int] = {}
     labels: dict[int, str] = {}
@@ -188,6 +190,21 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
     for slot in (*slots, *(slot for call in calls for slot in call.inputs)):
         slot.value = place[slot.value]
     return ordered
+
+
+def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
+    """Give equal work equal times, the median of what was measured: a plan shall not follow the noise of one run."""
+    alike: dict[object, list[ValueDraft | CallDraft]] = {}
+    for value in values:
+        if value.recipe is not None:
+            needs = tuple(values[need].bytes for need in value.needs)
+            alike.setdefault((value.recipe, value.bytes, value.flops, needs), []).append(value)
+    for index, group in groups.items():
+        alike.setdefault(group, []).append(calls[index])
+    for drafts in alike.values():
+        cost_ms = median(draft.cost_ms for draft in drafts)
+        for draft in drafts:
+            draft.cost_ms = cost_ms
 
 
 def _watch(stream: EventStream) -> _Seen:

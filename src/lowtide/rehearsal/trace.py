@@ -17,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.remat import values
-from lowtide.remat.engine import Engine, Seam
-from lowtide.remat.replay import flatten
+from lowtide.remat.arguments import tensors_in_call
+from lowtide.remat.engine import Engine
+from lowtide.remat.seam import Seam
 from lowtide.remat.values import Handle, Maker
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ class Trace:
         self.mark("gradients", tuple(address(g) for g in gradients if g is not None))
 
     def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, _ = flatten(args, kwargs)
-        inputs = tuple(address(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        inputs = tuple(address(tensor) for tensor in tensors_in_call(args, kwargs))
         self.mark("enter", (self._calls, inputs))
         self._open.append(self._calls)
         self._calls += 1

@@ -86,19 +86,20 @@ class Unchanged:
 
 
 class _Content:
-    """A tensor and what was in it. Written back only if it was written to."""
+    """A tensor and what was in it. Written back only if it was written to: its version counts for graphs that hold it.
 
-    __slots__ = ("saved", "tensor", "version")
+    The contents are compared, not the versions: batch norm writes its statistics without a new version.
+    """
+
+    __slots__ = ("saved", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.version = tensor._version
         self.saved = tensor.detach().to("cpu", copy=True)
 
     def restore(self) -> None:
-        if self.tensor._version != self.version:
+        if not torch.equal(self.tensor.detach().cpu(), self.saved):
             self.tensor.detach().copy_(self.saved)
-            self.version = self.tensor._version
 
 
 class _OptimizerState:

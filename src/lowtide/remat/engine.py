@@ -1,31 +1,33 @@
-"""A plan, applied to a model: one pair of hooks that decides for each saved tensor to keep, remake or replay it.
+"""A plan in force on a model: one pair of hooks that decides for each saved tensor to keep, remake or replay it.
 
-The model is not rewritten. While a plan is applied each module carries one instance attribute that `Module.__call__`
-asks before its own implementation (torch's seam for `Module.compile`); names, classes, hooks and `state_dict` stay as
-they are, and copies and pickles of the model are plain. The attribute tells the engine in which call of which module a
-tensor is saved, which is how a plan addresses it.
+Seams in the modules tell which call of which module is running, which is how a plan addresses a saved tensor. All that a
+forward pass has to remember is in one `Pass`, so nothing is left over when it ends, however it ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch import CALL
-from lowtide.errors import StalePlan
+from lowtide._torch import CALL, in_backward, in_function_transform, saved_tensor_hooks
+from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.remat import values
 from lowtide.remat.remake import Builder, CannotRemake, Owners, producer
-from lowtide.remat.replay import Frame, Surroundings, all_buffers
+from lowtide.remat.replay import Frame
+from lowtide.remat.seam import Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
 
 if TYPE_CHECKING:
@@ -34,14 +36,21 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Plan
 
 
+class Decision(NamedTuple):
+    """A saved tensor, by its address, is to be remade by the recipe of an autograd node, by its name."""
+
+    node: str
+    address: str
+
+
 class Actions:
-    """What a plan says about one call of one module: which ordinals are remade by which node, and whether it is replayed."""
+    """What a plan says about one call of one module: which ordinals are remade, and whether it is replayed."""
 
     __slots__ = ("inputs", "remake", "replay")
 
     def __init__(self) -> None:
-        self.remake: dict[int, str] = {}
-        self.inputs: dict[int, str] = {}
+        self.remake: dict[int, Decision] = {}
+        self.inputs: dict[int, Decision] = {}
         self.replay = False
 
 
@@ -56,36 +65,112 @@ class Scope:
     def __init__(self, path: str, number: int, actions: Actions) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.ordinal = 0
+        """Tensors saved by the call itself, not by calls inside of it."""
 
     @property
     def id(self) -> str:
         return f"{self.path}#{self.number}"
 
 
-class Engine:
-    """The pair of hooks, and where in the model the forward pass is."""
+class _Called(Protocol):
+    """Who is told that a module is called: the forward pass, or a replay in progress."""
 
-    def __init__(self, model: nn.Module, actions: Mapping[str, Mapping[int, Actions]]) -> None:
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class _Here(threading.local):
+    now: _Called | None = None
+
+
+class Pass:
+    """One run of the model's forward: where in the model it is."""
+
+    __slots__ = ("engine", "frame", "numbers", "scope")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.scope: Scope | None = None
+        self.frame: Frame | None = None
+        """The innermost call in progress that will be replayed."""
+        self.numbers: dict[Seam, int] = {}
+        """Calls of each module so far."""
+
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module is called."""
+        number = self.numbers.get(seam, 0)
+        self.numbers[seam] = number + 1
+        outer = self.scope
+        self.scope = scope = Scope(seam.path, number, seam.actions.get(number, NO_ACTIONS))
+        try:
+            if values.probe is not None:
+                values.probe.entering(seam, args, kwargs)
+            if seam.replays:
+                return self.framed(seam, scope, args, kwargs)
+            return seam.inner(*args, **kwargs)
+        finally:
+            if values.probe is not None:
+                values.probe.leaving(seam)
+            self.scope = outer
+
+    def framed(self, seam: Seam, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that the plan may want replayed: then everything it saves is left to that."""
+        outer = self.frame
+        replay = scope.actions.replay and torch.is_grad_enabled() and self.ours(seam)
+        if outer is not None:
+            outer.nested.append((seam, replay))
+        if not replay:
+            return seam.inner(*args, **kwargs)
+        hold = partial(self.argument, scope.actions.inputs, itertools.count(), outer)
+        self.frame = frame = Frame(seam, args, kwargs, hold, outer)
+        try:
+            return seam.inner(*args, **kwargs)
+        finally:
+            self.frame = outer
+            frame.close()
+
+    def argument(
+        self, decisions: Mapping[int, Decision], places: Iterator[int], outer: Frame | None, tensor: Tensor
+    ) -> Handle:
+        """Hold an argument of a call that will be replayed, as if the call around it had saved it."""
+        if outer is not None:
+            outer.count += 1
+        return self.engine.hold(tensor, decisions.get(next(places)), outer)
+
+    def ours(self, seam: Seam) -> bool:
+        """Whether saved tensors come to us here; if not, say so."""
+        hooks = saved_tensor_hooks()
+        if hooks is not None and hooks[1] is unpack:
+            return True
+        self.engine.say(
+            f"the plan replays {seam}, whose saved tensors are in the hands of other hooks: torch.utils.checkpoint, "
+            "gradient_checkpointing_enable() or saved_tensors_hooks in the model. They win. Rehearse again with them."
+        )
+        return False
+
+
+class Engine:
+    """The pair of hooks, and the seams in a model."""
+
+    def __init__(self, model: nn.Module, actions: Mapping[str, dict[int, Actions]]) -> None:
         self.model = model
         self.builder = Builder(owners(model))
         self.actions = actions
-        self.scope: Scope | None = None
-        self.frame: Frame | None = None
-        self.replaying = False
-        self.root_calls = 0
-        """Calls of the root so far: module calls are numbered within one."""
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
-        self.seams: list[Seam] = []
-        self.device = next((p.device.type for p in model.parameters()), "cpu")
-        self.fixed: set[int] = set()
-        """Addresses of the buffers' memory: never left to a replay."""
+        self.here = _Here()
+        self._seams: list[Seam] = []
+        self._said: set[str] = set()
+
+    @property
+    def scope(self) -> Scope | None:
+        """The module call in progress in this thread."""
+        return self.here.now.scope if isinstance(self.here.now, Pass) else None
 
     # --- the hooks
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, now: Pass, tensor: Tensor) -> Handle:
         """Keep `tensor`, or note how it will be made again."""
-        scope, frame = self.scope, self.frame
+        scope, frame = now.scope, now.frame
         assert scope is not None
         ordinal = scope.ordinal
         scope.ordinal = ordinal + 1
@@ -96,144 +181,119 @@ class Engine:
             values.probe.packed(handle, tensor)
         return handle
 
-    def hold(self, tensor: Tensor, remake: str | None, frame: Frame | None) -> Handle:
-        """A handle on `tensor`: on a value that is held already, remade by the node named `remake`, replayed or kept."""
+    def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:
+        """A handle on `tensor`: on a value that is held already, or one that is remade, replayed by `frame` or kept."""
         base, node, output, view = producer(tensor)
         if node is None:
-            if frame is None or isinstance(base, nn.Parameter) or not self.made_inside(base, frame):
-                value = Value(base.detach())
-                if isinstance(base, nn.Parameter):
-                    value.leaf = id(base)
-            else:
-                value = frame.value(frame.count - 1)
-            return Handle(value, view)
+            return Handle(without_history(tensor, base, frame), view)
         found = registered(node, output)
-        if found is not None:
-            if remake is None and frame is None and not found.kept:
-                found.keep(base.detach())
+        if found is not None and shared(found, base, frame):
+            if decision is None and not found.kept:
+                if frame is None:
+                    found.keep(base.detach())
+                else:
+                    frame.adopt(found, tensor, base)
             return Handle(found, view)
-        if remake is not None:
+        if decision is not None:
             try:
-                if node.name() == remake:
-                    return Handle(self.builder.remake(node, output, base), view)
+                if node.name() == decision.node:
+                    value = self.builder.remake(node, output, base)
+                    value.version = base._version
+                    return Handle(value, view)
             except CannotRemake:
                 pass
-            self.drift()
-        value = Value(base.detach()) if frame is None else frame.value(frame.count - 1)
+            self.drift(decision.address)
+        value = Value(base.detach()) if frame is None else frame.value(tensor, base)
         value.output = output
         register(node, output, value)
         return Handle(value, view)
 
-    def made_inside(self, base: Tensor, frame: Frame) -> bool:
-        """Whether a tensor without history may be dropped because the replay will make it again: not what a module owns."""
-        return base.untyped_storage().data_ptr() not in self.fixed
-
-    def drift(self) -> None:
-        scope = self.scope
-        assert scope is not None
-        address = f"{scope.id}:{scope.ordinal - 1}"
-        if not self.drifted:
-            warnings.warn(
-                f"this step does not save what the rehearsed one did (first at {address}): such tensors are kept. "
-                "Rehearse again if the model or its input has changed.",
-                stacklevel=2,
-            )
+    def drift(self, address: str) -> None:
         self.drifted.add(address)
+        if len(self.drifted) == 1:
+            self.say(
+                f"this step does not save what the rehearsed one did (first at {address}): such tensors are kept. "
+                "Rehearse again if the model or its input has changed."
+            )
+
+    def say(self, what: str) -> None:
+        """Warn, once for each text."""
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(what, stacklevel=2)
 
     # --- the calls
 
+    def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model, or a part of it, is called from outside: with the hooks, where there will be a backward of training."""
+        if not torch.is_grad_enabled() or not self.model.training or in_backward():
+            return seam.inner(*args, **kwargs)  # inside of backward: what somebody else checkpointed is recomputed
+        if in_function_transform():
+            raise LowtideError(
+                f"a plan is in force on {seam}, and transforms of torch.func do not go with saved-tensor hooks: call "
+                "remove() on the plan first, or use torch.autograd."
+            )
+        hooks = saved_tensor_hooks()
+        if hooks is not None:
+            if hooks[1] is not unpack:  # not those of another model's plan, of which this one is a part
+                self.say(
+                    f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
+                    "saved_tensors_hooks around it). They win: the plan does nothing there."
+                )
+            return seam.inner(*args, **kwargs)
+        now = Pass(self)
+        with saved_tensors_hooks(partial(self.pack, now), unpack), self.now(now):
+            return now.call(seam, args, kwargs)
+
+    @contextlib.contextmanager
+    def now(self, called: _Called) -> Iterator[None]:
+        """Modules that are called in this thread tell `called`."""
+        before, self.here.now = self.here.now, called
+        try:
+            yield
+        finally:
+            self.here.now = before
+
     def install(self) -> None:
-        """Put a seam into every module. Undone by `remove`."""
+        """Put a seam into every module. Undone by `remove`. Raises LowtideError if there is a plan on the model already."""
+        front = self.model.__dict__.get(CALL)
+        while isinstance(front, Seam):
+            if front.engine.model is self.model:
+                raise LowtideError(
+                    f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
+                )
+            front = front.before
         for path, module in self.model.named_modules():
-            self.seams.append(Seam(self, module, path))
+            self._seams.append(Seam(self, module, path, self.actions.get(path, {})))
 
     def remove(self) -> None:
         """Take every seam out again. Handles that a running backward still holds go on working."""
-        while self.seams:
-            self.seams.pop().remove()
+        while self._seams:
+            self._seams.pop().remove()
 
 
-class Seam:
-    """Stands in a module's CALL attribute: tells the engine that the module is being called."""
+def without_history(tensor: Tensor, base: Tensor, frame: Frame | None) -> Value:
+    """The value behind a tensor that no node made: kept, unless a replay makes it again or is given it."""
+    if frame is not None and not frame.is_static(base):
+        return frame.value(tensor, base)
+    value = Value(base.detach())
+    if isinstance(base, nn.Parameter):
+        value.leaf = id(base)
+    return value
 
-    __slots__ = ("actions", "before", "buffers", "engine", "inner", "installed", "module", "modules", "number", "path", "root_call")
 
-    def __init__(self, engine: Engine, module: nn.Module, path: str) -> None:
-        self.engine, self.module, self.path = engine, module, path
-        self.actions = engine.actions.get(path, {})
-        self.number, self.root_call = -1, -1
-        self.before = module.__dict__.get(CALL)
-        self.inner = self.before or module._call_impl
-        self.modules = tuple(module.modules())
-        self.buffers: tuple[tuple[nn.Module, str], ...] | None = None
-        """Buffers that the call writes to; None until it has been seen."""
-        module.__dict__[CALL] = self
+def shared(found: Value, base: Tensor, frame: Frame | None) -> bool:
+    """Whether a slot of `base` in `frame` can be a reader of the value that an earlier slot found for the same output.
 
-    def remove(self) -> None:
-        if self.before is None:
-            self.module.__dict__.pop(CALL, None)
-        else:
-            self.module.__dict__[CALL] = self.before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        if engine.replaying or torch.compiler.is_compiling():
-            return self.inner(*args, **kwargs)
-        if engine.scope is None:
-            if not torch.is_grad_enabled():
-                return self.inner(*args, **kwargs)
-            engine.root_calls += 1
-            engine.fixed = {buffer.untyped_storage().data_ptr() for buffer in self.module.buffers()}
-            with saved_tensors_hooks(engine.pack, unpack):  # type: ignore[arg-type]
-                return self.scoped(engine, args, kwargs)
-        return self.scoped(engine, args, kwargs)
-
-    def scoped(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.root_call != engine.root_calls:
-            self.root_call, self.number = engine.root_calls, -1
-        self.number += 1
-        outer = engine.scope
-        engine.scope = Scope(self.path, self.number, self.actions.get(self.number, NO_ACTIONS))
-        if values.probe is not None:
-            values.probe.entering(self, args, kwargs)
-        try:
-            if engine.scope.actions.replay and engine.frame is None and torch.is_grad_enabled():
-                return self.framed(engine, args, kwargs)
-            return self.inner(*args, **kwargs)
-        finally:
-            if values.probe is not None:
-                values.probe.leaving(self)
-            engine.scope = outer
-
-    def framed(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call, with everything it saves left to a replay."""
-        assert engine.scope is not None
-        inputs, places = engine.scope.actions.inputs, itertools.count()
-        engine.frame = frame = self.open(
-            engine, args, kwargs, lambda tensor: engine.hold(tensor, inputs.get(next(places)), None)
-        )
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            engine.frame = None
-            if self.buffers is None:
-                self.buffers = tuple(frame.surroundings.written())
-
-    def open(
-        self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Handle]
-    ) -> Frame:
-        """A frame that can run this call again with these arguments."""
-        buffers = all_buffers(self.modules) if self.buffers is None else self.buffers
-        surroundings = Surroundings(self.modules, buffers, engine.device)
-        return Frame(self.again, args, kwargs, hold, surroundings, engine.device)
-
-    def again(self, *args: Any, **kwargs: Any) -> Any:
-        """The call once more, without telling the engine of the calls inside."""
-        self.engine.replaying = True
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self.engine.replaying = False
+    Not if the tensor was changed in between without autograd noticing. And not if it is left to the replay of a call
+    that is over and has nothing to do with `frame`, as with a cast of a weight that autocast remembers from there: that
+    replay would be run too early. `frame` sees such a tensor itself.
+    """
+    if found.version not in (base._version, -1):
+        return False
+    if frame is None or not isinstance(found.maker, Frame):
+        return True
+    return found.maker.encloses(frame) or frame.encloses(found.maker)
 
 
 def owners(model: nn.Module) -> Owners:
@@ -280,7 +340,7 @@ def actions_for(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, d
 
     for address, node in remake.items():
         call, mark, place = re.split(r"([:@])(?=\d+$)", address)
-        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = node
+        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(node, address)
     for call in replay:
         of(call).replay = True
     return table

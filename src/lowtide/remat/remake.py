@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import SAVED, any_autocast, base_of, output_metadata
+from lowtide._torch import SAVED, any_autocast, base_of, is_plain, output_metadata, saved_slot
 from lowtide.remat import values
-from lowtide.remat.recipes import OUTPUT_CONSTANTS, RECIPES, Recipe
+from lowtide.remat.recipes import FILLED, OUTPUT_CONSTANTS, RECIPES, CannotRemake, Recipe
 from lowtide.remat.values import Geometry, Handle, Value, peek, register, registered
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
+
+__all__ = ["MAX_CHAIN", "Builder", "CannotRemake", "Owners", "Remake", "producer"]
 
 MAX_CHAIN = 32
 """Nodes that one remake may go through before it meets a value that somebody holds."""
@@ -24,41 +25,67 @@ Owners = dict[int, tuple[torch.nn.Module, ...]]
 """`id` of a parameter -> the modules that own it."""
 
 
-class CannotRemake(Exception):
-    """Why a value has to be kept; never leaves the package."""
-
-
 class Remake:
     """A pending run of a recipe. As long as it is pending its operands know that somebody waits for them."""
 
-    __slots__ = ("constants", "operands", "outputs", "recipe")
+    __slots__ = ("certain", "constants", "operands", "places", "recipe", "stride")
 
-    def __init__(self, recipe: Recipe, operands: tuple[Handle | None, ...], constants: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        arguments: list[Handle | list[Handle | None] | None],
+        constants: dict[str, Any],
+        stride: tuple[int, ...] | None,
+    ) -> None:
         self.recipe = recipe
-        self.operands = operands
         self.constants = constants
-        self.outputs: list[weakref.ref[Value]] = []
-
-    def value(self, output: int) -> Value:
-        """The value of one of the node's outputs."""
-        value = Value(maker=self, output=output)
-        self.outputs.append(weakref.ref(value))
-        return value
+        self.stride = stride
+        """What the result's strides must be; None where nobody looks at it with a geometry of its own."""
+        flat: list[Handle | None] = []
+        places: list[int | slice] = []
+        for argument in arguments:
+            places.append(slice(len(flat), len(flat) + len(argument)) if isinstance(argument, list) else len(flat))
+            flat.extend(argument if isinstance(argument, list) else [argument])
+        self.operands = tuple(flat)
+        self.places = tuple(places)
+        self.certain = stride is not None or (
+            "out_stride" not in constants and all(handle is None or certain(handle.value) for handle in flat)
+        )
+        """Whether the strides of the result are those of the true tensor."""
 
     def make(self, value: Value) -> Tensor:
-        """Run the recipe; every output that somebody waits for stays."""
-        args = [None if operand is None else operand.get() for operand in self.operands]
+        """Run the recipe; the result stays if somebody waits for it."""
+        tensors = [None if operand is None else operand.get() for operand in self.operands]
         if values.probe is not None:
             values.probe.making(self)
         with plain():
-            made = self.recipe.function(*args, **self.constants)
-        outputs = made if isinstance(made, tuple) else (made,)
+            made = self.recipe.function(*(tensors[place] for place in self.places), **self.constants)
+            result = made[value.output] if isinstance(made, tuple) else made
+            if self.stride is not None:
+                result = laid_out(result, self.stride)
         if values.probe is not None:
-            values.probe.made(self, outputs)
-        for found in (reference() for reference in self.outputs):
-            if found is not None:
-                found.arrive(outputs[found.output])
-        return outputs[value.output]
+            values.probe.made(self, (result,))
+        value.arrive(result)
+        return result
+
+
+def certain(value: Value) -> bool:
+    """Whether a value that is kept or made again has the strides of the true tensor."""
+    return not isinstance(value.maker, Remake) or value.maker.certain
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same elements with these strides, from the beginning of a storage: what saved geometries refer to.
+
+    A recipe gives another layout than the op did where the op was told one that it does not record (`contiguous()`).
+    """
+    if not tensor.storage_offset():
+        if tensor.stride() == stride:
+            return tensor
+        long = [n for n, size in enumerate(tensor.shape) if size > 1]
+        if all(tensor.stride(n) == stride[n] for n in long):
+            return tensor.as_strided(tensor.shape, stride)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def plain() -> contextlib.AbstractContextManager[Any]:
@@ -76,9 +103,9 @@ def plain() -> contextlib.AbstractContextManager[Any]:
 def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
     """The base tensor behind views, the node that made it, which output it is, and the geometry of `tensor` in it."""
     base = base_of(tensor)
-    if base is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+    if base is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() or not is_plain(tensor):
         return tensor, tensor.grad_fn, tensor.output_nr, None
-    return base, base.grad_fn, base.output_nr, (tensor.size(), tensor.stride(), tensor.storage_offset())
+    return base, base.grad_fn, base.output_nr, (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class Builder:
@@ -90,20 +117,35 @@ class Builder:
         self.owners = owners
 
     def remake(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
-        """A registered value that a recipe makes from what is upstream of it. Raises CannotRemake, saying why.
+        """A value that a recipe makes from what is upstream of it. Raises CannotRemake, saying why.
 
-        `like` is the output itself where it is at hand; only recipes that ask for `out_stride` need it.
+        `like` is the output itself where it is at hand: the result will have its strides. Without it the value is only
+        passed through by the remakes of others; it is registered if its strides are certain all the same.
         """
         found = RECIPES.get(node.name())
         if found is None:
             raise CannotRemake(f"no recipe for {node.name()}")
+        if output and not found.several:
+            raise CannotRemake(f"no recipe for output {output} of {node.name()}")
+        device = output_metadata(node, output).device.type
+        if found.device not in (None, device):
+            raise CannotRemake(f"no recipe for {node.name()} on {device}")
         if depth > MAX_CHAIN:
             raise CannotRemake(f"more than {MAX_CHAIN} nodes in a row hold nothing")
-        source = _Source(self, node, found, depth)
-        operands = tuple(source.operand(name) for name in found.operands)
-        constants = {name: source.constant(name, output, like) for name in found.constants}
-        value = Remake(found, operands, constants).value(output)
-        register(node, output, value)
+        if like is not None and not is_plain(like):
+            raise CannotRemake(f"it is a {type(like).__name__} of layout {like.layout}")
+        if like is not None and like.storage_offset():
+            raise CannotRemake("it does not begin where its storage does")
+        source = _Source(self, node, found, output, like, depth)
+        for name, wanted in found.when.items():
+            if source.constant(name) != wanted:
+                raise CannotRemake(f"{node.name()} with {name}={source.constant(name)} is not made again")
+        constants = {name: source.constant(name) for name in found.constants}
+        operands = [source.operands(name) if name in found.lists else source.operand(name) for name in found.operands]
+        remake = Remake(found, operands, constants, None if like is None else like.stride())
+        value = Value(maker=remake, output=output)
+        if remake.certain:
+            register(node, output, value)
         return value
 
     def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
@@ -120,17 +162,18 @@ class Builder:
 class _Source:
     """Where one node's recipe gets its operands and constants from."""
 
-    __slots__ = ("builder", "depth", "node", "recipe")
+    __slots__ = ("builder", "depth", "like", "node", "output", "recipe")
 
-    def __init__(self, builder: Builder, node: Node, recipe: Recipe, depth: int) -> None:
+    def __init__(
+        self, builder: Builder, node: Node, recipe: Recipe, output: int, like: Tensor | None, depth: int
+    ) -> None:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
+        self.output, self.like = output, None if like is None else like.detach()
 
     def operand(self, name: str) -> Handle | None:
-        found = self.saved(name)
-        if isinstance(found, Handle):
-            return Handle(found.value, found.view)
-        if isinstance(found, torch.Tensor):  # saved past the hooks: a number (not to be detached), or in other hooks
-            return Handle(Value(found.detach() if found.requires_grad else found))
+        saved = self.saved(name)
+        if saved is not None:
+            return claim(saved)
         edge = self.recipe.edges.get(name)
         if edge is not None:
             value = self.builder.on_edge(self.node.next_functions[edge], self.depth)
@@ -139,31 +182,66 @@ class _Source:
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
             return Handle(Value(owned.detach()))
-        if name in self.recipe.optional:
+        if self.absent(name):
             return None
         raise CannotRemake(f"{self.node.name()} does not record {name}")
 
-    def constant(self, name: str, output: int, like: Tensor | None) -> Any:
+    def operands(self, name: str) -> list[Handle | None]:
+        """A list of tensors: as saved, or what flowed along every input edge."""
+        saved = self.saved(name)
+        if saved is not None:
+            return [None if item is None else claim(item) for item in saved]
+        wanted, edges = self.recipe.edges.get(name), [edge for edge in self.node.next_functions if edge[0] is not None]
+        if wanted == FILLED and len(edges) < len(self.node.next_functions):
+            dim = self.constant("dim")
+            filled = sum(shape_on(edge)[dim] for edge in edges) == self.constant("out_shape")[dim]
+        else:
+            filled = wanted is not None and len(edges) == len(self.node.next_functions)
+        if not filled:
+            raise CannotRemake(f"{self.node.name()} does not record the inputs that need no gradient")
+        return [Handle(value) for edge in edges if (value := self.builder.on_edge(edge, self.depth)) is not None]
+
+    def constant(self, name: str) -> Any:
         if name in OUTPUT_CONSTANTS:
             if name == "out_stride":
-                if like is None:
-                    raise CannotRemake(f"the strides of an output of {self.node.name()} are not recorded")
-                return like.stride()
-            return getattr(output_metadata(self.node, output), name.removeprefix("out_"))
+                return contiguous_stride(self.constant("out_shape")) if self.like is None else self.like.stride()
+            return getattr(output_metadata(self.node, self.output), name.removeprefix("out_"))
+        if name in self.recipe.read_off:
+            try:
+                return self.recipe.read_off[name](self.like, self)
+            except RuntimeError as error:
+                raise CannotRemake(f"{name} of {self.node.name()} can't be read off: {error}") from None
         try:
             return signed(getattr(self.node, SAVED + name))
         except AttributeError:
             owned = self.owned(name)
-            if owned is None:
+            if owned is None and name not in self.recipe.optional:
                 raise CannotRemake(f"{self.node.name()} does not record {name}") from None
             return owned
 
+    def tensor(self, name: str) -> Tensor:
+        saved = self.saved(name)
+        found = None if saved is None else claim(saved)
+        if found is None or not found.value.kept:
+            raise CannotRemake(f"{self.node.name()} does not keep {name}")
+        return found.get()
+
     def saved(self, name: str) -> Any:
-        """What the node saved under `name`; None if nothing, or if it is the very tensor that is being packed."""
-        try:
-            return peek(self.node, SAVED + name)
-        except (AttributeError, RuntimeError):
-            return None
+        """What the node holds under `name`: handles or tensors. None if nothing, or if it is just being packed."""
+        return peek(self.node, SAVED + name) if saved_slot(self.node, SAVED + name) is not None else None
+
+    def absent(self, name: str) -> bool:
+        """Whether the op was called without this optional tensor."""
+        slot = saved_slot(self.node, SAVED + name)
+        if name not in self.recipe.optional or (slot is not None and slot.unpack_hook is not None):
+            return False
+        partner = self.recipe.together.get(name)
+        if partner is None:
+            return True
+        if saved_slot(self.node, SAVED + partner) is not None:
+            return self.saved(partner) is None
+        sizes = self.constant(partner)
+        return not sizes or not any(sizes)  # of no bias: (0,)
 
     def owned(self, name: str) -> Any:
         """The attribute `name` of the modules that own the recipe's parameter, if they agree on it."""
@@ -171,7 +249,7 @@ class _Source:
             return None
         parameter = self.parameter(self.recipe.owner)
         found = [getattr(module, name) for module in self.builder.owners.get(parameter, ()) if hasattr(module, name)]
-        return found[0] if found and all(other is found[0] or other == found[0] for other in found) else None
+        return found[0] if found and all(same(other, found[0]) for other in found) else None
 
     def parameter(self, name: str) -> int:
         """`id` of the parameter that is the operand `name`; 0 if it is none."""
@@ -182,7 +260,35 @@ class _Source:
         node = None if edge is None else self.node.next_functions[edge][0]
         while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-        return 0 if node is None else id(node.variable)  # type: ignore[attr-defined]
+        return 0 if node is None else id(node.variable)
+
+
+def claim(saved: Handle | Tensor) -> Handle:
+    """A handle of our own on what a node holds."""
+    if isinstance(saved, Handle):
+        return Handle(saved.value, saved.view)
+    return Handle(Value(saved.detach() if saved.requires_grad else saved))  # a number must stay one, and so undetached
+
+
+def same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
+
+
+def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
+    """Of the tensor that flowed along an edge."""
+    node, output = edge
+    assert node is not None
+    leaf = getattr(node, "variable", None)
+    shape: torch.Size = output_metadata(node, output).shape if leaf is None else leaf.shape
+    return shape
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 def signed(constant: Any) -> Any:

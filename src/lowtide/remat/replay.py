@@ -1,207 +1,245 @@
 """A module call that is run again when backward first needs what it saved.
 
 For what has no recipe: decomposed activations, custom functions, random masks; and for the insides of whole blocks. The
-second run sees exactly what the first one saw (arguments, random numbers, autocast, training flags, buffers) and leaves
-no trace: buffers and generators are afterwards as they were. It stops as soon as the last tensor that somebody waits for
-is there, so the products at a block's end are never redone.
+second run sees exactly what the first one saw and leaves no trace (`surroundings.py`, `arguments.py`, `hooks.py`). It
+stops as soon as the last tensor that somebody waits for is there, so the products at a block's end are never redone.
+
+Replays nest. The arguments of a replayed call inside of another one are saved tensors of the outer one: its replay brings
+them back, and what the inner call saved is left to the inner call's own replay. So places are counted alike in both runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lowtide.remat import values
-from lowtide.remat.values import Handle, Value
+from lowtide._torch import storage_id
+from lowtide.remat import hooks, values
+from lowtide.remat.arguments import Arguments, tensors_in_call
+from lowtide.remat.remake import producer
+from lowtide.remat.surroundings import Surroundings
+from lowtide.remat.values import Geometry, Handle, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
+
+    from lowtide.remat.seam import Seam
 
 
 class ReplayMismatch(RuntimeError):
     """The second run of a module call did not save what the first one did."""
 
 
-class _Enough(BaseException):
+class _Stop(BaseException):
     """Stops a replay. Not an Exception, so that no `except Exception` in a model catches it."""
 
 
-class Surroundings:
-    """What a module call sees besides its arguments, taken when it begins."""
-
-    __slots__ = ("autocast", "buffers", "modules", "rng", "training")
-
-    def __init__(self, modules: tuple[nn.Module, ...], buffers: tuple[tuple[nn.Module, str], ...], device: str) -> None:
-        self.modules = modules
-        self.rng = _rng_state(device)
-        self.autocast = _autocast_state(device)
-        self.training = tuple(module.training for module in modules)
-        self.buffers = tuple(_Buffer(module, name) for module, name in buffers)
-
-    def written(self) -> Iterator[tuple[nn.Module, str]]:
-        """The buffers that were written to since."""
-        return ((buffer.module, buffer.name) for buffer in self.buffers if buffer.written())
-
-    @contextlib.contextmanager
-    def again(self, device: str) -> Iterator[None]:
-        """Everything as it was when the call began; afterwards as it was before."""
-        now_rng, now_training = _rng_state(device), tuple(module.training for module in self.modules)
-        now_buffers = [buffer.module._buffers[buffer.name] for buffer in self.buffers]
-        kind, enabled, dtype, cache = self.autocast
-        try:
-            _set_rng_state(self.rng)
-            for module, flag in zip(self.modules, self.training, strict=True):
-                module.training = flag
-            for buffer in self.buffers:
-                buffer.module._buffers[buffer.name] = buffer.content.clone()
-            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache):
-                yield
-        finally:
-            for buffer, now in zip(self.buffers, now_buffers, strict=True):
-                buffer.module._buffers[buffer.name] = now
-            for module, flag in zip(self.modules, now_training, strict=True):
-                module.training = flag
-            _set_rng_state(now_rng)
+class _MustHold(BaseException):
+    """The call runs backward inside of its forward and needs what it saved."""
 
 
-class _Buffer:
-    """A buffer of a module and what was in it."""
-
-    __slots__ = ("content", "module", "name", "there", "version")
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name = module, name
-        self.there = module._buffers[name]
-        assert self.there is not None
-        self.version, self.content = self.there._version, self.there.clone()
-
-    def written(self) -> bool:
-        now = self.module._buffers[self.name]
-        return now is not self.there or now._version != self.version
+_one_at_a_time = threading.RLock()
+"""Random numbers, flags and buffers are set back for a replay, and backward may run in several threads."""
 
 
 class Frame:
-    """One call of a replayed module: what it was given, and the values that it can bring back."""
+    """One call of a replayed module: what it was given, what it saw, and the values that it can bring back."""
 
-    __slots__ = ("__weakref__", "arguments", "count", "device", "done", "grads", "run", "spec", "surroundings", "values")
+    __slots__ = (
+        "__weakref__", "_listening", "_expected", "_static", "arguments", "count", "nested", "outer", "seam", "surroundings", "values",
+    )  # fmt: skip
 
     def __init__(
         self,
-        run: Callable[..., Any],
+        seam: Seam,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hold: Callable[[Tensor], Handle],
-        surroundings: Surroundings,
-        device: str,
+        outer: Frame | None = None,
     ) -> None:
-        leaves, self.spec = flatten(args, kwargs)
-        self.run = run
-        self.device = device
-        self.surroundings = surroundings
-        self.grads = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        self.arguments = [hold(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.seam = seam
+        self.outer = outer
+        self.arguments = Arguments(args, kwargs, hold)
+        self.surroundings = Surroundings(seam.reach, self.arguments.generators)
         self.count = 0
-        """Tensors packed since the call began."""
+        """Tensors saved since the call began."""
         self.values: dict[int, weakref.ref[Value]] = {}
-        """What a replay brings back, by its place among the packed tensors."""
+        """What a replay brings back, by its place among the saved tensors."""
+        self.nested: list[tuple[Seam, bool]] = []
+        """The calls inside that a plan replays at some time, in order, and whether it did this time."""
+        self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
+        """What is saved at a place: its shape, and for a view the geometry of its base."""
+        self._static: frozenset[int] | None = None
+        self._listening = hooks.Listening(seam.reach.modules)
 
-    def value(self, place: int) -> Value:
-        """The value of the tensor packed at `place`."""
-        value = Value(maker=self)
-        self.values[place] = weakref.ref(value)
+    def close(self) -> None:
+        """The call is over."""
+        self._listening.stop()
+        self.arguments.close()
+        self.surroundings.learn()
+
+    @property
+    def operands(self) -> tuple[Handle, ...]:
+        return self.arguments.handles
+
+    def value(self, tensor: Tensor, base: Tensor) -> Value:
+        """The value of `base`, to be brought back: `tensor`, a view of it or itself, has just been saved."""
+        value = Value()
+        value.version = base._version
+        self._bring_back(value, tensor, base)
         return value
+
+    def adopt(self, value: Value, tensor: Tensor, base: Tensor) -> None:
+        """Bring back what was left to the replay of a call inside, and is now saved outside of that."""
+        if isinstance(value.maker, Frame) and value.maker is not self and self.encloses(value.maker):
+            self._bring_back(value, tensor, base)
+
+    def _bring_back(self, value: Value, tensor: Tensor, base: Tensor) -> None:
+        place = self.count - 1
+        value.maker = self
+        self.values[place] = weakref.ref(value)
+        layout = None if base is tensor else (base.size(), base.stride(), int(base.storage_offset()))
+        self._expected[place] = tensor.shape, tensor.dtype, layout
+
+    def encloses(self, frame: Frame | None) -> bool:
+        """Whether `frame` is this one or one of a call inside of this one's."""
+        while frame is not None and frame is not self:
+            frame = frame.outer
+        return frame is self
+
+    def is_static(self, tensor: Tensor) -> bool:
+        """Whether a tensor without history is a parameter or a buffer of the module: there anyway."""
+        if self._static is None:
+            buffers = (b for module in self.seam.reach.modules for b in module._buffers.values() if b is not None)
+            self._static = frozenset(storage_id(buffer) for buffer in buffers)
+        return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
 
     def make(self, value: Value) -> Tensor:
         """Run the call again; every value that somebody waits for is there afterwards."""
-        if values.probe is not None:
-            values.probe.making(self)
-        found = self.catch()
-        if values.probe is not None:
-            values.probe.made(self, tuple(found.values()))
-        for place, tensor in found.items():
-            there = self.values[place]()
-            if there is value:
-                result = tensor
-            if there is not None:
-                there.arrive(tensor)
-        return result
+        with _one_at_a_time:
+            if value.tensor is not None:  # another thread was faster
+                return value.tensor
+            if values.probe is not None:
+                values.probe.making(self)
+            found = self.catch()
+            if values.probe is not None:
+                values.probe.made(self, tuple(found.values()))
+            for place, tensor in found.items():
+                there = self.values[place]()
+                if there is value:
+                    result = tensor
+                if there is not None:
+                    there.arrive(tensor)
+            return result
 
     def catch(self) -> dict[int, Tensor]:
-        """What the call saves when it is run again, detached, for each place that somebody still holds."""
+        """What the call saves when it is run again, detached, for each place that somebody still holds.
+
+        Raises ReplayMismatch if it saves something else, RuntimeError if an argument, parameter or buffer has changed.
+        """
         wanted = {place for place, reference in self.values.items() if reference() is not None}
-        last = max(wanted)
-        found: dict[int, Tensor] = {}
-        places = iter(range(last + 1))
+        try:
+            rerun = self._run_again(wanted)
+        except _MustHold:
+            self.seam.reach.holds = True
+            rerun = self._run_again(wanted)
+        missing = wanted - rerun.found.keys()
+        if missing:
+            raise ReplayMismatch(self._mismatch(min(missing), "nothing"))
+        return rerun.found
 
-        def pack(tensor: Tensor) -> None:
-            place = next(places)
-            if place in wanted:
-                base = tensor._base
-                found[place] = (tensor if base is None or base.dtype != tensor.dtype else base).detach()
-            if place == last:
-                raise _Enough
+    def _run_again(self, wanted: set[int]) -> _Rerun:
+        seam, rerun = self.seam, _Rerun(self, wanted)
+        args, kwargs = self.arguments.again()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.surroundings.again())
+            stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
+            stack.enter_context(seam.engine.now(rerun))
+            stack.enter_context(_in_place({inner for inner, _ in self.nested}))
+            stack.enter_context(saved_tensors_hooks(rerun.pack, rerun.unpack))
+            with contextlib.suppress(_Stop):
+                seam.inner(*args, **kwargs)
+        return rerun
 
-        with saved_tensors_hooks(pack, _never), self.surroundings.again(self.device):  # type: ignore[arg-type]
-            args, kwargs = self._arguments()
-            with contextlib.suppress(_Enough):
-                self.run(*args, **kwargs)
-        if len(found) < len(wanted):
-            raise ReplayMismatch(
-                f"{_name(self.run)} saved {next(places)} tensors when it was run again, and at least {last + 1} before. "
-                "It depends on something besides its arguments, random numbers, buffers and flags: exclude it from replays."
-            )
-        return found
+    def as_saved(self, place: int, tensor: Tensor) -> Tensor:
+        """What the value of a place is to be, from what was saved there in the second run."""
+        expected = self._expected.get(place)
+        if expected is None:
+            return producer(tensor)[0].detach()
+        shape, dtype, layout = expected
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"))
+        return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
-    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = [
-            leaf.get().detach().requires_grad_(grad) if isinstance(leaf, Handle) else leaf
-            for leaf, grad in zip(self.arguments, self.grads, strict=True)
-        ]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return args, kwargs
-
-
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a call's arguments, through lists, tuples, dicts and whatever is registered with torch's pytrees."""
-    return tree_flatten((args, kwargs))
-
-
-def all_buffers(modules: tuple[nn.Module, ...]) -> tuple[tuple[nn.Module, str], ...]:
-    """Every buffer of `modules`: any of them may be written to, until a call has shown which are."""
-    return tuple((module, name) for module in modules for name, buffer in module._buffers.items() if buffer is not None)
-
-
-def _never(packed: Any) -> Tensor:
-    raise AssertionError("the graph of a replay is never run backwards")
+    def _mismatch(self, place: int, found: str) -> str:
+        expected = self._expected.get(place)
+        was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
+        return (
+            f"{self.seam} saved {found} when it was run again, where it had saved {was} (tensor {place}). It depends on "
+            "something besides its arguments, random numbers, buffers and flags: exclude it from replays."
+        )
 
 
-def _name(run: Callable[..., Any]) -> str:
-    owner = getattr(run, "__self__", None)
-    return type(owner).__name__ if owner is not None else repr(run)
+class _Rerun:
+    """A replay in progress. Modules that are called in this thread meanwhile ask it, not the forward pass."""
+
+    def __init__(self, frame: Frame, wanted: set[int]) -> None:
+        self.found: dict[int, Tensor] = {}
+        self._frame = frame
+        self._wanted = wanted
+        self._last = max(wanted)
+        self._holds = frame.seam.reach.holds
+        self._nested = iter(frame.nested)
+        self._place = -1
+        self._inside_another = False
+
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module is called."""
+        if self._inside_another or not seam.replays:
+            return seam.inner(*args, **kwargs)
+        _, replayed = next(self._nested, (seam, False))
+        if not replayed:
+            return seam.inner(*args, **kwargs)
+        for tensor in tensors_in_call(args, kwargs):
+            self._catch(tensor)
+        self._inside_another = True
+        try:
+            return seam.inner(*args, **kwargs)
+        finally:
+            self._inside_another = False
+
+    def pack(self, tensor: Tensor) -> Tensor | None:
+        if not self._inside_another:
+            self._catch(tensor)
+        return tensor.detach() if self._holds else None
+
+    def unpack(self, packed: Tensor | None) -> Tensor:
+        if packed is None:
+            raise _MustHold
+        return packed
+
+    def _catch(self, tensor: Tensor) -> None:
+        self._place += 1
+        if self._place in self._wanted:
+            self.found[self._place] = self._frame.as_saved(self._place, tensor)
+        if self._place >= self._last:
+            raise _Stop
 
 
-def _rng_state(device: str) -> tuple[Tensor, Tensor | None]:
-    on_card = device != "cpu" and torch.accelerator.is_available()
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state() if on_card else None
-
-
-def _set_rng_state(state: tuple[Tensor, Tensor | None]) -> None:
-    cpu, card = state
-    torch.set_rng_state(cpu)
-    if card is not None:
-        torch.get_device_module().set_rng_state(card)
-
-
-def _autocast_state(device: str) -> tuple[str, bool, torch.dtype, bool]:
-    return (
-        device,
-        torch.is_autocast_enabled(device),
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_cache_enabled(),
-    )
+@contextlib.contextmanager
+def _in_place(seams: set[Seam]) -> Iterator[None]:
+    """Seams that a plan put into modules are there, also if the plan has been removed between forward and backward."""
+    gone = [seam for seam in seams if not seam.installed]
+    for seam in gone:
+        seam.install()
+    try:
+        yield
+    finally:
+        for seam in gone:
+            seam.remove()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lowtide.remat.values import changed_in_place
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     Held = tuple[tuple["Tensor", int], ...]
+
+SMALL_BYTES = 2**16
+"""Buffers up to this size are copied for every call: batch norm writes to its own without autograd noticing."""
 
 _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -45,7 +49,7 @@ class Reach:
         found = (item for part in self.modules for item in vars(part).values())
         self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
         self.written: frozenset[tuple[nn.Module, str]] | None = None
-        """Buffers that a call writes to. This and the next two: None until a call has been seen."""
+        """Large buffers that a call writes to. This and the next two: None until a call has been seen."""
         self.python: bool | None = None
         """Whether it draws from Python's random numbers."""
         self.numpy: bool | None = None
@@ -70,14 +74,15 @@ class Surroundings:
         self.python = random.getstate() if reach.python is not False else None
         self.numpy = np.random.get_state() if reach.numpy is not False else None
         self.autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in reach.kinds
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in reach.kinds
         )
         self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
         self.training = tuple(module.training for module in reach.modules)
         self.buffers = {
             (module, name): (buffer, buffer._version, buffer.detach().clone())
             for module, name, buffer in _buffers(reach.modules)
-            if reach.written is None or (module, name) in reach.written
+            if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.held = self._held()
 
@@ -97,61 +102,102 @@ class Surroundings:
                 for key, (buffer, version, _) in self.buffers.items()
                 if there.get(key) is not buffer or buffer._version != version
             )
-            for key in self.buffers.keys() - reach.written:
-                del self.buffers[key]
+            for key, (buffer, _, _) in list(self.buffers.items()):
+                if key not in reach.written and buffer.nbytes > SMALL_BYTES:
+                    del self.buffers[key]
             self.held = self._held()
         if reach.python is None:
             reach.python = random.getstate() != self.python
         if reach.numpy is None:
             reach.numpy = not _same(np.random.get_state(), self.numpy)
 
-    def changed(self) -> list[Tensor]:
-        """Parameters that are not what the call saw. Raises RuntimeError if a buffer is not, or a parameter is another one."""
-        found = []
+    def changed(self) -> dict[int, _Changed]:
+        """By `id`, what is to stand for parameters that were changed in place since.
+
+        An optimizer that steps inside of backward changes those which backward is through with; a replay that is only
+        now needed stops before it comes to them, or must not run. Raises RuntimeError if a parameter is another one now,
+        or if a buffer is not what the call saw.
+        """
+        found: dict[int, _Changed] = {}
         now = self._held()
         if len(now) != len(self.held) or any(a is not b for (a, _), (b, _) in zip(now, self.held, strict=True)):
-            raise RuntimeError("a parameter or buffer of a module that is to be run again has been replaced since forward.")
+            raise RuntimeError("a parameter or buffer of a module that is to be run again was replaced after forward.")
         for (tensor, version), (_, before) in zip(now, self.held, strict=True):
             if version != before:
+                why = changed_in_place(tensor, before)
                 if not isinstance(tensor, torch.nn.Parameter):
                     self.reach.forget()
-                    raise RuntimeError(changed_in_place(tensor, before))
-                found.append(tensor)
+                    raise RuntimeError(why)
+                found[id(tensor)] = torch.Tensor._make_subclass(_Changed, tensor.detach())
+                found[id(tensor)].why = why
         return found
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Everything as it was when the call began; afterwards as it was before."""
-        modules = self.reach.modules
+        changed = self.changed()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_random_numbers_back())
-            stack.enter_context(_attributes_back(modules))
-            for (_, switch), now, then in zip(_KERNELS, [enabled() for enabled, _ in _KERNELS], self.kernels, strict=True):
-                if now != then:
-                    stack.callback(switch, now)
+            stack.enter_context(_attributes_back(self.reach.modules))
+            if changed:
+                for module in self.reach.modules:
+                    parameters = module._parameters
+                    parameters.update({n: changed[id(p)] for n, p in parameters.items() if id(p) in changed})  # type: ignore[misc]
+            self._draw_again(stack)
+            for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
+                if enabled() != then:
+                    stack.callback(switch, not then)
                     switch(then)
-            torch.set_rng_state(self.rng)
-            for card, state in self.cards:
-                before = torch.get_device_module(card).get_rng_state(card)
-                stack.callback(torch.get_device_module(card).set_rng_state, before, card)
-                torch.get_device_module(card).set_rng_state(state, card)
-            for generator, state in self.generators:
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(state)
-            if self.python is not None:
-                random.setstate(self.python)
-            if self.numpy is not None:
-                np.random.set_state(self.numpy)
-            for module, flag in zip(modules, self.training, strict=True):
-                if module.training != flag:
-                    vars(module)["training"] = flag
+            for module, flag in zip(self.reach.modules, self.training, strict=True):
+                vars(module)["training"] = flag
             copies: dict[int, Tensor] = {}  # a buffer that two modules share stays one
             for (module, name), (buffer, _, content) in self.buffers.items():
                 module._buffers[name] = copies.setdefault(id(buffer), content.clone())
             stack.enter_context(torch.enable_grad())
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            for kind, on, dtype, cache in self.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
             yield
+
+    def _draw_again(self, stack: contextlib.ExitStack) -> None:
+        """Set all random numbers back to where the call began."""
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        torch.set_rng_state(self.rng)
+        for card, state in self.cards:
+            cards = torch.get_device_module(card)
+            stack.callback(cards.set_rng_state, cards.get_rng_state(card), card)
+            cards.set_rng_state(state, card)
+        for generator, state in self.generators:
+            stack.callback(generator.set_state, generator.get_state())
+            generator.set_state(state)
+        if self.python is not None:
+            stack.callback(random.setstate, random.getstate())
+            random.setstate(self.python)
+        if self.numpy is not None:
+            stack.callback(np.random.set_state, np.random.get_state())
+            np.random.set_state(self.numpy)
+
+
+class _Changed(torch.Tensor):
+    """Stands for a parameter that is not what the call saw: whatever is done with it raises."""
+
+    why: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(next(leaf.why for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)))
+
+
+@contextlib.contextmanager
+def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
+    """Attributes, buffers and parameters that are bound or bound anew in this block are afterwards as they were."""
+    tables = [table for module in modules for table in (vars(module), module._buffers, module._parameters) if table]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, was in zip(tables, before, strict=True):
+            for name in table.keys() - was.keys():
+                del table[name]
+            table.update(was)
 
 
 def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -162,3 +208,8 @@ def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, T
         for name, buffer in module._buffers.items()
         if buffer is not None
     )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy's global generator are the same."""
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

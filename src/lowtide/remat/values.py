@@ -1,9 +1,9 @@
 """What a saved tensor is packed into.
 
-A `Value` is one output of one autograd node in one step: kept, or made again when it is read. A `Handle` is one reader's
-claim on a value: autograd holds one for each saved tensor, a remake one for each operand, a replay one for each argument.
-Handles only lead upstream and never to a node, so dropping the last one frees everything behind it: no cycles, and
-nothing depends on which nodes backward has released already.
+A `Value` is one output of one autograd node in one step: kept, or made again when it is read. A `Handle` is one
+reader's claim on a value: autograd holds one for each saved tensor, a remake one for each operand, a replay one for
+each argument. Handles only lead upstream and never to a node, so dropping the last one frees everything behind it: no
+cycles, and nothing depends on which nodes backward has released already.
 
 A value that is made again stays only while somebody waits for it, so one backward pass makes it at most once. The next
 pass over a retained graph finds every handle unread again: reads are counted per pass.
@@ -84,7 +84,7 @@ class Value:
         number = backward_number()
         if self.seen != number:
             self.seen, self.reads = number, 0
-        if self.readers > self.reads:
+        if self.tensor is None and self.readers > self.reads:
             self.tensor = tensor
 
 
@@ -135,7 +135,10 @@ class Handle:
 
 
 def bring_back(value: Value) -> Tensor:
-    """Make `value` again, and before it whatever it needs that is not there. Not recursive: chains are as long as models are deep."""
+    """Make `value` again, and before it whatever it needs that is not there.
+
+    Not by recursion: a chain of remakes may be as long as a model is deep.
+    """
     pending = [(value, False)]
     while True:
         top, ready = pending.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ def summary(plan: Plan, verdict: Verdict) -> str:
 def proof(verdict: Verdict) -> str:
     """What was compared with the plain step, and how it came out."""
     if verdict.differences is None:
-        return "the plain step does not fit in memory; every recipe and replay was compared with the true tensors, bit by bit"
+        return "the plain step does not fit; every recipe and replay was compared with the true tensors, bit by bit"
     kinds = list(verdict.differences)
     differing = [kind for kind in kinds if verdict.differences[kind]]
     if differing:
@@ -34,19 +34,44 @@ def proof(verdict: Verdict) -> str:
     return f"bit-identical to the plain step: {_listed(kinds)}"
 
 
+_OPS = {
+    "Addmm": "linear",
+    "Bmm": "matrix product",
+    "Clone": "copy",
+    "Gelu": "GELU",
+    "MaxPool2DWithIndices": "max pool",
+    "Mm": "linear",
+    "Mul": "product",
+    "Add": "sum",
+    "Sub": "difference",
+    "Div": "quotient",
+    "Pow": "power",
+    "Silu": "SiLU",
+    "Relu": "ReLU",
+    "Rsqrt": "reciprocal root",
+    "SafeSoftmax": "softmax",
+    "ToCopy": "cast",
+    "UnsafeView": "matrix product",  # torch.matmul's result: a view of what bmm or mm gave
+}
+"""What people call an autograd node's output; other nodes keep their name, in words."""
+
+_MOST_LISTED = 8
+
+
 def decisions(plan: Plan) -> str:
-    """What is remade and replayed, by what it is: `remade: 24 GeluBackward0, ...; replayed: transformer.h.{0-5}`."""
+    """What is remade and replayed, by what it is: `remade layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
     if not plan.remake and not plan.replay:
         return "everything is kept: the plain step fits"
     parts = []
     if plan.remake:
-        count: dict[str, int] = defaultdict(int)
-        for node in plan.remake.values():
-            count[_op(node)] += 1
+        count = Counter(map(_op, plan.remake.values()))
         most = sorted(count.items(), key=lambda item: (-item[1], item[0]))
-        parts.append("remade: " + ", ".join(f"{n} {op}" for op, n in most))
+        parts.append("remade " + ", ".join(f"{op} ({n})" for op, n in most))
     if plan.replay:
-        parts.append("replayed: " + ", ".join(merged(call.rpartition("#")[0] for call in plan.replay)))
+        families = merged(call.rpartition("#")[0] for call in plan.replay)
+        rest = len(families) - _MOST_LISTED
+        more = [f"and {rest} more"] if rest > 0 else []
+        parts.append("replayed " + ", ".join(families[:_MOST_LISTED] + more))
     return "; ".join(parts)
 
 
@@ -77,8 +102,12 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _op(node: str) -> str:
-    """`NativeLayerNormBackward0` -> `NativeLayerNorm`."""
-    return re.sub(r"Backward\d+$", "", node)
+    """`NativeLayerNormBackward0` -> `layer norm`."""
+    name = re.sub(r"Backward\d+$", "", node)
+    if name.startswith("ScaledDotProduct"):  # flash, memory-efficient, for this device and that
+        return "attention"
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.removeprefix("Native")).lower()
+    return _OPS.get(name, words)
 
 
 def _listed(words: list[str]) -> str:

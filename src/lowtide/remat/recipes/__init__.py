@@ -1,18 +1,57 @@
-"""One file for each kind of op; `registry.py` says how to write a recipe."""
+"""One file for each kind of op; `registry.py` and docs/recipes.md say how to write a recipe."""
 
-from lowtide.remat.recipes import activations, elementwise, lookup, matmul, normalization, softmax, views
-from lowtide.remat.recipes.registry import OUTPUT_CONSTANTS, RECIPES, Recipe, recipe
+from lowtide.remat.recipes import (
+    activations,
+    attention,
+    convolution,
+    copies,
+    elementwise,
+    fourier,
+    joining,
+    lookup,
+    masking,
+    matmul,
+    normalization,
+    pooling,
+    reductions,
+    resampling,
+    softmax,
+    views,
+)
+from lowtide.remat.recipes.registry import (
+    EVERY,
+    FILLED,
+    OUTPUT_CONSTANTS,
+    RECIPES,
+    CannotRemake,
+    Recipe,
+    Source,
+    recipe,
+)
 
 __all__ = [
+    "EVERY",
+    "FILLED",
     "OUTPUT_CONSTANTS",
     "RECIPES",
+    "CannotRemake",
     "Recipe",
+    "Source",
     "activations",
+    "attention",
+    "convolution",
+    "copies",
     "elementwise",
+    "fourier",
+    "joining",
     "lookup",
+    "masking",
     "matmul",
     "normalization",
+    "pooling",
     "recipe",
+    "reductions",
+    "resampling",
     "softmax",
     "views",
 ]

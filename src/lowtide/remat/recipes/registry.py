@@ -1,11 +1,11 @@
 """How a recipe is written, and the table of all of them. docs/recipes.md has the same with an example.
 
-A recipe remakes an autograd node's output. It is a function named after what it needs, in the names that the node's own
-saved attributes have (`_saved_mat1` -> `mat1`) or, for what it does not save, those of the op's arguments:
+A recipe remakes an autograd node's output. It is a function named after what it needs, in the names of the node's own saved
+attributes (`_saved_mat1` -> `mat1`):
 
-    @recipe("AddmmBackward0", edges={"self": 0, "mat1": 1, "mat2": 2}, expensive=True)
-    def addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float, alpha: float) -> Tensor:
-        return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)
+    @recipe("AddmmBackward0", edges={"bias": 0, "mat1": 1, "mat2": 2}, owner="mat2", expensive=True)
+    def addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float, alpha: float) -> Tensor:
+        return torch.addmm(bias, mat1, mat2, beta=beta, alpha=alpha)
 
 Where something that it needs can't be found, the tensor is kept: nothing is guessed. Every recipe is compared with the
 true tensor, bit by bit, on the user's model and device before it is used.
@@ -16,12 +16,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol, get_type_hints
+from typing import Any, Final, Protocol, get_type_hints
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+class Aten(Protocol):
+    """torch's operators, of which a type checker knows nothing; of one with several results take `[0]`."""
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]: ...
+
+
+aten: Aten = torch.ops.aten
 
 
 class Source(Protocol):
@@ -40,6 +49,9 @@ class CannotRemake(Exception):
 
 EVERY: Final = -1
 """All input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
+
+FILLED: Final = -2
+"""The same; inputs that need no gradient may be there if they are empty, which the output's length along `dim` tells."""
 
 OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "out_stride"})
 """Constants that describe the output itself."""
@@ -89,8 +101,8 @@ def recipe(
     where the node's attribute named there is absent too (a convolution's bias: where its sizes are).
 
     A keyword-only parameter is a constant: what the node saved under that name, or an attribute of the owner; or one of
-    `out_shape`, `out_dtype`, `out_device`, `out_stride`, the output's own; or what a function in `read_off` gives, called
-    with the output itself (None where it is not at hand) and the node. One annotated `... | None` may be absent.
+    `out_shape`, `out_dtype`, `out_device`, `out_stride`, the output's own; or what a function in `read_off` gives,
+    called with the output itself (None where it is not at hand) and the node. One annotated `... | None` may be absent.
 
     `when`: constants that must have these values. `expensive`: it redoes a matrix product, a convolution or attention.
     `alias`: the result is a view of the first operand. `device`: the only type of device that has the node.

@@ -1,0 +1,25 @@
+"""What can't be rehearsed is refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.errors import RehearsalError
+
+
+def check(model: Any, step: Any) -> None:
+    """Refuse what can't be rehearsed. Raises RehearsalError."""
+    if not isinstance(model, torch.nn.Module):
+        raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    if not callable(step):
+        raise RehearsalError(
+            f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
+        )
+    if not model.training:
+        raise RehearsalError(
+            f"{type(model).__name__} is in eval mode: a plan made so would not hold in training. Call model.train() first."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise RehearsalError(f"no parameter of {type(model).__name__} requires a gradient: there is no backward to plan.")

@@ -1,0 +1,197 @@
+"""What a module call was given, taken apart so that it can be given again.
+
+Tensors are held through handles wherever they are: in lists, tuples, dicts, dataclasses, other objects, and whatever is
+registered with torch's pytrees. What holds them is made anew for each replay, so a call that appends to a list does not
+append twice. A tensor given twice is one tensor again. Everything without tensors passes through as it is.
+
+A cache of keys and values is special. A call fills its own layer of it and may see all others, which nothing else would
+keep in memory: of those only the shape is remembered, and a replay that wants more fails, which the audit finds out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import SUPPORTED_NODES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.remat.values import Handle
+
+Part = Callable[["_Given"], Any]
+"""Makes a part of the arguments anew."""
+
+
+class Arguments:
+    """The arguments of one call."""
+
+    __slots__ = ("_build", "_cached", "_grads", "generators", "handles")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Handle]) -> None:
+        taken = _Apart()
+        self._build = taken.part((args, kwargs))
+        self.handles = tuple(hold(tensor) for tensor in taken.tensors)
+        self._grads = tuple(tensor.requires_grad for tensor in taken.tensors)
+        self._cached: list[_Cached] = taken.cached
+        self.generators = tuple(taken.generators)
+
+    def close(self) -> None:
+        """The call is over: let go of what it left alone in caches."""
+        for cached in self._cached:
+            cached.close()
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments as the call began with them. Raises RuntimeError if one was changed in place."""
+        pairs = zip(self.handles, self._grads, strict=True)
+        tensors = [handle.get().detach().requires_grad_(grad) for handle, grad in pairs]
+        args, kwargs = self._build(_Given(tensors))
+        return args, kwargs
+
+
+def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that `Arguments` holds, each once, in its order."""
+    taken = _Apart()
+    taken.part((args, kwargs))
+    return taken.tensors
+
+
+class _Given:
+    """What the parts are made of: the tensors, and what was made so far."""
+
+    __slots__ = ("made", "tensors")
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.made: dict[int, Any] = {}
+
+    def filled(self, key: int, new: Any, fill: Callable[[Any], object]) -> Any:
+        """`new`, known under `key` before `fill` makes its contents: they may lead back to it."""
+        self.made[key] = new
+        fill(new)
+        return new
+
+
+class _Cached:
+    """A tensor in a cache, and how to find out whether it is still there."""
+
+    __slots__ = ("now", "tensor")
+
+    def __init__(self, tensor: Tensor, now: Callable[[], Any]) -> None:
+        self.tensor, self.now = tensor, now
+
+    def close(self) -> None:
+        untouched = self.now() is self.tensor
+        self.tensor = torch.empty_like(self.tensor, device="meta") if untouched else self.tensor.detach()
+        del self.now
+
+
+class _Apart:
+    """Takes things apart."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.cached: list[_Cached] = []
+        self.generators: list[torch.Generator] = []
+        self._places: dict[int, int] = {}
+        self._seen: dict[int, Any] = {}
+        self._encounters = 0
+        self._depth = 0
+        self._in_cache = False
+
+    def part(self, thing: Any, now: Callable[[], Any] | None = None) -> Part:
+        """How to make `thing` anew. Where it is in a cache, `now()` is what is in its place there."""
+        kind, key = type(thing), id(thing)
+        if kind in _ATOMS:
+            return lambda given: thing
+        if isinstance(thing, torch.Tensor):
+            return self._tensor(thing, now)
+        if key in self._seen:
+            return lambda given: given.made[key]
+        if kind is tuple:
+            parts = [self.part(item) for item in thing]
+            return lambda given: tuple([part(given) for part in parts])
+        if isinstance(thing, tuple):
+            parts = [self.part(item) for item in thing]
+            return lambda given: _tuple(kind, [part(given) for part in parts])
+        if kind is list:
+            self._seen[key] = thing
+            parts = [self.part(item, partial(getitem, thing, n)) for n, item in enumerate(thing)]
+            return lambda given: given.filled(key, [], lambda new: new.extend([part(given) for part in parts]))
+        if kind is dict:
+            self._seen[key] = thing
+            named = {name: self.part(item, partial(getitem, thing, name)) for name, item in thing.items()}
+            return lambda given: given.filled(key, {}, lambda new: new.update({n: p(given) for n, p in named.items()}))
+        if kind in SUPPORTED_NODES:
+            children, context = SUPPORTED_NODES[kind].flatten_fn(thing)
+            parts = [self.part(item) for item in children]
+            return lambda given: SUPPORTED_NODES[kind].unflatten_fn([part(given) for part in parts], context)
+        if isinstance(thing, torch.Generator):
+            self.generators.append(thing)
+        elif self._depth < _DEPTH and not (callable(thing) or isinstance(thing, Enum)):
+            return self._object(thing)
+        return lambda given: thing
+
+    def _tensor(self, tensor: Tensor, now: Callable[[], Any] | None) -> Part:
+        self._encounters += 1
+        if self._in_cache and now is not None:
+            cached = _Cached(tensor, now)
+            self.cached.append(cached)
+            return lambda given: cached.tensor
+        place = self._places.setdefault(id(tensor), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(tensor)
+        return lambda given: given.tensors[place]
+
+    def _object(self, thing: Any) -> Part:
+        """An object that has tensors somewhere inside is made anew; another one passes through, unless it is a cache."""
+        key, kind, attributes = id(thing), type(thing), _attributes(thing)
+        outside, before, cache = self._in_cache, self._encounters, self._in_cache or _is_cache(thing)
+        seen = len(self._seen)
+        self._seen[key] = thing
+        self._depth, self._in_cache = self._depth + 1, cache
+        named = {n: self.part(item, partial(getattr, thing, n)) for n, item in attributes.items()}
+        self._depth, self._in_cache = self._depth - 1, outside
+        if self._encounters == before and not cache:
+            for inside in list(self._seen)[seen:]:
+                del self._seen[inside]
+            return lambda given: thing
+
+        def build(given: _Given) -> Any:
+            def fill(new: Any) -> None:
+                for name, part in named.items():
+                    object.__setattr__(new, name, part(given))
+
+            return given.filled(key, object.__new__(kind), fill)
+
+        return build
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """What an object consists of, in `__dict__` or in the slots of a dataclass."""
+    if hasattr(thing, "__dict__"):
+        return dict(vars(thing))
+    if dataclasses.is_dataclass(thing):
+        return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    return {}
+
+
+def _is_cache(thing: Any) -> bool:
+    """Whether `thing` is a cache of keys and values, as transformers writes them."""
+    return hasattr(thing, "get_seq_length") and hasattr(thing, "update")
+
+
+def _tuple(kind: type, items: list[Any]) -> Any:
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+_DEPTH = 4
+"""Objects inside of objects are looked into this deep."""
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range})

@@ -1,0 +1,81 @@
+"""Forward hooks of modules, and which of them a replay may leave out.
+
+A hook that returned something took part in the computation and has to act again. One that returned nothing only watched
+and must not see the same call twice. What a hook changes in place without returning it is not noticed; the audit of the
+call is what catches that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lowtide._torch import GLOBAL_FORWARD_HOOKS
+
+Table = dict[int, Callable[..., Any]]
+
+
+class _Noted:
+    """A hook that is listened to."""
+
+    __slots__ = ("acting", "hook", "key")
+
+    def __init__(self, key: int, hook: Callable[..., Any], acting: set[int]) -> None:
+        self.key, self.hook, self.acting = key, hook, acting
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.hook(*args, **kwargs)
+        if result is not None:
+            self.acting.add(self.key)
+        return result
+
+
+class Listening:
+    """Notes which hooks of some modules act, from now until `stop`."""
+
+    __slots__ = ("_noted", "acting")
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self.acting: set[int] = set()
+        """Keys of the hooks that returned something. torch numbers all hooks of all modules in one sequence."""
+        self._noted = [
+            (table, _Noted(key, hook, self.acting)) for table in _tables(modules) for key, hook in table.items()
+        ]
+        for table, noted in self._noted:
+            table[noted.key] = noted
+
+    def stop(self) -> None:
+        """Put the hooks back, except where one was taken out or replaced meanwhile."""
+        for table, noted in reversed(self._noted):
+            if table.get(noted.key) is noted:
+                table[noted.key] = noted.hook
+        self._noted.clear()
+
+
+@contextlib.contextmanager
+def only(acting: set[int], modules: tuple[nn.Module, ...]) -> Iterator[None]:
+    """Of the hooks of `modules` only those in `acting` run."""
+    silenced = [
+        (table, key, hook) for table in _tables(modules) for key, hook in table.items() if key not in acting
+    ]
+    for table, key, _ in silenced:
+        table[key] = _nothing
+    try:
+        yield
+    finally:
+        for table, key, hook in silenced:
+            if table.get(key) is _nothing:
+                table[key] = hook
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _tables(modules: tuple[nn.Module, ...]) -> list[Table]:
+    """The tables of forward hooks that have any, those for all modules of the process included."""
+    own = ((module._forward_pre_hooks, module._forward_hooks) for module in modules)
+    return [table for pair in (GLOBAL_FORWARD_HOOKS, *own) for table in pair if table]

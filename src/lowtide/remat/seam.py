@@ -1,0 +1,86 @@
+"""Where Lowtide gets into a module: the instance attribute that `Module.__call__` asks before its own implementation.
+
+torch made this place for `Module.compile`. The model is not rewritten: names, classes, hooks and `state_dict` stay as
+they are, and copies and pickles of the model do not have it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch import CALL, call_module
+from lowtide.remat.surroundings import Reach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from lowtide.remat.engine import Actions, Engine
+
+
+class Seam:
+    """Stands in a module's CALL attribute: tells the engine that the module is being called."""
+
+    __slots__ = ("_reach", "_thread", "actions", "before", "engine", "inner", "installed", "module", "path", "replays")
+
+    def __init__(self, engine: Engine, module: nn.Module, path: str, actions: dict[int, Actions]) -> None:
+        self.engine, self.module, self.path, self.actions = engine, module, path, actions
+        self.replays = any(action.replay for action in actions.values())
+        """Whether the plan replays any call of the module."""
+        self.installed = False
+        self._reach: Reach | None = None
+        self._thread = threading.get_ident()
+        self.install()
+
+    def __str__(self) -> str:
+        return f"{self.path} ({type(self.module).__name__})" if self.path else type(self.module).__name__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a module whose class takes all attributes along have None here, as without a plan."""
+        return type(None), ()
+
+    def install(self) -> None:
+        """Stand in front of the module's implementation, or of what stands there already (`Module.compile`)."""
+        self.before: Callable[..., Any] | None = self.module.__dict__.get(CALL)
+        self.inner: Callable[..., Any] = self.before or self.module._call_impl
+        self.module.__dict__[CALL] = self
+        self.installed = True
+
+    def remove(self) -> None:
+        """Leave the place as it was found, also if somebody else stands in front by now."""
+        self.installed = False
+        front = self.module.__dict__.get(CALL)
+        if front is self:
+            if self.before is None:
+                del self.module.__dict__[CALL]
+            else:
+                self.module.__dict__[CALL] = self.before
+        while isinstance(front, Seam):
+            if front.before is self:
+                front.before, front.inner = self.before, self.inner
+            front = front.before
+
+    @property
+    def reach(self) -> Reach:
+        """What calls of this module can touch."""
+        if self._reach is None:
+            self._reach = Reach(self.module)
+        return self._reach
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        now = self.engine.here.now
+        if now is not None:
+            return now.call(self, args, kwargs)
+        if threading.get_ident() != self._thread:
+            caller = sys._getframe(1).f_locals.get("self")
+            if caller is not None and caller is not self.module:  # a replica of nn.DataParallel has all our attributes
+                return call_module(caller, *args, **kwargs)
+        return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
+

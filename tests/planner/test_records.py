@@ -1,0 +1,88 @@
+"""Records are the same after a trip through JSON, and nonsense is refused with an error of ours."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.errors import LowtideError
+from lowtide.planner import plan, predict
+from lowtide.planner.records import Decisions, Fingerprint, Plan, Prediction, Profile, Record, Static
+from planner.profiles import FINGERPRINT, chain, profiles
+
+PLAN = plan(chain(3), "80%")
+RECORDS: list[Record] = [
+    FINGERPRINT,
+    Static(parameters=3, inputs=2**40),
+    Decisions(remake=frozenset({"a#0:1", "a#0@0"}), replay=frozenset({"a#0"})),
+    predict(chain(3), Decisions()),
+    chain(2),
+    PLAN,
+    *(part for whole in (chain(1),) for part in (whole.storages[0], whole.values[0], whole.slots[0], whole.calls[0])),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_survives_json(record: Record, tmp_path: Path) -> None:
+    assert type(record).from_json(record.to_json()) == record
+    text = record.to_json(tmp_path / "record.json")
+    assert type(record).from_json(tmp_path / "record.json") == record
+    assert type(record).from_json(str(tmp_path / "record.json")) == record
+    assert json.loads(text) == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+
+
+@given(profiles())
+def test_any_profile_survives_json(profile: Profile) -> None:
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("kind", [Profile, Plan, Prediction, Fingerprint])
+@pytest.mark.parametrize(
+    "nonsense",
+    ["", "{", "{}", "[]", "null", "{\ud800", "\0", "no/such/file.json", "x" * 5000, '{"a":' * 100_000, '{"torch": 3}'],
+    ids=lambda text: repr(text[:12]),
+)
+def test_nonsense_is_refused(kind: type[Record], nonsense: str) -> None:
+    with pytest.raises(LowtideError, match=kind.__name__):
+        kind.from_json(nonsense)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(LowtideError, match="not a Plan of format 1"):
+        Plan.from_json(tmp_path / "plan.json")
+
+
+def test_another_format_is_refused() -> None:
+    later = PLAN.to_json().replace('"format": 1', '"format": 2')
+    with pytest.raises(LowtideError, match="not a Plan of format 1: it has format 2"):
+        Plan.from_json(later)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(json.loads(PLAN.to_json()))), JSON)
+def test_a_plan_with_another_value_somewhere_is_read_or_refused(field: str, value: object) -> None:
+    content = json.loads(PLAN.to_json())
+    content[field] = value
+    try:
+        plan = Plan.from_json(json.dumps(content))
+    except LowtideError:
+        return
+    assert plan == Plan.from_json(plan.to_json())
+
+
+def test_fingerprints_say_where_they_differ() -> None:
+    other = Fingerprint(torch="2.14.0", model="model", batch=FINGERPRINT.batch, device="cuda")
+    assert FINGERPRINT.differences(FINGERPRINT) == ()
+    assert FINGERPRINT.differences(other) == (
+        "torch: made for 2.13.0, found 2.14.0",
+        "device: made for cpu, found cuda",
+    )

@@ -1,0 +1,422 @@
+"""Whatever a plan decides, a step gives the same bits; and the model is as it was."""
+
+import copy
+import io
+import pickle
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+import torch
+from remat.plans import WAYS, Ops, count_packs, differences, engine, in_force, outcome
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo import VOCABULARY, WIDTH, ZOO, Language
+
+import lowtide
+from lowtide._torch import CALL, call_module
+from lowtide.planner.records import Profile
+from lowtide.remat.engine import Engine, actions_for
+from lowtide.remat.seam import Seam
+
+# --- every architecture under every kind of plan ----------------------------------------------------------------------
+
+
+@cache
+def rehearsed(name: str) -> tuple[Profile, dict, dict]:
+    """The profile of an entry of the zoo, the state that its model starts from, and what the plain step gives."""
+    model, batch, step = ZOO[name]()
+    start = copy.deepcopy(model.state_dict())
+    plain = outcome(model, lambda: step(batch))
+    model, batch, step = ZOO[name]()
+    return lowtide.rehearse(model, step, batch), start, plain
+
+
+def recipes(profile: Profile) -> dict[str, str]:
+    values = profile.values
+    return {s.address: values[s.value].node for s in profile.slots if s.storage is not None and values[s.value].recipe}
+
+
+def blocks(profile: Profile) -> list[str]:
+    """The outermost calls that can be replayed, of modules that stand beside others of their class."""
+    calls = profile.calls
+    count = Counter(call.cls for call in calls if call.refused is None)
+    chosen: list[int] = []
+    for number, call in enumerate(calls):
+        above, parent = [], call.parent
+        while parent is not None:
+            above.append(parent)
+            parent = calls[parent].parent
+        if call.refused is None and count[call.cls] > 1 and not set(above) & set(chosen):
+            chosen.append(number)
+    return [calls[number].id for number in chosen]
+
+
+def cheap(profile: Profile) -> tuple[dict[str, str], list[str]]:
+    expensive = {s.address for s in profile.slots if profile.values[s.value].expensive}
+    return {a: node for a, node in recipes(profile).items() if a not in expensive}, []
+
+
+def first_half(profile: Profile) -> tuple[dict[str, str], list[str]]:
+    found = blocks(profile)
+    return {}, found[: (len(found) + 1) // 2]
+
+
+def drawn(profile: Profile, seed: int) -> tuple[dict[str, str], list[str]]:
+    """Any recipes and any calls, also calls inside of others that are replayed."""
+    choose = random.Random(seed)
+    share = choose.choice([0.2, 0.5, 0.9])
+    replay = [call.id for call in profile.calls if call.refused is None and choose.random() < 0.4]
+    return {a: node for a, node in recipes(profile).items() if choose.random() < share}, replay
+
+
+PLANS = {
+    "cheap recipes": cheap,
+    "all recipes": lambda profile: (recipes(profile), []),
+    "every block": lambda profile: ({}, blocks(profile)),
+    "the first half": first_half,
+    "all recipes in every block": lambda profile: (recipes(profile), blocks(profile)),
+    "every call": lambda profile: ({}, [call.id for call in profile.calls if call.refused is None]),
+    "drawn 0": lambda profile: drawn(profile, 0),
+    "drawn 1": lambda profile: drawn(profile, 1),
+    "drawn 2": lambda profile: drawn(profile, 2),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("kind", PLANS)
+def test_loss_gradients_buffers_and_random_numbers_are_those_of_the_plain_step(name, kind):
+    profile, start, plain = rehearsed(name)
+    remake, replay = PLANS[kind](profile)
+    model, batch, step = ZOO[name]()
+    model.load_state_dict(start)
+    engine = Engine(model, actions_for(remake, replay))
+    engine.install()
+    try:
+        planned = outcome(model, lambda: step(batch))
+    finally:
+        engine.remove()
+    assert differences(plain, planned) == []
+    assert not engine.drifted
+
+
+# --- the model under a plan is the model ------------------------------------------------------------------------------
+
+
+def anatomy(model: nn.Module) -> list[object]:
+    """Everything about a model that a user or another library may look at."""
+    return [
+        list(model.state_dict()),
+        [(path, id(module), type(module)) for path, module in model.named_modules()],
+        [(name, id(parameter)) for name, parameter in model.named_parameters()],
+        [(name, id(buffer)) for name, buffer in model.named_buffers()],
+        [(dict(m._forward_hooks), dict(m._forward_pre_hooks), dict(m._backward_hooks)) for m in model.modules()],
+        [(module.forward, module.training) for module in model.modules()],
+    ]
+
+
+def attributes(model: nn.Module) -> list[set[str]]:
+    return [set(vars(module)) for module in model.modules()]
+
+
+class Failing(nn.Module):
+    """Raises in forward or in backward when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.when = ""
+
+    def forward(self, x):
+        if self.when == "forward":
+            raise ValueError("in forward")
+        y = x * 1
+        if self.when == "backward":
+            y.register_hook(self.fail)
+        return y
+
+    def fail(self, grad):
+        raise ValueError("in backward")
+
+
+def failing_language() -> Language:
+    model = Language(layers=2)
+    model.blocks[1].mlp.append(Failing())
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("when", ["", "forward", "backward"])
+def test_a_model_is_the_same_under_a_plan_and_afterwards(way, when):
+    model, ids = failing_language(), torch.zeros(2, 8, dtype=torch.long)
+    model.register_forward_hook(lambda *_: None)
+    model.blocks[0].register_forward_pre_hook(lambda *_: None)
+    before, own = anatomy(model), attributes(model)
+    with in_force(model, way) as engine:
+        assert anatomy(model) == before
+        model.blocks[1].mlp[-1].when = when
+        if when:
+            with pytest.raises(ValueError, match=f"in {when}"):
+                model(ids).sum().backward()
+        else:
+            model(ids).sum().backward()
+        assert anatomy(model) == before
+        assert engine.here.now is None
+        model.blocks[1].mlp[-1].when = ""
+        model(ids).sum().backward()  # the engine is none the worse for it
+    assert anatomy(model) == before
+    assert attributes(model) == own
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class WithState(nn.Linear):
+    """A module that copies all its attributes, as some libraries' do."""
+
+    def __getstate__(self):
+        return dict(self.__dict__)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded])
+def test_copies_and_pickles_of_a_model_have_no_plan(copied):
+    model = Language(layers=1)
+    model.blocks[0].out = WithState(WIDTH, WIDTH)
+    x = torch.randn(2, 8, WIDTH, requires_grad=True)
+    with in_force(model, "both") as engine:
+        other = copied(model)
+        if other.blocks is not model.blocks:
+            assert not any(isinstance(module.__dict__.get(CALL), Seam) for module in other.modules())
+            assert torch.equal(other.blocks[0].out(x), model.blocks[0].out(x))
+        packs = count_packs(engine)
+        other(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+        assert packs.total == 0
+
+
+def test_a_second_plan_on_the_same_model_is_refused():
+    model = Language(layers=1)
+    with in_force(model, "keep"), pytest.raises(lowtide.LowtideError, match="already: call remove"), in_force(model, "keep"):
+        pass
+    with in_force(model, "keep"):
+        pass
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_models_with_parts_in_common_can_each_have_a_plan(first_out):
+    trunk = Language(layers=2)
+    models = [nn.Sequential(trunk, nn.Linear(VOCABULARY, 3)) for _ in range(2)]
+    own = [attributes(model) for model in models]
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    plain = [outcome(model, lambda model=model: model(ids).sum().backward()) for model in models]
+    engines = [engine(model, "both") for model in models]
+    for made in engines:
+        made.install()
+    for _ in range(2):
+        planned = [outcome(model, lambda model=model: model(ids).sum().backward()) for model in models]
+        assert [differences(a, b) for a, b in zip(plain, planned, strict=True)] == [[], []]
+        engines.pop(first_out if len(engines) == 2 else 0).remove()
+    assert [attributes(model) for model in models] == own
+
+
+def test_module_compile_is_asked_inside_and_put_back():
+    model = Language(layers=2)
+    calls = []
+
+    def compiled(*args, **kwargs):
+        calls.append(args)
+        return call_module(model.blocks[1], *args, **kwargs)
+
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    plain = outcome(model, lambda: model(ids).sum().backward())
+    model.blocks[1].__dict__[CALL] = compiled
+    with in_force(model, "replay"):
+        planned = outcome(model, lambda: model(ids).sum().backward())
+    assert len(calls) == 2  # forward and replay
+    assert model.blocks[1].__dict__[CALL] is compiled
+    assert differences(plain, planned) == []
+
+
+def test_a_module_that_is_compiled_while_a_plan_is_in_force_stays_so():
+    model = Language(layers=1)
+    with in_force(model, "keep"):
+        model.blocks[0].compile(backend="eager")
+        theirs = model.blocks[0].__dict__[CALL]
+    assert model.blocks[0].__dict__[CALL] is theirs
+
+
+# --- when a plan is at work -------------------------------------------------------------------------------------------
+
+
+def test_nothing_happens_without_gradients_or_in_eval_mode():
+    model, ids = Language(layers=1), torch.zeros(2, 8, dtype=torch.long)
+    with in_force(model, "both") as engine:
+        packs = count_packs(engine)
+        with torch.no_grad():
+            model(ids)
+        with torch.inference_mode():
+            model(ids)
+        model.eval()
+        model(ids).sum().backward()
+        model.blocks[0](torch.randn(2, 8, WIDTH)).sum().backward()  # a part by itself
+        assert packs.total == 0
+        model.train()
+        model(ids).sum().backward()
+        assert packs.total > 0
+
+
+@pytest.mark.parametrize("hooks", [torch.autograd.graph.save_on_cpu, None])
+def test_hooks_around_the_model_win_and_that_is_said_once(hooks):
+    model, ids = Language(layers=2), torch.zeros(2, 8, dtype=torch.long)
+    plain = outcome(model, lambda: model(ids).sum().backward())
+
+    def step():
+        if hooks is None:
+            checkpoint(model, ids, use_reentrant=False).sum().backward()
+        else:
+            with hooks():
+                model(ids).sum().backward()
+
+    with in_force(model, "both") as engine:
+        packs = count_packs(engine)
+        with pytest.warns(UserWarning, match="inside of other saved-tensor hooks") as said:
+            planned = [outcome(model, step) for _ in range(2)]
+        assert len(said) == 1
+        assert packs.total == 0
+    assert [differences(plain, found) for found in planned] == [[], []]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, lambda f: torch.func.jacfwd(f)])
+def test_function_transforms_are_refused(transform):
+    model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+    with in_force(model, "remake"), pytest.raises(lowtide.LowtideError, match="call remove"):
+        transform(lambda x: model(x).sum())(torch.ones(2, 3))
+    transform(lambda x: model(x).sum())(torch.ones(2, 3))
+
+
+def test_functional_call_with_other_parameters_works():
+    model, ids = Language(layers=2), torch.zeros(2, 8, dtype=torch.long)
+    other = {name: p.detach().clone().mul_(0.5).requires_grad_() for name, p in model.named_parameters()}
+
+    def gradients():
+        torch.manual_seed(0)
+        loss = torch.func.functional_call(model, other, (ids,), tie_weights=True).sum()
+        return torch.autograd.grad(loss, list(other.values()), allow_unused=True)
+
+    plain = gradients()
+    with in_force(model, "remake"):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    with in_force(model, "replay"), pytest.raises(RuntimeError, match="replaced after forward"):
+        gradients()
+
+
+def test_replicas_of_data_parallel_run_as_without_a_plan():
+    model, ids = Language(layers=1), torch.zeros(2, 8, dtype=torch.long)
+    seen = []
+
+    def replica(module: nn.Module) -> nn.Module:
+        """As torch.nn.parallel.replicate makes them, with weights of their own."""
+        made = module._replicate_for_data_parallel()
+        for name, child in module._modules.items():
+            made._modules[name] = replica(child)
+        for name, parameter in module._parameters.items():
+            setattr(made, name, None if parameter is None else parameter * 2)
+        return made
+
+    with torch.no_grad():
+        expected = replica(model.eval())(ids)
+        assert not torch.equal(expected, model(ids))
+    with in_force(model.train(), "both"):
+        one = replica(model.eval())
+        thread = threading.Thread(target=lambda: seen.append(one(ids).detach()))
+        thread.start()
+        thread.join()
+    assert torch.equal(seen[0], expected)
+
+
+def test_a_forward_in_another_thread_is_a_pass_of_its_own():
+    model = Language(layers=2)
+    batches = [torch.full((2, 8), n) for n in range(4)]
+
+    def gradients(ids):
+        return torch.autograd.grad(model(ids).sum(), list(model.parameters()))
+
+    for block in model.blocks:
+        block.mlp[-1].p = 0  # threads share the random numbers
+    plain = [gradients(ids) for ids in batches]
+    with in_force(model, "remake"), ThreadPoolExecutor(4) as pool:
+        planned = list(pool.map(gradients, batches))
+    assert all(torch.equal(a, b) for one, two in zip(plain, planned, strict=True) for a, b in zip(one, two, strict=True))
+
+
+class Tree(nn.Module):
+    """Calls itself for each branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.leaf, self.join = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.GELU())
+
+    def forward(self, x, depth=3):
+        if not depth:
+            return self.leaf(x)
+        return self.join(torch.cat([self(x, depth - 1), self(x * 2, depth - 1)], -1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_calls_itself(way):
+    model, x = Tree(), torch.randn(4, WIDTH)
+    plain = outcome(model, lambda: model(x).sum().backward())
+    with in_force(model, way, (nn.Sequential, nn.Linear)):
+        assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
+
+
+def test_what_a_plan_does_not_expect_is_kept_and_said_once():
+    model, ids = Language(layers=2), torch.zeros(2, 8, dtype=torch.long)
+    plain = outcome(model, lambda: model(ids).sum().backward())
+    addresses = ["blocks.0#0:0", "blocks.1.mlp.0#0:0", "norm#0:1"]
+    engine = Engine(model, actions_for(dict.fromkeys(addresses, "CosBackward0"), ()))
+    engine.install()
+    with pytest.warns(UserWarning, match="does not save what the rehearsed one did") as said:
+        planned = [outcome(model, lambda: model(ids).sum().backward()) for _ in range(2)]
+    engine.remove()
+    assert len(said) == 1
+    assert engine.drifted <= set(addresses)
+    assert engine.drifted
+    assert [differences(plain, found) for found in planned] == [[], []]
+
+
+# --- how often ops run ------------------------------------------------------------------------------------------------
+
+
+def test_no_value_is_remade_twice_in_one_backward():
+    """Each linear output and each normalised input is remade once, although up to three slots and remakes read it."""
+    model, ids = Language(layers=3), torch.zeros(2, 8, dtype=torch.long)
+    for block in model.blocks:
+        block.mlp[-1].p = 0
+
+    def backward() -> Counter:
+        loss = model(ids).sum()
+        with Ops() as ops:
+            loss.backward()
+        return ops.count
+
+    plain = backward()
+    with in_force(model, "remake"):
+        planned = backward()
+    extra = planned - plain
+    assert extra["native_layer_norm"] == 2 * 3 + 1
+    assert extra["gelu"] == 3
+    assert extra["addmm"] == 4 * 3
+
+
+def test_a_deep_chain_of_remakes_needs_no_recursion():
+    model = nn.Sequential(*[layer for _ in range(400) for layer in (nn.Linear(4, 4), nn.Tanh())])
+    x = torch.randn(2, 4)
+    plain = outcome(model, lambda: model(x).sum().backward())
+    with in_force(model, "remake"):
+        assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []

@@ -1,0 +1,781 @@
+"""A module call that is run again sees what the first run saw, leaves no trace, and refuses when it can't."""
+
+import random
+import weakref
+from collections import Counter, OrderedDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from remat.plans import Ops, differences, in_force, outcome
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from zoo import Block, Language, convolution
+
+from lowtide.remat.engine import Engine, actions_for
+from lowtide.remat.replay import ReplayMismatch
+
+
+class Replayed(nn.Module):
+    """Calls `function(module, ...)`; what is replayed in these tests."""
+
+    def __init__(self, function, **attributes):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+class Around(nn.Module):
+    """A model whose one part is replayed; gives it `arguments(x)` and sums what comes back."""
+
+    def __init__(self, function, arguments=lambda x: ((x,), {}), **attributes):
+        super().__init__()
+        self.part, self.arguments = Replayed(function, **attributes), arguments
+        self.returned: Any = None
+
+    def forward(self, x):
+        args, kwargs = self.arguments(self.part.linear(x))
+        self.returned = self.part(*args, **kwargs)
+        return sum(t.float().sum() for t in torch.utils._pytree.tree_leaves(self.returned) if isinstance(t, torch.Tensor))
+
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def nonlinear(x):
+    """Saves several tensors that depend on all of `x`."""
+    return torch.tanh(x * x.sin()) * x
+
+
+def same_bits(model, step=None, *, between=None, way="replay", blocks=Replayed):
+    """Assert that a step gives the same with the part replayed, and that it was."""
+
+    def whole():
+        loss = model(X)
+        if between is not None:
+            between()
+        loss.backward()
+        return loss
+
+    step = step or whole
+    plain = outcome(model, step)
+    with in_force(model, way, blocks):
+        planned = outcome(model, step)
+    assert differences(plain, planned) == []
+
+
+# --- what the first run saw -------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_of_torch():
+    same_bits(Around(lambda m, x: F.dropout(nonlinear(x), 0.5) * torch.rand_like(x)), between=lambda: torch.rand(7))
+
+
+def test_random_numbers_of_python_and_numpy():
+    def noisy(m, x):
+        return nonlinear(x * random.random()) * float(np.random.rand())
+
+    def step():
+        np.random.seed(0)
+        loss = model(X)
+        random.random(), np.random.rand()
+        loss.backward()
+        return loss + random.random() + float(np.random.rand())
+
+    model = Around(noisy)
+    same_bits(model, step)
+
+
+def test_a_generator_that_is_passed_in_or_is_an_attribute():
+    generator = torch.Generator()
+
+    def noisy(m, x, generator):
+        return nonlinear(x * torch.rand(x.shape, generator=generator) + torch.rand(x.shape, generator=m.own))
+
+    def step():
+        generator.manual_seed(3)
+        model.part.own.manual_seed(4)
+        loss = model(X)
+        torch.rand(5, generator=generator)
+        loss.backward()
+        return loss + torch.rand(1, generator=generator) + torch.rand(1, generator=model.part.own)
+
+    model = Around(noisy, lambda x: ((x,), {"generator": generator}), own=torch.Generator())
+    same_bits(model, step)
+
+
+@pytest.mark.parametrize("around_backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, around_backward):
+    seen = []
+
+    def mixed(m, x):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()))
+        return nonlinear(m.linear(x))
+
+    def step():
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+            loss = model(X)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around_backward):
+            loss.backward()
+        return loss
+
+    model = Around(mixed)
+    same_bits(model, step)
+    assert seen == [(True, dtype, False)] * 3
+
+
+def test_a_cast_that_autocast_remembers_from_another_replay():
+    """Two calls of one linear share the cast of its weight: neither replay waits for the other."""
+    model = Language(layers=3, shared=True)
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.arange(20).view(2, 10)).sum()
+        loss.backward()
+        return loss
+
+    plain = outcome(model, step)
+    log = []
+    block = model.blocks[0]
+
+    def watch(module, args):
+        args[0].register_hook(lambda grad: log.append("gradient"))
+
+    block.register_forward_pre_hook(watch)
+    with in_force(model, "replay"):
+        assert differences(plain, outcome(model, step)) == []
+        log.clear()
+        forward = block.mlp.forward
+        block.mlp.forward = lambda x: (log.append("run"), forward(x))[1]
+        step()
+    assert log == ["run"] * 3 + ["run", "gradient"] * 3
+
+
+def test_the_choice_of_attention_kernels():
+    def attention(m, x):
+        q = m.linear(x)[None, None]
+        return F.scaled_dot_product_attention(q, q, q)
+
+    def step():
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model(X)
+        loss.backward()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        return loss
+
+    model = Around(attention)
+    same_bits(model, step)
+
+
+def test_training_flags():
+    def moody(m, x):
+        return nonlinear(F.dropout(x, 0.5, m.training))
+
+    def step():
+        loss = model(X)
+        model.eval()
+        loss.backward()
+        assert not model.part.training
+        model.train()
+        return loss
+
+    model = Around(moody)
+    same_bits(model, step)
+
+
+def test_grad_mode():
+    def partly(m, x):
+        with torch.no_grad():
+            scale = m.linear(x).sigmoid()
+        return nonlinear(x) * scale
+
+    model = Around(partly)
+    same_bits(model, lambda: torch.autograd.backward(model(X)))
+
+
+# --- no trace ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["replay", "nest", "both"])
+def test_batch_norm_counts_once(way):
+    parts = [nn.Sequential(nn.Conv2d(n, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4)]
+    model = nn.Sequential(*parts, nn.Flatten())
+    x = torch.randn(2, 3, 6, 6)
+    plain = outcome(model, lambda: model(x).sum().backward())
+    model[0][1].reset_running_stats(), model[1][1].reset_running_stats()
+    with in_force(model, way, nn.Sequential):
+        assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
+    assert model[0][1].num_batches_tracked == 1
+
+
+def test_batch_norm_that_was_frozen_in_the_first_step():
+    model = nn.Sequential(convolution(3, 4), nn.Flatten())
+    x = torch.randn(2, 3, 6, 6)
+    with in_force(model, "replay", nn.Sequential):
+        model[0][1].eval()
+        model(x).sum().backward()
+        model[0][1].train()
+        model(x).sum().backward()
+        mean = model[0][1].running_mean.clone()
+    model[0][1].reset_running_stats()
+    model(x)
+    assert torch.equal(mean, model[0][1].running_mean)
+
+
+BIG = 40_000  # more elements than a buffer may have to be copied each time
+
+
+def test_a_large_buffer_that_the_call_writes_to():
+    def counting(m, x):
+        m.counts.add_(1)
+        return nonlinear(x * m.counts[:4].clone())
+
+    def step():
+        model.part.counts.zero_()
+        loss = model(X) + model(X)
+        loss.backward()
+        return loss
+
+    model = Around(counting)
+    model.part.register_buffer("counts", torch.zeros(BIG))
+    same_bits(model, step)
+
+
+def test_a_large_buffer_that_the_call_binds_anew():
+    def remembering(m, x):
+        y = nonlinear(x * m.state[:4])
+        m.state = m.state + y.detach().sum()
+        return y
+
+    def step():
+        model.part.state = torch.ones(BIG)
+        loss = model(X) + model(X)
+        loss.backward()
+        return loss
+
+    model = Around(remembering)
+    model.part.register_buffer("state", torch.ones(BIG))
+    same_bits(model, step)
+
+
+def test_a_large_buffer_that_something_else_changes_is_refused():
+    model = Around(lambda m, x: nonlinear(x * m.table[:4]))
+    model.part.register_buffer("table", torch.ones(BIG))
+    with in_force(model, "replay", Replayed):
+        loss = model(X)
+        model.part.table.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_plain_attributes_are_as_before_the_replay():
+    def counting(m, x):
+        m.calls += 1
+        m.last = y = nonlinear(x)
+        m.new = 1
+        return y
+
+    def step():
+        model.part.calls, model.part.last = 0, None
+        loss = model(X)
+        last = model.part.last
+        del model.part.new
+        loss.backward()
+        assert model.part.last is last
+        assert not hasattr(model.part, "new")
+        return loss + model.part.calls
+
+    model = Around(counting, calls=0, last=None)
+    same_bits(model, step)
+
+
+def test_hooks_fire_as_often_as_without():
+    model, ids = Language(layers=2), torch.arange(20).view(2, 10)
+    fired = Counter()
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: fired.update([f"before {path}"]))
+        module.register_forward_hook(lambda *_, path=path: fired.update([f"after {path}"]))
+        module.register_forward_hook(lambda *_, path=path: fired.update([f"always {path}"]), always_call=True)
+        if path not in ("", "blocks"):
+            module.register_full_backward_hook(lambda *_, path=path: fired.update([f"backward {path}"]))
+            module.register_full_backward_pre_hook(lambda *_, path=path: fired.update([f"before backward {path}"]))
+    every = nn.modules.module.register_module_forward_hook(lambda *_: fired.update(["any"]))
+    model.blocks[0].mlp[0].register_forward_hook(
+        lambda m, args, out: fired.update(["kept"]) or out.register_hook(lambda grad: fired.update(["tensor"])) and None
+    )
+    own = [dict(module._forward_hooks) for module in model.modules()]
+
+    def step():
+        fired.clear()
+        model(ids).sum().backward()
+        return dict(fired)
+
+    plain = outcome(model, step)
+    assert plain["result"]["after blocks.1.mlp.2"] == 1
+    assert plain["result"]["any"] == len(list(model.modules())) - 1
+    for way in ("remake", "replay", "nest", "both"):
+        with in_force(model, way):
+            assert differences(plain, outcome(model, step)) == [], way
+        assert [dict(module._forward_hooks) for module in model.modules()] == own
+    every.remove()
+
+
+def test_hooks_that_change_something_act_again():
+    model, ids = Language(layers=2), torch.arange(20).view(2, 10)
+    model.blocks[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    model.blocks[1].mlp.register_forward_hook(lambda m, args, out: out.tanh())
+    model.blocks[1].mlp[0].register_forward_pre_hook(lambda m, args, kwargs: ((args[0].sin(),), kwargs), with_kwargs=True)
+    for way in ("replay", "nest", "both"):
+        same = outcome(model, lambda: model(ids).sum().backward())
+        with in_force(model, way):
+            assert differences(same, outcome(model, lambda: model(ids).sum().backward())) == [], way
+
+
+def test_a_hook_that_takes_itself_out_stays_out():
+    model = Around(lambda m, x: nonlinear(m.linear(x)))
+    fired = []
+    handle = model.part.linear.register_forward_hook(lambda *_: (fired.append(1), handle.remove()) and None)
+    with in_force(model, "replay", Replayed):
+        model.part.linear(X)  # outside of the model's own call: as ever
+        handle = model.part.linear.register_forward_hook(lambda *_: (fired.append(2), handle.remove()) and None)
+        model.forward = lambda x: model.part(x).sum()
+        model(X).backward()
+    assert fired == [1, 2]
+    assert not model.part.linear._forward_hooks
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Held:
+    tensor: torch.Tensor
+    note: str = "x"
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    tensor: torch.Tensor
+
+
+class Plain:
+    def __init__(self, tensor):
+        self.tensors = [tensor]
+
+
+NESTINGS = {
+    "positional": (lambda t: ((t,), {}), lambda args, kwargs: args[0]),
+    "keyword": (lambda t: ((), {"t": t}), lambda args, kwargs: kwargs["t"]),
+    "list": (lambda t: (([1, [t]],), {}), lambda args, kwargs: args[0][1][0]),
+    "tuple": (lambda t: (((None, t),), {}), lambda args, kwargs: args[0][1]),
+    "named tuple": (lambda t: ((Pair(1, t),), {}), lambda args, kwargs: args[0].second),
+    "dict": (lambda t: ((), {"d": {"t": {"t": t}}}), lambda args, kwargs: kwargs["d"]["t"]["t"]),
+    "ordered dict": (lambda t: ((OrderedDict(t=t),), {}), lambda args, kwargs: args[0]["t"]),
+    "dataclass": (lambda t: ((Held(t),), {}), lambda args, kwargs: args[0].tensor),
+    "frozen slots": (lambda t: (([Slotted(t)],), {}), lambda args, kwargs: args[0][0].tensor),
+    "object": (lambda t: ((Plain(t),), {}), lambda args, kwargs: args[0].tensors[0]),
+    "model output": (lambda t: ((BaseModelOutput(t),), {}), lambda args, kwargs: args[0].last_hidden_state),
+}
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_tensors_are_found_wherever_they_are(nesting):
+    pack, take = NESTINGS[nesting]
+    same_bits(Around(lambda m, *args, **kwargs: nonlinear(take(args, kwargs)), pack))
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_a_tensor_changed_in_place_before_backward_raises(nesting):
+    pack, take = NESTINGS[nesting]
+    factor = torch.ones(4)
+
+    def scaled(m, x, *args, **kwargs):
+        return nonlinear(x * take(args, kwargs))
+
+    def arguments(x):
+        args, kwargs = pack(factor)
+        return (x, *args), kwargs
+
+    model = Around(scaled, arguments)
+    with in_force(model, "replay", Replayed):
+        loss = model(X)
+        factor.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*is at version 1; expected version 0"):
+            loss.backward()
+        model(X).backward()
+
+
+def test_what_is_no_tensor_passes_through():
+    marker, seen = object(), []
+    given = (None, 3, 2.5, "s", True, slice(1, 2), torch.float64, torch.Size([2]), len, nn.Identity(), {1: 2}, {3}, marker)
+
+    def look(m, x, *args, **kwargs):
+        seen.append((args, kwargs))
+        return nonlinear(x)
+
+    same_bits(Around(look, lambda x: ((x, *given), {"mask": None, "marker": marker})))
+    (one, options), *_, (two, options_again) = seen
+    assert [a is b or a == b for a, b in zip(one, two, strict=True)] == [True] * len(given)
+    assert two[-1] is marker is options_again["marker"]
+    assert options == options_again
+
+
+def test_a_tensor_given_twice_is_one_tensor_again():
+    seen = []
+
+    def attention(m, query, key, value):
+        seen.append(query is key is value)
+        return nonlinear(m.attention(query, key, value)[0])
+
+    model = Around(attention, lambda x: ((x, x, x), {}))
+    model.part.attention = nn.MultiheadAttention(4, 2)
+    same_bits(model)
+    assert seen == [True] * 3
+
+
+def test_what_a_call_appends_to_is_appended_to_once():
+    states = []
+
+    def collecting(m, x, states, table, held):
+        y = nonlinear(x * len(states) + sum(s.detach().sum() for s in states) + len(table) + held.tensor.sum())
+        states.append(y)
+        table[len(table)] = y
+        held.tensor = y
+        return y
+
+    def step():
+        states[:] = [torch.ones(2)]
+        loss = model(X)
+        loss.backward()
+        return loss + len(states)
+
+    model = Around(collecting, lambda x: ((x, states, {0: x}, Held(x)), {}))
+    same_bits(model, step)
+
+
+def test_views_and_tensors_without_gradient_as_arguments():
+    def both(m, x, mask, row):
+        return nonlinear(x.masked_fill(mask, 0.5)) * row.exp()
+
+    base = torch.randn(5, 4)
+    same_bits(Around(both, lambda x: ((x.t().contiguous().t(), X > 0, base[3].expand(3, 4)), {})))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda y: y,
+        lambda y: (y, y * 2),
+        lambda y: [y, (y * 2, None)],
+        lambda y: {"a": y, "b": 3},
+        Held,
+        lambda y: BaseModelOutput(y, hidden_states=(y, y * 2)),
+        lambda y: (y, y),
+    ],
+)
+def test_outputs_are_handed_on_as_they_are(returned):
+    class Any(Around):
+        def forward(self, x):
+            self.returned = self.part(self.part.linear(x))
+            held = self.returned.tensor if isinstance(self.returned, Held) else self.returned
+            tensors = [t for t in torch.utils._pytree.tree_leaves(held) if isinstance(t, torch.Tensor)]
+            return sum(nonlinear(t).sum() for t in tensors)
+
+    model = Any(lambda m, x: returned(nonlinear(x)))
+    same_bits(model)
+    kind = type(returned(X))
+    with in_force(model, "replay", Replayed):
+        model(X)
+        assert type(model.returned) is kind
+
+
+# --- caches of keys and values ----------------------------------------------------------------------------------------
+
+
+def gpt2(**settings):
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=3, n_head=2, **settings)).train()
+
+
+@pytest.mark.parametrize("way", ["remake", "replay", "nest", "both"])
+def test_a_cache_is_not_appended_to_twice(way):
+    model, ids = gpt2(), torch.arange(20).view(2, 10)
+
+    def step(past=None):
+        out = model(input_ids=ids, labels=ids, use_cache=True, past_key_values=past)
+        out.loss.backward()
+        return torch.stack([t for layer in out.past_key_values.layers for t in (layer.keys, layer.values)])
+
+    plain = outcome(model, step)
+    with in_force(model, way, GPT2Block):
+        assert differences(plain, outcome(model, step)) == []
+
+
+@pytest.mark.parametrize("way", ["replay", "nest"])
+def test_a_cache_that_has_a_prefix(way):
+    model, ids = gpt2(), torch.arange(20).view(2, 10)
+    prefix = [(torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8)) for _ in range(3)]
+
+    def step():
+        past = DynamicCache()
+        for layer, (keys, values) in enumerate(prefix):
+            past.update(keys, values, layer)
+        loss = model(input_ids=ids, labels=ids, past_key_values=past).loss
+        del past
+        loss.backward()
+        return loss
+
+    plain = outcome(model, step)
+    with in_force(model, way, GPT2Block):
+        assert differences(plain, outcome(model, step)) == []
+
+
+def test_keys_and_values_of_other_layers_are_not_held():
+    model, ids = gpt2(), torch.arange(20).view(2, 10)
+    with in_force(model, "replay", GPT2Block):
+        out = model(input_ids=ids, labels=ids)
+        made = [torch.utils.weak.WeakTensorKeyDictionary({layer.keys: 1}) for layer in out.past_key_values.layers]
+        loss = out.loss
+        del out
+        assert [len(alive) for alive in made] == [0, 0, 0]
+        loss.backward()
+
+
+# --- stopping early, and what others already checkpoint ---------------------------------------------------------------
+
+
+def products(step) -> int:
+    """How many matrix products a step takes."""
+    with Ops() as ops:
+        step()
+    return sum(ops.count[name] for name in ("mm", "addmm", "bmm"))
+
+
+@pytest.mark.parametrize(("dropout", "redone"), [(0.0, 3), (0.1, 4)])  # dropout saves its mask at the end of a block
+def test_replaying_every_block_costs_no_more_than_checkpointing_every_block(dropout, redone):
+    model, ids = Language(layers=4, block=lambda: Block(dropout=dropout)), torch.arange(20).view(2, 10)
+    plain = products(lambda: model(ids).sum().backward())
+    with in_force(model, "replay"):
+        replayed = products(lambda: model(ids).sum().backward())
+    for block in model.blocks:
+        block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)
+    checkpointed = products(lambda: model(ids).sum().backward())
+    assert checkpointed - plain == 4 * redone
+    assert replayed == checkpointed
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_checkpointed_inside_is_left_alone(reentrant):
+    model, ids = Language(layers=2), torch.arange(20).view(2, 10)
+    for block in model.blocks:
+        block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=reentrant)
+    plain = outcome(model, lambda: model(ids).sum().backward())
+    for way in ("remake", "replay"):
+        with in_force(model, way):
+            assert differences(plain, outcome(model, lambda: model(ids).sum().backward())) == [], way
+    with in_force(model, "nest", nn.Sequential) as made, pytest.warns(UserWarning) if not reentrant else in_force(
+        nn.Identity(), "keep"
+    ) as said:
+        assert differences(plain, outcome(model, lambda: model(ids).sum().backward())) == []
+    if not reentrant:
+        assert "in the hands of other hooks: torch.utils.checkpoint" in str(said[0].message)
+    assert made.here.now is None
+
+
+def test_the_switch_of_transformers_is_respected_and_that_is_said():
+    model, ids = gpt2(attn_pdrop=0.2), torch.arange(20).view(2, 10)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    plain = outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
+    with in_force(model, "nest", GPT2Block), pytest.warns(UserWarning, match="gradient_checkpointing_enable"):
+        assert differences(plain, outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())) == []
+
+
+@pytest.mark.parametrize("way", ["keep", "remake", "replay", "both"])
+def test_hooks_of_the_users_own_inside_win(way):
+    packed = []
+
+    def double(m, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t.detach(), lambda t: t):
+            y = x.exp() * x
+        return nonlinear(y)
+
+    model = Around(double)
+    same_bits(model, way=way)
+    assert len(packed) == 6 if way in ("keep", "remake") else 9
+
+
+# --- nesting ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_outer_replay_frees_the_arguments_of_the_inner_ones():
+    """Held after forward: the block's argument and nothing inside of it."""
+    parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()) for _ in range(5)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*parts))
+    alive = []
+    for part in parts:
+        part.register_forward_hook(lambda m, args, out: alive.append(weakref.ref(out)))
+    plain = outcome(model, lambda: model(X).sum().backward())
+    made = Engine(model, actions_for({}, ["1#0", *[f"1.{n}#0" for n in range(5)]]))
+    made.install()
+    try:
+        assert differences(plain, outcome(model, lambda: model(X).sum().backward())) == []
+        alive.clear()
+        loss = model(X).sum()
+        assert [ref() is None for ref in alive] == [True] * 5
+        with Ops() as ops:
+            loss.backward()
+    finally:
+        made.remove()
+    # The outer replay runs four parts, so that all have their arguments; then the last part runs, for both its results,
+    # and each other one up to its first, for its second was the argument of the next.
+    assert ops.count["addmm"] == 4 * 2 + 2 + 4 * 1
+
+
+@pytest.mark.parametrize("way", ["replay", "nest", "both"])
+def test_backward_after_the_plan_was_removed(way):
+    model, ids = Language(layers=2), torch.arange(20).view(2, 10)
+
+    def step():
+        with in_force(model, way) if planned else in_force(nn.Identity(), "keep"):
+            loss = model(ids).sum()
+        loss.backward()
+        return loss
+
+    planned = False
+    plain = outcome(model, step)
+    planned = True
+    assert differences(plain, outcome(model, step)) == []
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_a_plan_in_which_only_some_calls_are_replayed():
+    """Calls of one module that are replayed and others that are not, inside of a replayed call: each stays which it is."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(self.inner(self.inner(x)) * x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Twice(), Twice())
+    plain = outcome(model, lambda: model(X).sum().backward())
+    made = Engine(model, actions_for({}, ["1#0", "1.inner#1", "1.inner#4", "1.inner#5", "2#0"]))
+    made.install()
+    try:
+        assert differences(plain, outcome(model, lambda: model(X).sum().backward())) == []
+    finally:
+        made.remove()
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_saves_something_else_the_second_time_is_refused():
+    model = Around(lambda m, x: nonlinear(x) if m.first else x * 2, first=True)
+    with in_force(model, "replay", Replayed):
+        loss = model(X)
+        model.part.first = False
+        with pytest.raises(ReplayMismatch, match=r"part \(Replayed\) saved nothing when it was run again"):
+            loss.backward()
+        model.part.first = True
+        model(X).backward()
+
+
+def test_a_call_that_saves_another_shape_the_second_time_is_refused():
+    rows = [3]
+    model = Around(lambda m, x: nonlinear(x[: rows[0]]))
+    with in_force(model, "replay", Replayed):
+        loss = model(X)
+        rows[0] = 2
+        with pytest.raises(ReplayMismatch, match=r"saved \[2, 4\] torch.float32 .* had saved \[3, 4\]"):
+            loss.backward()
+
+
+def test_a_parameter_changed_before_backward_is_refused_where_it_matters():
+    model = Around(lambda m, x: nonlinear(x + m.shift) + m.bias)
+    model.part.shift, model.part.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    plain = outcome(model, lambda: model(X).backward())
+
+    def step(parameter):
+        loss = model(X)
+        with torch.no_grad():
+            parameter.add_(1)
+        try:
+            loss.backward()
+        finally:
+            with torch.no_grad():
+                parameter.sub_(1)
+
+    with in_force(model, "replay", Replayed):
+        assert differences(plain, outcome(model, lambda: step(model.part.bias))) == []
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(model.part.shift)
+
+
+def test_stepping_inside_of_backward():
+    """An optimizer that steps on each parameter as soon as its gradient is there, and frees the gradient."""
+    ids = torch.arange(20).view(2, 10)
+
+    def trained(way):
+        torch.manual_seed(0)
+        model = Language(layers=3)
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda p, o=optimizer: (o.step(), o.zero_grad()) and None)
+        with in_force(model, way):
+            for _ in range(3):
+                model(ids).sum().backward()
+        return model.state_dict()
+
+    plain = trained("keep")
+    for way in ("remake", "replay", "nest", "both"):
+        assert differences(plain, trained(way)) == [], way
+
+
+# --- threads, and backward inside of forward --------------------------------------------------------------------------
+
+
+def test_backward_in_other_threads_at_once():
+    model = Around(lambda m, x: F.dropout(nonlinear(m.linear(x)), 0.5))
+
+    def losses():
+        torch.manual_seed(0)
+        return [model(X * n) for n in range(6)]
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    plain = [gradients(loss) for loss in losses()]
+    with in_force(model, "replay", Replayed), ThreadPoolExecutor(3) as pool:
+        planned = list(pool.map(gradients, losses()))
+    assert all(torch.equal(a, b) for one, two in zip(plain, planned, strict=True) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("way", ["remake", "replay", "both"])
+def test_a_call_that_runs_backward_inside(way):
+    """Forces from an energy: the forward differentiates, and the loss differentiates that."""
+
+    def forces(m, x):
+        energy = nonlinear(m.linear(x)).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return nonlinear(force)
+
+    same_bits(Around(forces), way=way)
