@@ -1,4 +1,4 @@
-"""Real models, small, each as one training step: `build(name)` gives the model, its batch, its step and its optimizer."""
+"""Real models, small, each as one training step: `build(name)` gives model, batch, step and optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import MODELS, build, same, state
 from torch import nn
 
 import lowtide
 from lowtide.planner import smallest_peak
 from lowtide.planner.records import Plan
 from lowtide.verification import Verdict
+from models import MODELS, build, same, state
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,7 +58,7 @@ def test_the_model_looks_as_before_while_a_plan_is_applied(fitted):
         assert len(one._forward_hooks) == len(other._forward_hooks)
         assert len(one._forward_pre_hooks) == len(other._forward_pre_hooks)
     for clone in (copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))):
-        assert same({n: p for n, p in clone.named_parameters()}, {n: p for n, p in case.model.named_parameters()})
+        assert same(dict(clone.named_parameters()), dict(case.model.named_parameters()))
         clone(**case.batch).loss.backward()
         assert not any("_compiled_call_impl" in module.__dict__ for module in clone.modules())
 

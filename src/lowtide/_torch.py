@@ -1,4 +1,4 @@
-"""The private names of torch that Lowtide relies on, in one place. `tests/test_private_torch.py` says what each must do.
+"""The private names of torch that Lowtide relies on, all of them. `tests/test_private_torch.py` says what each must do.
 
 Each was read in the sources of torch 2.13; those marked so have been there since 2.10 or longer.
 """
@@ -52,12 +52,12 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a strided piece of memory: no subclass with a will of its own, not sparse. 2.13."""
+    """Whether a tensor is just a strided piece of memory: no subclass with a will of its own, not sparse. 2.13."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory, while one of them lives; 0 for those that have no storage. 2.13."""
+    """The same number for tensors that share memory, while one of them lives; 0 for those without a storage. 2.13."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors

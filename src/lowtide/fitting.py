@@ -26,7 +26,7 @@ REPAIRS = 4
 
 
 class Fitted:
-    """A model whose step fits: the plan in force, and how it was found. `print` it. Undo it with `remove()` or `with`."""
+    """A model whose step fits: the plan in force, and its proof. `print` it; undo it with `remove()` or `with`."""
 
     def __init__(self, applied: Applied, profile: Profile, plan: Plan, verdict: Verdict) -> None:
         self.applied = applied
@@ -41,7 +41,9 @@ class Fitted:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
     def __str__(self) -> str:
@@ -59,16 +61,16 @@ def fit(
     optimizer: Optimizer | None = None,
     profile: Profile | None = None,
 ) -> Fitted:
-    """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The training loop stays as it is.
+    """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
     `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; it is for all memory of the step:
     parameters, gradients, optimizer state and batch included. `step(batch)` runs forward and backward of `model` (and
     the optimizer if it likes) and is run about eight times here, after which parameters, gradients, buffers, optimizer
     state and random numbers are as they were. A `profile` from `rehearse` of the same step saves three of them.
 
-    Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one reaches;
-    OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned; StalePlan for a profile
-    of something else. Then nothing is applied.
+    Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
+    reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned; StalePlan
+    for a profile of something else. Then nothing is applied.
     """
     parse_budget(budget, of=sys.maxsize)  # nonsense is refused before anything runs
     if profile is None:
@@ -96,6 +98,6 @@ def _not_identical(verdict: Verdict) -> str:
     found = {kind: names for kind, names in (verdict.differences or {}).items() if names}
     kinds = ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
     return (
-        f"under the plan the step gave other bits than without it: {kinds}. If two plain steps from the same state differ "
-        "too, make the step deterministic first (torch.use_deterministic_algorithms); if they do not, please report it."
+        f"under the plan the step gave other bits than without it: {kinds}. If two plain steps from the same state "
+        "differ too, make the step deterministic first (torch.use_deterministic_algorithms); if they do not, please report it."
     )

@@ -45,7 +45,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
-    """Bytes of what exists before the step, each storage counted once; and the addresses of what is never activation."""
+    """Bytes of what exists before the step, each storage counted once; and the addresses of all of it."""
     seen: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:

@@ -34,8 +34,8 @@ class Verdict(Record):
     plain_ms: float | None
     """None where the plain step does not fit in memory."""
     differences: dict[str, tuple[str, ...]] | None
-    """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names that are not bit-identical
-    to the plain step's. None where the plain step does not fit: then the audit of each recipe is the proof."""
+    """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names whose bits are not those of
+    the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that were not what the plan expects, and were kept."""
 
@@ -52,7 +52,7 @@ class Verdict(Record):
 def verify(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, plan: Plan, *, optimizer: Optimizer | None = None
 ) -> Verdict:
-    """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, buffers, state and random numbers.
+    """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
     The peak is of a second step, when the optimizer has its state. Everything is as it was afterwards. `model` must not
     have a plan applied. Raises StalePlan if the plan is for another model, batch or device.
@@ -92,4 +92,3 @@ def _plain(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> tuple[Ou
         if not is_out_of_memory(error):
             raise
     return None, None
-

@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from models import MODELS, Case, build, same, state
 from torch import nn
 
 import lowtide
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
+from models import MODELS, Case, build, same, state
 
 
 @pytest.fixture(scope="module", params=MODELS)

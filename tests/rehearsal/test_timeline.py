@@ -1,9 +1,9 @@
 """A labelled step: every block that matters at the peak has a name, and the sums are the measured ones."""
 
 import torch
-from models import build, same, state
 
 import lowtide
+from models import build, same, state
 
 
 def test_the_peak_is_the_rehearsed_one_and_has_names():

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import Block
 
 from lowtide.remat.engine import Decision, Engine, actions_for
 from lowtide.remat.remake import producer
+from zoo import Block
 
 WAYS = ("keep", "remake", "replay", "nest", "both")
 """Keep all; remake all that has a recipe; replay each block; also each part of a block, inside of it; all at once."""

@@ -11,16 +11,16 @@ from functools import cache
 
 import pytest
 import torch
-from remat.plans import WAYS, Ops, count_packs, differences, engine, in_force, outcome
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import VOCABULARY, WIDTH, ZOO, Language
 
 import lowtide
 from lowtide._torch import CALL, call_module
 from lowtide.planner.records import Profile
 from lowtide.remat.engine import Engine, actions_for
 from lowtide.remat.seam import Seam
+from remat.plans import WAYS, Ops, count_packs, differences, engine, in_force, outcome
+from zoo import VOCABULARY, WIDTH, ZOO, Language
 
 # --- every architecture under every kind of plan ----------------------------------------------------------------------
 

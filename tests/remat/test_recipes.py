@@ -2,114 +2,28 @@
 
 import contextlib
 import copy
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from remat.recipe_rows import ROWS, Row
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.audit import identical
 from lowtide.remat.recipes import RECIPES, recipe
-from lowtide.remat.remake import Builder, CannotRemake, Remake, producer
-from lowtide.remat.values import Handle, Value, register, registered, unpack
+from lowtide.remat.recipes.page import renewed
+from remat.dropping import Dropping, Held, Read, everything, node_names, through
+from remat.recipe_rows import ROWS, Row, mask, row
 
-aten = torch.ops.aten
-
-
-@dataclass
-class Hooks:
-    """Packs as the engine does: what a recipe of one of the nodes `drop` takes part in is dropped, the rest is kept."""
-
-    drop: frozenset[str]
-    module: nn.Module | None = None
-    truth: dict[Handle, Tensor] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    remade: int = 0
-    made: set[str] = field(default_factory=set)
-    """Nodes in the graph."""
-
-    def __enter__(self) -> "Hooks":
-        modules = [] if self.module is None else list(self.module.modules())
-        self.builder = Builder({id(p): (m,) for m in modules for p in m.parameters(recurse=False)})
-        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.hooks.__exit__(*error)
-
-    def pack(self, tensor: Tensor) -> Handle:
-        base, node, output, view = producer(tensor)
-        value = None if node is None else registered(node, output)
-        if value is None and node is not None:
-            try:
-                value = self.builder.remake(node, output, base)
-            except CannotRemake as why:
-                self.refused[node.name()] = str(why)
-            if value is not None and not self.drop & through(value):
-                value = None
-        if value is None:
-            value = Value(base.detach(), output=output)
-            value.leaf = id(base) if isinstance(base, nn.Parameter) else 0
-            if node is not None:
-                register(node, output, value)
-        handle = Handle(value, view)
-        self.truth[handle] = tensor.detach()
-        return handle
-
-    def unpack(self, handle: Handle) -> Tensor:
-        tensor, true = unpack(handle), self.truth[handle]
-        assert identical(tensor, true)
-        if not handle.value.kept:
-            self.remade += 1
-        return tensor
-
-
-def through(value: Value) -> set[str]:
-    """Nodes whose recipes run when `value` is made."""
-    if not isinstance(value.maker, Remake):
-        return set()
-    operands = (operand for operand in value.maker.operands if operand is not None)
-    return {value.maker.recipe.node}.union(*(through(operand.value) for operand in operands))
-
-
-class Held(torch.autograd.Function):
-    """The same numbers in a new tensor that is saved, so that it can be found on an edge."""
-
-    @staticmethod
-    def forward(ctx, x):
-        out = x.clone()
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Read(torch.autograd.Function):
-    """Saves its input, and its gradient depends on it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * x
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 def layouts(row: Row) -> list[str]:
     found = ["contiguous"]
-    if not row.plain:
-        found += ["transposed", "expanded", "sliced"] if row.shapes else []
+    if row.shapes and not row.plain:
+        found += ["transposed", "expanded", "sliced"]
         found += ["channels last"] if any(len(shape) == 4 for shape in row.shapes) else []
     return found
 
@@ -121,15 +35,14 @@ def leaf(shape: tuple[int, ...], layout: str, row: Row, dtype: torch.dtype, devi
         shape = (1, *shape[1:])
     elif layout == "sliced":
         shape = (*shape[:-1], 2 * shape[-1] + 1)
-    random = torch.rand if row.unit else torch.randn
-    tensor = (random(shape) * 0.8 + 0.1).to(device, dtype)
+    tensor = torch.rand(shape) * 0.8 + 0.1 if row.unit else torch.randn(shape)
+    tensor = tensor.to(device, dtype)
     if layout == "channels last" and tensor.dim() == 4:
         tensor = tensor.contiguous(memory_format=torch.channels_last)
     return tensor.requires_grad_()
 
 
-def seen(tensor: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
-    """The leaf as the op gets it."""
+def as_the_op_gets_it(tensor: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
     if layout == "transposed":
         return tensor.permute(*reversed(range(tensor.dim())))
     if layout == "expanded":
@@ -137,79 +50,58 @@ def seen(tensor: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
     return tensor[..., 1::2] if layout == "sliced" else tensor
 
 
-def run(row: Row, layout: str, dtype: torch.dtype, device: str, hooks: Hooks | None) -> list[Tensor]:
-    """All gradients, and what the module keeps."""
+def run(row: Row, layout: str, dtype: torch.dtype, device: str, drop: bool) -> tuple[list[Tensor], Dropping, set[str]]:
+    """All gradients and what the module keeps; with `drop` the row's recipe takes part."""
     torch.manual_seed(0)
     leaves = [leaf(shape, layout, row, dtype, device) for shape in row.shapes]
-    op, kept = row.op, []
-    if isinstance(op, nn.Module):
-        op = copy.deepcopy(op).to(device, dtype)
-        kept = list(op.buffers())
-        leaves += op.parameters()
-        if hooks is not None:
-            hooks.module = op
-    with hooks or contextlib.nullcontext():
-        made = op(*(seen(Held.apply(x), s, layout) for x, s in zip(leaves, row.shapes, strict=False)))
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for out in made if isinstance(made, tuple | list) else (made,):
-            if out.requires_grad:
-                total = total + Read.apply(out).double().sum() + Read.apply(-out).double().sum()
-    if hooks is not None:
-        hooks.made = nodes(total)
+    op = copy.deepcopy(row.op).to(device, dtype) if isinstance(row.op, nn.Module) else row.op
+    module = op if isinstance(op, nn.Module) else None
+    with Dropping(through(row.node), module) if drop else contextlib.nullcontext() as dropping:
+        pairs = zip(leaves, row.shapes, strict=True)
+        made = op(*(as_the_op_gets_it(Held.apply(x), shape, layout) for x, shape in pairs))
+        outputs = [made] if isinstance(made, Tensor) else [out for out in made if out.requires_grad]
+        total = torch.stack(
+            [read.double().sum() for out in outputs for read in (Read.apply(out), Read.apply(-out))]
+        ).sum()
+    names = node_names(total)
     total.backward()
-    return [x.grad for x in leaves if x.grad is not None] + kept
-
-
-def nodes(tensor: Tensor) -> set[str]:
-    """Names of the nodes that made it."""
-    pending, seen = [tensor.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [edge[0] for edge in node.next_functions]
-    return {node.name() for node in seen}
+    if module is not None:
+        leaves += module.parameters()
+    kept = [] if module is None else list(module.buffers())
+    return [x.grad for x in leaves if x.grad is not None] + kept, dropping, names
 
 
 def check(row: Row, dtype: torch.dtype, device: str = "cpu", autocast: bool = False) -> None:
     for layout in layouts(row):
         with torch.autocast(device, dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
-            try:
-                plain = run(row, layout, dtype, device, None)
-            except RuntimeError as error:
-                if layout == "contiguous" or "view size is not compatible" not in str(error):
-                    raise
-                continue
-            hooks = Hooks(drop=frozenset({row.node}))
-            found = run(row, layout, dtype, device, hooks)
-        usual = layout == "contiguous"  # an op may be another one for another layout, or none at all
-        assert hooks.remade or not (usual or row.node in hooks.made), f"nothing was remade ({layout}): {hooks.refused}"
-        assert len(found) == len(plain)
+            plain, _, _ = run(row, layout, dtype, device, drop=False)
+            found, dropping, names = run(row, layout, dtype, device, drop=True)
+        # An op may be another one for another layout, or none at all.
+        expected = layout == "contiguous" or row.node in names
+        assert dropping.read or not expected, f"nothing was remade ({layout}): {dropping.refused}"
         assert all(identical(one, other) for one, other in zip(found, plain, strict=True)), layout
 
 
-def runs_on(device: str, rows: list[Row]) -> list[Row]:
-    return [row for row in rows if RECIPES[row.node].device in (None, device)]
+def rows_on(device: str) -> list[Row]:
+    return [row for row in ROWS if RECIPES[row.node].device in (None, device)]
 
 
 def names(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-@pytest.mark.parametrize(
-    ("row", "dtype"), [(row, dtype) for row in runs_on("cpu", ROWS) for dtype in row.dtypes], ids=names
-)
-def test_bits_strides_and_gradients_are_those_of_the_plain_run(row: Row, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("row", "dtype"), [(row, dtype) for row in rows_on("cpu") for dtype in row.dtypes], ids=names)
+def test_bits_strides_and_gradients_are_those_of_a_plain_run(row: Row, dtype: torch.dtype) -> None:
     check(row, dtype)
 
 
-@pytest.mark.parametrize("row", [row for row in runs_on("cpu", ROWS) if torch.float32 in row.dtypes], ids=names)
+@pytest.mark.parametrize("row", [row for row in rows_on("cpu") if torch.float32 in row.dtypes], ids=names)
 def test_under_autocast(row: Row) -> None:
     check(row, torch.float32, autocast=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", runs_on("cuda", ROWS), ids=names)
+@pytest.mark.parametrize("row", rows_on("cuda"), ids=names)
 def test_on_cuda(row: Row) -> None:
     for dtype in row.dtypes:
         check(row, dtype, "cuda")
@@ -217,3 +109,181 @@ def test_on_cuda(row: Row) -> None:
 
 def test_every_recipe_has_a_row() -> None:
     assert {row.node for row in ROWS} == RECIPES.keys()
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == renewed(page), "run: python -m lowtide.remat.recipes docs/recipes.md"
+
+
+# --- a wrong recipe
+
+
+def test_a_wrong_recipe_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RECIPES, "GeluBackward0")
+
+    @recipe("GeluBackward0", edges={"self": 0})
+    def gelu(self: Tensor) -> Tensor:
+        return F.gelu(self, approximate="tanh")  # whatever the node says
+
+    check(row("GeluBackward0", lambda x: F.gelu(x, approximate="tanh"), (4, 6)), torch.float32)
+    with pytest.raises(AssertionError):
+        check(row("GeluBackward0", F.gelu, (4, 6)), torch.float32)
+
+
+def test_the_audit_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RECIPES, "SiluBackward0")
+
+    @recipe("SiluBackward0", edges={"self": 0})
+    def silu(self: Tensor) -> Tensor:
+        return self * torch.sigmoid(self)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 1))
+    profile = rehearse(model, lambda batch: model(batch).sum().backward(), torch.randn(32, 64))
+    found = {value.node: (value.recipe, value.refused) for value in profile.values}
+    assert found["SiluBackward0"] == (None, "remaking it gives other bits on this device")
+    assert found["GeluBackward0"] == ("GeluBackward0", None)
+
+
+# --- what is not recorded
+
+
+def cat_with_a_constant(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.ones(4, 6)])
+
+
+REFUSED: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("number added", lambda x: x + 1.0, "AddBackward0 does not record other"),
+    ("constant tensor added", lambda x: torch.ones(4, 6) + x, "AddBackward0 does not record self"),
+    ("number subtracted", lambda x: x - 1.0, "SubBackward0 does not record other"),
+    ("subtracted from a number", lambda x: 1.0 - x, "no recipe for RsubBackward1"),
+    ("where with a number", lambda x: torch.where(mask(x, 4, 6), x, 0.0), "WhereBackward0 does not record other"),
+    (
+        "masked fill on the way",
+        lambda x: x.masked_fill(mask(x, 4, 6), 1.0).softmax(0),
+        "masked_fill wrote is not recorded",
+    ),
+    ("padding on the way", lambda x: F.pad(x, (1, 0), value=2.0).exp(), "constant_pad_nd wrote is not recorded"),
+    ("cat with a constant", cat_with_a_constant, "CatBackward0 does not record the inputs that need no gradient"),
+    ("other output", lambda x: torch.ops.aten.std_mean(x, 0)[1].round(decimals=2), "no recipe for RoundBackward1"),
+    ("not from the start", lambda x: torch.unsafe_chunk(x, 2)[1], "no recipe for UnsafeSplitBackward0"),
+    ("second result", lambda x: torch.linalg.qr(x[:, :4])[1], "no recipe for LinalgQrBackward0"),
+]
+
+
+@pytest.mark.parametrize(("op", "why"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_is_not_recorded_is_kept(op: Callable[[Tensor], Tensor], why: str) -> None:
+    with Dropping(everything) as dropping:
+        out = op(Held.apply(torch.randn(4, 6, requires_grad=True)))
+        Read.apply(out).sum().backward()
+    assert why in " ".join(dropping.refused.values())
+    assert out.grad_fn is not None
+    assert out.grad_fn.name() not in dropping.dropped
+
+
+def frozen(module: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+FROZEN = {
+    "linear, bias": ("AddmmBackward0", frozen(nn.Linear(6, 6), "bias"), (4, 6)),
+    "linear, all": ("AddmmBackward0", frozen(nn.Linear(6, 6), "weight", "bias"), (4, 6)),
+    "convolution, bias": ("ConvolutionBackward0", frozen(nn.Conv1d(4, 4, 3), "bias"), (2, 4, 6)),
+    "convolution, all": ("ConvolutionBackward0", frozen(nn.Conv1d(4, 4, 3), "weight", "bias"), (2, 4, 6)),
+    "layer norm, all": ("NativeLayerNormBackward0", frozen(nn.LayerNorm(6, 0.1), "weight", "bias"), (4, 6)),
+    "batch norm, bias": ("NativeBatchNormBackward0", frozen(nn.BatchNorm1d(4), "bias"), (2, 4, 6)),
+    "batch norm, all": ("NativeBatchNormBackward0", frozen(nn.BatchNorm1d(4), "weight", "bias"), (2, 4, 6)),
+    "group norm, all": ("NativeGroupNormBackward0", frozen(nn.GroupNorm(2, 4), "weight", "bias"), (2, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_is_frozen_is_asked_of_the_module(name: str) -> None:
+    node, module, shape = FROZEN[name]
+    check(row(node, module, shape), torch.float32)
+
+
+@pytest.mark.parametrize("op", [F.linear, F.conv1d], ids=["linear", "convolution"])
+def test_a_frozen_bias_that_no_module_owns_is_not_taken_for_none(op: Callable[..., Tensor]) -> None:
+    x, weight = torch.randn(2, 4, 6, requires_grad=True), torch.randn(5, 6 if op is F.linear else 4, requires_grad=True)
+    with Dropping(everything) as dropping:
+        Read.apply(op(x, weight if op is F.linear else weight[..., None], torch.ones(5))).sum().backward()
+    assert dropping.read == []
+    assert "does not record bias" in " ".join(dropping.refused.values())
+
+
+def test_what_other_hooks_hold_is_not_taken_for_absent() -> None:
+    norm = frozen(nn.LayerNorm(6), "weight", "bias")
+    with Dropping(everything) as dropping:
+        x = Held.apply(torch.randn(4, 6, requires_grad=True))
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], lambda packed: packed[0]):
+            y = norm(x)
+        Read.apply(y).sum().backward()
+    assert dropping.refused["NativeLayerNormBackward0"] == "NativeLayerNormBackward0 does not record weight"
+    assert dropping.read == []
+
+
+def test_attention_with_dropout_is_kept() -> None:
+    fused = [found for node, found in RECIPES.items() if "Attention" in node]
+    assert fused
+    assert all(found.when == {"dropout_p": 0.0} for found in fused)
+
+
+def test_a_parameter_that_changed_in_between_is_noticed() -> None:
+    bias, x, w = torch.zeros(5, requires_grad=True), torch.randn(4, 6, requires_grad=True), torch.randn(6, 5)
+    with Dropping(everything):
+        y = Read.apply(torch.addmm(bias, Held.apply(x), w))
+    with torch.no_grad():
+        bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# --- layouts that nobody recorded
+
+
+@pytest.mark.parametrize("first", ["copy", "what is made of it"])
+def test_a_copy_with_unknown_strides_is_right_for_every_reader(first: str) -> None:
+    """Autograd does not say what strides the copy has: its own reader knows, the other one does not look."""
+    leaf = torch.randn(2, 3, 4, 5, requires_grad=True)
+    with Dropping(everything) as dropping:
+        copied = Held.apply(leaf).contiguous(memory_format=torch.channels_last)
+        made = copied.tanh()
+        readers = (copied[:, 1:], made.permute(0, 2, 3, 1)) if first == "copy" else (made[:, 1:], copied.mT)
+        sum(Read.apply(reader).sum() for reader in readers).backward()
+    assert set(dropping.read) == {"CloneBackward0", "TanhBackward0"}
+
+
+# --- a vision block
+
+
+class Block(nn.Module):
+    """Convolution, batch norm and ReLU in place, twice, around an identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        out += x
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_relu_in_place_is_remade_from_the_input_of_the_batch_norm(training: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), Block(), Block()).train(training)
+    model, images = copy.deepcopy(plain), torch.randn(4, 3, 10, 10)
+    plain(images).square().mean().backward()
+    with Dropping(through("NativeBatchNormBackward0"), model) as dropping:
+        loss = model(images).square().mean()
+        loss.backward()
+    assert dropping.dropped == ["ReluBackward0"] * 6  # and each reader of one, ReLU itself and a convolution, finds it
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.buffers(), plain.buffers(), strict=True))

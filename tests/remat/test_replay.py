@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from remat.plans import Ops, differences, in_force, outcome
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from zoo import Block, Language, convolution
 
 from lowtide.remat.engine import Engine, actions_for
 from lowtide.remat.replay import ReplayMismatch
+from remat.plans import Ops, differences, in_force, outcome
+from zoo import Block, Language, convolution
 
 
 class Replayed(nn.Module):

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from remat.plans import WAYS, Ops, differences, in_force, outcome
 from torch import nn
 from torch.nn import functional as F
-from zoo import WIDTH, Block, Language, LoRA, Swish
 
 from lowtide.remat import remake
+from remat.plans import WAYS, Ops, differences, in_force, outcome
+from zoo import WIDTH, Block, Language, LoRA, Swish
 
 ways = pytest.mark.parametrize("way", WAYS)
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import RehearsalError
+from lowtide.identity import device_of, fingerprint, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import check
-from lowtide.identity import device_of, fingerprint, static_bytes
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble, transients
 from lowtide.rehearsal.trace import Trace, most_saving
@@ -88,8 +88,8 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
     name = type(model).__name__
     if not audit.slots:
         raise RehearsalError(
-            f"the step returned without a call of {name} that saved anything for backward. Pass the very module that the "
-            "step calls (not a wrapped, compiled or copied one), and do not call it under no_grad."
+            f"the step returned without a call of {name} that saved anything for backward. Pass the very module that "
+            "the step calls (not a wrapped, compiled or copied one), and do not call it under no_grad."
         )
     if not audit.reads:
         raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
@@ -97,9 +97,7 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
     return audit
 
 
-def _trace(
-    model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions
-) -> tuple[Trace, EventStream]:
+def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, EventStream]:
     nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
     engine = Engine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
     with recorder_for(device_of(model)) as recorder:

@@ -1,8 +1,8 @@
 """The audit: every saved tensor of a step is remade once, and every module call that could be replayed is run again.
 
 Each result is compared with the true tensor bit by bit; what differs on this model and device is not used. The same run
-counts FLOPs and measures times. Everything is kept meanwhile, so it needs the memory of the plain step; a frugal audit lets go of each
-repeated block when it has been audited, and replays it in backward.
+counts FLOPs and measures times. Everything is kept meanwhile, so it needs the memory of the plain step; a frugal audit
+lets go of each repeated block when it has been audited, and replays it in backward.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
 """Modules of torch.nn that are worth a replay although other modules of it have recipes for all they do."""
 
 
-class Flops(TorchDispatchMode):
-    """Counts FLOPs with torch's own formulas. Only around trial runs: under a dispatch mode autograd records other ops."""
+class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs with torch's own formulas. For trial runs only: under a dispatch mode autograd records other ops."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,9 @@ class Audit(Engine):
         self._mark = mark
         self._frugal = frugal
         self._blocks = repeated_blocks(model)
-        self._around_blocks = frozenset(m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules()))
+        self._around_blocks = frozenset(
+            m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
+        )
         self._flops = Flops()
         self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._open: list[tuple[int, Frame | None]] = []
@@ -247,14 +249,16 @@ class Audit(Engine):
         for place, tensor in found.items():
             value, view = self._handles[call.first_slot + place]
             true = value.get()
-            if not (identical(tensor, true) if view is None else identical(tensor.as_strided(*view), true.as_strided(*view))):
+            if not (
+                identical(tensor, true) if view is None else identical(tensor.as_strided(*view), true.as_strided(*view))
+            ):
                 return f"running it again gives other bits for {self.slots[call.first_slot + place].label}"
         return None
 
     def let_go(self, call: CallDraft, frame: Frame) -> None:
         """Free what an audited block saved: its replay brings it back."""
         inputs = {slot.value for slot in call.inputs}
-        mine = {}
+        mine: dict[Value, int] = {}
         for n in range(call.first_slot, call.stop_slot):
             value, _ = self._handles[n]
             if self._index[value] not in inputs and self.values[self._index[value]].bytes:
@@ -296,7 +300,7 @@ def needs_a_replay(maker: Remake) -> bool:
 
 
 def worth_a_replay(module: nn.Module) -> bool:
-    """Whether running `module` again may bring back more than recipes do: it has parts, or is not one of torch's own."""
+    """Whether running `module` again may bring back more than recipes do: it has parts, or is not torch's own."""
     return any(True for _ in module.children()) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
 
 

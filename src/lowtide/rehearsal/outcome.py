@@ -91,7 +91,7 @@ def digest(tensor: Tensor) -> str:
     content = hashlib.blake2b(f"{dense.dtype}{tuple(dense.shape)}".encode(), digest_size=16)
     flat = dense.cpu().contiguous().flatten()
     if flat.numel():
-        content.update(memoryview(flat.view(torch.uint8).numpy()))
+        content.update(flat.view(torch.uint8).numpy().data)
     return content.hexdigest()
 
 

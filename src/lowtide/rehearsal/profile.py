@@ -174,7 +174,7 @@ def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
 
 
 def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> list[ValueDraft]:
-    """The values in an order in which each comes after what it needs; slots and inputs are pointed to the new places."""
+    """The values, each after what it needs; slots and inputs are pointed to the new places."""
     place: dict[int, int] = {}
 
     def visit(index: int) -> int:
@@ -267,7 +267,7 @@ def _natural_ends(seen: _Seen, slots: list[SlotDraft], kept: set[int], replayed:
 def _levels(
     stream: EventStream, cuts: list[int], storages: set[int], seen: _Seen
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients then."""
+    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients."""
     level = gradients = 0
     base, gradient = [0] * len(cuts), [0] * len(cuts)
     p = -1
@@ -301,7 +301,9 @@ def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDr
     """Calls that save the same kinds of tensors of the same sizes in the same order, where there are at least two."""
     keys: dict[int, str] = {}
     for k, call in enumerate(calls):
-        saved = [(values[slots[n].value].node, values[slots[n].value].bytes) for n in range(call.first_slot, call.stop_slot)]
+        saved = [
+            (values[slots[n].value].node, values[slots[n].value].bytes) for n in range(call.first_slot, call.stop_slot)
+        ]
         if saved and call.parent is not None:
             keys[k] = hashlib.blake2b(repr((call.cls, saved)).encode(), digest_size=6).hexdigest()
     count: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""One step's memory with names on it: each block is a gradient, an activation of some module, part of the loss head..."""
+"""One step's memory with names on it: each block is a gradient, an activation of some module, of the loss head..."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-
 from lowtide.errors import StalePlan
 from lowtide.identity import device_of, fingerprint, tensors_in
-from lowtide.memory.events import PHASE, Allocate, EventStream, Free, Label, Mark, Timeline
+from lowtide.memory.events import PHASE, Allocate, Category, EventStream, Free, Label, Mark, Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import repeated_blocks
 from lowtide.rehearsal.checks import check
@@ -37,8 +36,8 @@ def timeline(
     """What is in memory after each allocation of one `step(batch)`, by category and module, without or under a plan.
 
     Bytes are over entry: parameters and whatever else exists before the step are not in it. The step is run twice, the
-    second time is shown (when the optimizer has its state), and afterwards everything is as it was. Raises RehearsalError
-    for a step that can't be rehearsed, StalePlan for a plan of another model.
+    second time is shown (when the optimizer has its state), and afterwards everything is as it was. Raises
+    RehearsalError for a step that can't be rehearsed, StalePlan for a plan of another model.
     """
     check(model, step)
     if plan is not None:
@@ -99,23 +98,20 @@ def _labels(stream: EventStream, names: _Names) -> dict[int, Label]:
     labels: dict[int, Label] = {}
     at: dict[int, Allocate] = {}
     blocks: dict[int, Allocate] = {}
-    last = max((i for i, e in enumerate(stream) if _is(e, "leave") and e.data in names.blocks), default=len(stream))
+    leaves = [i for i, e in enumerate(stream) if type(e) is Mark and e.label == "leave" and e.data in names.blocks]
+    last = max(leaves, default=len(stream))
     for i, event in enumerate(stream):
         if type(event) is Allocate:
             at[event.address] = blocks[event.block] = event
         elif type(event) is Free and event.block in blocks:
             at.pop(blocks[event.block].address, None)
-        elif type(event) is Mark and event.label == "pack":
-            slot, where = event.data  # type: ignore[misc]
-            if where in at:
-                category = "loss head" if i > last else "activations"
-                labels.setdefault(at[where].block, Label(category, names.modules[slot], at[where].op))
-        elif type(event) is Mark and event.label in ("gradients", "optimizer state"):
-            for where in event.data:  # type: ignore[attr-defined]
-                if where in at:
-                    labels.setdefault(at[where].block, Label(event.label))  # type: ignore[arg-type]
+        elif type(event) is Mark:
+            match event.label, event.data:
+                case "pack", (int(slot), int(where)) if where in at:
+                    category: Category = "loss head" if i > last else "activations"
+                    labels.setdefault(at[where].block, Label(category, names.modules[slot], at[where].op))
+                case ("gradients" | "optimizer state") as category, tuple(addresses):
+                    for where in addresses:
+                        if where in at:
+                            labels.setdefault(at[where].block, Label(category))
     return labels
-
-
-def _is(event: object, label: str) -> bool:
-    return type(event) is Mark and event.label == label

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide.planner.records import Decisions
@@ -23,7 +22,7 @@ from lowtide.remat.seam import Seam
 from lowtide.remat.values import Handle, Maker
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 Mark = Callable[[str, object], None]
 

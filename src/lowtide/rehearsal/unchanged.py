@@ -34,9 +34,9 @@ class Unchanged:
 
     def __enter__(self) -> Self:
         self._tensors = [_Content(t) for t in _unique([*self._model.parameters(), *tree_leaves(self._batch)])]
-        self._gradients = [(p, p.grad, None if p.grad is None else _Content(p.grad)) for p in self._model.parameters()]
+        self._gradients = [(p, None if p.grad is None else _Content(p.grad)) for p in self._model.parameters()]
         self._buffers = [
-            (module, name, buffer, None if buffer is None else _Content(buffer))
+            (module, name, None if buffer is None else _Content(buffer))
             for module in self._model.modules()
             for name, buffer in module._buffers.items()
         ]
@@ -59,14 +59,14 @@ class Unchanged:
                 content.restore()
             for state in self._optimizers.values():
                 state.restore()
-            for parameter, gradient, content in self._gradients:
-                parameter.grad = gradient
-                if content is not None:
-                    content.restore()
-            for module, name, buffer, content in self._buffers:
-                module._buffers[name] = buffer
-                if content is not None:
-                    content.restore()
+            for parameter, gradient in self._gradients:
+                parameter.grad = None if gradient is None else gradient.tensor
+                if gradient is not None:
+                    gradient.restore()
+            for module, name, buffer in self._buffers:
+                module._buffers[name] = None if buffer is None else buffer.tensor
+                if buffer is not None:
+                    buffer.restore()
         for module, training in self._training:
             module.training = training
         self._random.restore()
@@ -75,7 +75,9 @@ class Unchanged:
         """Only the random numbers: the next step draws what the first one drew."""
         self._random.restore()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._hook.remove()
         self.restore()
 

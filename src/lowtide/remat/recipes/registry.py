@@ -1,6 +1,6 @@
 """How a recipe is written, and the table of all of them. docs/recipes.md has the same with an example.
 
-A recipe remakes an autograd node's output. It is a function named after what it needs, in the names of the node's own saved
+A recipe remakes an autograd node's output. It is a function of what it needs, in the names of the node's own saved
 attributes (`_saved_mat1` -> `mat1`):
 
     @recipe("AddmmBackward0", edges={"bias": 0, "mat1": 1, "mat2": 2}, owner="mat2", expensive=True)
@@ -51,7 +51,7 @@ EVERY: Final = -1
 """All input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
 
 FILLED: Final = -2
-"""The same; inputs that need no gradient may be there if they are empty, which the output's length along `dim` tells."""
+"""The same; inputs without an edge may be there if they are empty, which the output's length along `dim` tells."""
 
 OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "out_stride"})
 """Constants that describe the output itself."""
