@@ -99,5 +99,5 @@ def _not_identical(verdict: Verdict) -> str:
     kinds = ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
     return (
         f"under the plan the step gave other bits than without it: {kinds}. If two plain steps from the same state "
-        "differ too, make the step deterministic first (torch.use_deterministic_algorithms); if they do not, please report it."
+        "differ too, make the step deterministic first (torch.use_deterministic_algorithms); if not, please report it."
     )

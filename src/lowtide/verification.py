@@ -34,8 +34,8 @@ class Verdict(Record):
     plain_ms: float | None
     """None where the plain step does not fit in memory."""
     differences: dict[str, tuple[str, ...]] | None
-    """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names whose bits are not those of
-    the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
+    """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names whose bits are not those
+    of the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that were not what the plan expects, and were kept."""
 

@@ -19,7 +19,7 @@ def check(model: Any, step: Any) -> None:
         )
     if not model.training:
         raise RehearsalError(
-            f"{type(model).__name__} is in eval mode: a plan made so does not hold in training. Call model.train() first."
+            f"{type(model).__name__} is in eval mode: its plan would not hold in training. Call model.train() first."
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise RehearsalError(

@@ -148,6 +148,13 @@ class Pass:
         return False
 
 
+class _Aside:
+    """A call of the model in which the plan does nothing."""
+
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return seam.inner(*args, **kwargs)
+
+
 class Engine:
     """The pair of hooks, and the seams in a model."""
 
@@ -240,7 +247,8 @@ class Engine:
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). They win: the plan does nothing there."
                 )
-            return seam.inner(*args, **kwargs)
+            with self.now(_Aside()):
+                return seam.inner(*args, **kwargs)
         now = Pass(self)
         with saved_tensors_hooks(partial(self.pack, now), unpack), self.now(now):
             return now.call(seam, args, kwargs)

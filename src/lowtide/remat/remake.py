@@ -10,7 +10,7 @@ import torch
 from lowtide._torch import SAVED, any_autocast, base_of, is_plain, output_metadata, saved_slot
 from lowtide.remat import values
 from lowtide.remat.recipes import FILLED, OUTPUT_CONSTANTS, RECIPES, CannotRemake, Recipe
-from lowtide.remat.values import Geometry, Handle, Value, peek, register, registered
+from lowtide.remat.values import Geometry, Handle, Value, register, registered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -227,8 +227,12 @@ class _Source:
         return found.get()
 
     def saved(self, name: str) -> Any:
-        """What the node holds under `name`: handles or tensors. None if nothing, or if it is just being packed."""
-        return peek(self.node, SAVED + name) if saved_slot(self.node, SAVED + name) is not None else None
+        """What the node holds under `name`: a handle, a tensor, or a tuple of these.
+
+        None if there is nothing, if it is being packed just now, and if it is in the hands of other hooks.
+        """
+        slot = saved_slot(self.node, SAVED + name)
+        return tuple(map(ours, slot)) if isinstance(slot, tuple) else None if slot is None else ours(slot)
 
     def absent(self, name: str) -> bool:
         """Whether the op was called without this optional tensor."""
@@ -247,8 +251,8 @@ class _Source:
         """The attribute `name` of the modules that own the recipe's parameter, if they agree on it."""
         if self.recipe.owner is None:
             return None
-        parameter = self.parameter(self.recipe.owner)
-        found = [getattr(module, name) for module in self.builder.owners.get(parameter, ()) if hasattr(module, name)]
+        modules = self.builder.owners.get(self.parameter(self.recipe.owner), ())
+        found = [attribute for module in modules if (attribute := getattr(module, name, None)) is not None]
         return found[0] if found and all(same(other, found[0]) for other in found) else None
 
     def parameter(self, name: str) -> int:
@@ -261,6 +265,12 @@ class _Source:
         while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
         return 0 if node is None else id(node.variable)
+
+
+def ours(slot: Any) -> Handle | Tensor | None:
+    """What is in a node's slot, unless other hooks packed it."""
+    data: Handle | Tensor | None = slot.data
+    return data if isinstance(data, Handle) or slot.unpack_hook is None else None
 
 
 def claim(saved: Handle | Tensor) -> Handle:

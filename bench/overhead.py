@@ -1,0 +1,110 @@
+"""What the hooks cost in Python: microseconds a saved tensor, a module call and a replay, on tensors of four numbers.
+
+    python bench/overhead.py
+
+Each row is the time of a whole step with the plan less that without, over the number of tensors or calls; the op that a
+remake redoes is part of it. Best of many runs on one thread, so that a busy machine changes little.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide.remat.engine import Engine, actions_for
+
+COUNT = 200
+"""Tensors or calls in one step."""
+
+
+class Chain(nn.Module):
+    """A chain of one op, each of which saves one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(COUNT):
+            x = x.tanh()
+        return x
+
+
+class Calls(nn.Module):
+    """A chain of parts that are modules."""
+
+    def __init__(self, part: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(part() for _ in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Short(nn.Module):
+    """Something to replay: two ops that save three tensors, one of which is the argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * x.tanh()
+
+
+@contextmanager
+def planned(model: nn.Module, remake: dict[str, str] | None = None, replay: list[str] | None = None) -> Any:
+    engine = Engine(model, actions_for(remake or {}, replay or []))
+    engine.install()
+    try:
+        yield
+    finally:
+        engine.remove()
+
+
+def best(model: nn.Module, around: AbstractContextManager[Any], *, backward: bool = True, runs: int = 60) -> float:
+    """Microseconds of the fastest step."""
+    x = torch.full((4,), 0.5, requires_grad=True)
+    fastest = float("inf")
+    with around:
+        for _ in range(runs):
+            began = time.perf_counter()
+            loss = model(x).sum()
+            if backward:
+                loss.backward()
+            fastest = min(fastest, time.perf_counter() - began)
+            del loss
+    return fastest * 1e6
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    chain, identities, shorts = Chain().train(), Calls(nn.Identity).train(), Calls(Short).train()
+    all_remade = {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}
+    all_replayed = [f"parts.{n}#0" for n in range(COUNT)]
+    identity_hooks = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+    plain, calls, short = (best(model, nullcontext()) for model in (chain, identities, shorts))
+    seams = best(shorts, planned(shorts))
+    rows = [
+        ("hooks that do nothing, a tensor", best(chain, identity_hooks) - plain, None),
+        ("kept, a tensor", best(chain, planned(chain)) - plain, 5),
+        ("remade, a tensor (its op included)", best(chain, planned(chain, all_remade)) - plain, 15),
+        ("seam, a module call", best(identities, planned(identities)) - calls, None),
+        ("seam without gradients, a module call", best_without_gradients(identities), None),
+        ("replayed, a call (its three ops included)", best(shorts, planned(shorts, None, all_replayed)) - seams, None),
+    ]
+    print(f"{'what':44} {'us':>7} {'at most':>8}    (a plain step: {plain / COUNT:.1f} us an op, {short / COUNT:.1f} us a call)")
+    for what, total, limit in rows:
+        print(f"{what:44} {total / COUNT:7.2f} {limit if limit is not None else '':>8}")
+
+
+def best_without_gradients(model: nn.Module) -> float:
+    with torch.no_grad():
+        plain = best(model, nullcontext(), backward=False)
+        return best(model, planned(model), backward=False) - plain
+
+
+if __name__ == "__main__":
+    main()
