@@ -95,7 +95,8 @@ def main() -> None:
         ("seam without gradients, a module call", best_without_gradients(identities), None),
         ("replayed, a call (its three ops included)", best(shorts, planned(shorts, None, all_replayed)) - seams, None),
     ]
-    print(f"{'what':44} {'us':>7} {'at most':>8}    (a plain step: {plain / COUNT:.1f} us an op, {short / COUNT:.1f} us a call)")
+    print(f"a plain step takes {plain / COUNT:.1f} us an op, and {short / COUNT:.1f} us a call of three ops\n")
+    print(f"{'what':44} {'us':>7} {'at most':>8}")
     for what, total, limit in rows:
         print(f"{what:44} {total / COUNT:7.2f} {limit if limit is not None else '':>8}")
 

@@ -1,7 +1,7 @@
 """A zoo of architectures, each as one small training step from seed 0: `model, batch, step = ZOO[name]()`.
 
-`step(batch)` runs forward and backward and returns the detached loss. It neither zeroes gradients nor updates parameters.
-Sizes are small, but most saved tensors have a few kilobytes, so that they are worth planning.
+`step(batch)` runs forward and backward and returns the detached loss. It neither zeroes gradients nor updates
+parameters. Sizes are small, but most saved tensors have a few kilobytes, so that they are worth planning.
 """
 
 import random

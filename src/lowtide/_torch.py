@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 def node_metadata(node: Node) -> dict[Any, Any]:
     """A dict that lives and dies with the C++ node. 2.13; documented as `Node.metadata`, its use as a store is not."""
-    metadata: Any = node.metadata
-    assert isinstance(metadata, dict)
+    metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
     return metadata
 
 

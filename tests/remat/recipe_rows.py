@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.remat.recipes.elementwise import UNARY
 
@@ -43,6 +44,12 @@ def at(like: Tensor, *index: int) -> Tensor:
     return torch.tensor(index, device=like.device)
 
 
+def attend(*tensors: Tensor, **options: Any) -> Tensor:
+    """Attention, one op after the other."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*tensors, **options)
+
+
 def mask(like: Tensor, *shape: int) -> Tensor:
     return (torch.arange(torch.Size(shape).numel(), device=like.device) % 3 == 1).view(shape)
 
@@ -65,8 +72,8 @@ ACTIVATIONS = [
     row("CeluBackward1", lambda x: F.celu(x * 2, 0.7, inplace=True), (4, 6)),
     row("LeakyReluBackward0", lambda x: F.leaky_relu(x, 0.2), (4, 6)),
     row("LeakyReluBackward1", lambda x: F.leaky_relu(x * 2, 0.2, inplace=True), (4, 6)),
-    row("GeluBackward0", F.gelu, (4, 6)),
-    row("GeluBackward0", lambda x: F.gelu(x, approximate="tanh"), (4, 6), name="tanh"),
+    row("GeluBackward0", lambda x: F.gelu(x, approximate="tanh"), (4, 6)),
+    row("GeluBackward0", F.gelu, (4, 6), name="exact"),
     row("SiluBackward0", F.silu, (4, 6)),
     row("SiluBackward0", lambda x: F.silu(x * 2, inplace=True), (4, 6), name="in place"),
     row("MishBackward0", F.mish, (4, 6)),
@@ -207,6 +214,7 @@ SOFTMAX = [
     row("SoftmaxBackward0", lambda x: x.softmax(0, dtype=torch.float32), (4, 6), name="wider"),
     row("LogSoftmaxBackward0", lambda x: x.log_softmax(-1), (4, 6)),
     row("LogSoftmaxBackward0", lambda x: x.log_softmax(0, dtype=torch.float32), (4, 6), name="wider"),
+    row("SafeSoftmaxBackward0", attend, HEADS, HEADS, HEADS, name="attention"),
     row("SafeSoftmaxBackward0", lambda x: aten._safe_softmax(x.where(mask(x, 4, 1), x * torch.inf), -1), (4, 6)),
 ]
 
@@ -302,6 +310,7 @@ MATMUL = [
     row("BmmBackward0", torch.bmm, (2, 4, 6), (2, 6, 5)),
     row("BmmBackward0", torch.matmul, (2, 3, 4, 6), (3, 6, 5), name="matmul"),
     row("BmmBackward0", lambda x, y: torch.einsum("bthd,bshd->bhts", x, y), (2, 4, 3, 6), (2, 5, 3, 6), name="einsum"),
+    row("BmmBackward0", lambda q, k, v: attend(q, k, v, scale=0.3), HEADS, HEADS, HEADS, name="attention"),
     row("BaddbmmBackward0", lambda a, x, y: torch.baddbmm(a, x, y, beta=0.5, alpha=2), (2, 4, 5), (2, 4, 6), (2, 6, 5)),
     row("MvBackward0", torch.mv, (4, 6), (6,)),
     row("AddmvBackward0", lambda a, x, y: torch.addmv(a, x, y, alpha=2), (4,), (4, 6), (6,)),

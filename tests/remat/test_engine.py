@@ -7,11 +7,14 @@ import random
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -184,7 +187,9 @@ class WithState(nn.Linear):
         return dict(self.__dict__)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded]
+)
 def test_copies_and_pickles_of_a_model_have_no_plan(copied):
     model = Language(layers=1)
     model.blocks[0].out = WithState(WIDTH, WIDTH)
@@ -204,7 +209,11 @@ def test_copies_and_pickles_of_a_model_have_no_plan(copied):
 
 def test_a_second_plan_on_the_same_model_is_refused():
     model = Language(layers=1)
-    with in_force(model, "keep"), pytest.raises(lowtide.LowtideError, match="already: call remove"), in_force(model, "keep"):
+    with (
+        in_force(model, "keep"),
+        pytest.raises(lowtide.LowtideError, match="already: call remove"),
+        in_force(model, "keep"),
+    ):
         pass
     with in_force(model, "keep"):
         pass
@@ -354,7 +363,9 @@ def test_a_forward_in_another_thread_is_a_pass_of_its_own():
     plain = [gradients(ids) for ids in batches]
     with in_force(model, "remake"), ThreadPoolExecutor(4) as pool:
         planned = list(pool.map(gradients, batches))
-    assert all(torch.equal(a, b) for one, two in zip(plain, planned, strict=True) for a, b in zip(one, two, strict=True))
+    assert all(
+        torch.equal(a, b) for one, two in zip(plain, planned, strict=True) for a, b in zip(one, two, strict=True)
+    )
 
 
 class Tree(nn.Module):
@@ -423,3 +434,86 @@ def test_a_deep_chain_of_remakes_needs_no_recursion():
     plain = outcome(model, lambda: model(x).sum().backward())
     with in_force(model, "remake"):
         assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
+
+
+# --- any network, any plan --------------------------------------------------------------------------------------------
+
+
+class Drawn(nn.Module):
+    """A few ops, drawn: each takes the last value, and the older ones where it joins or comes back to something."""
+
+    def __init__(self, ops: list[tuple[int, int]], parts: list[nn.Module]):
+        super().__init__()
+        self.ops, self.parts = ops, nn.ModuleList(parts)
+
+    def forward(self, x):
+        past = [x]
+        for kind, number in self.ops:
+            old = past[number % len(past)]
+            x = past[-1]
+            match kind:
+                case 0:
+                    x = x + old
+                case 1:
+                    x = torch.cat([x[:, :16], old[:, 16:]], 1)
+                case 2:
+                    x = x.t().contiguous().t() * old
+                case 3:
+                    x = (x * 2).relu_()
+                case 4:
+                    x = x.clone()
+                    x[:, ::2].mul_(0.5)
+                case 5:
+                    one, two = x.chunk(2, 1)
+                    x = torch.cat([one * two.sigmoid(), two.tanh()], 1)
+                case 6:
+                    x = F.dropout(x, 0.3) - old.detach()
+                case 7:
+                    x = x.view(8, 4, 32).softmax(1).transpose(0, 1).reshape(32, 32)
+                case _:
+                    x = self.parts[number % len(self.parts)](x)
+            past.append(x)
+        return x
+
+
+def drawn_network(draws: list[list[tuple[int, int]]]) -> nn.Module:
+    """Networks of ops and of parts that they share; each may be a part of the next."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = [
+        nn.Linear(32, 32),
+        nn.GELU(),
+        nn.LayerNorm(32),
+        nn.Sequential(nn.Linear(32, 32), nn.SiLU()),
+    ]
+    for ops in draws:
+        parts.append(Drawn(ops, parts))
+    return nn.Sequential(nn.Linear(32, 32), parts[-1], nn.Linear(32, 32))
+
+
+OPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=5)
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(draws=st.lists(OPS, min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_any_plan_on_any_network(draws, seed):
+    model, x = drawn_network(draws), torch.linspace(-2, 2, 32 * 32).view(32, 32)
+
+    def step(_=None):
+        model(x).square().mean().backward()
+
+    plain = outcome(model, step)
+    profile = lowtide.rehearse(model.train(), step, None)
+    for plan in (
+        cheap,
+        PLANS["all recipes"],
+        PLANS["every call"],
+        partial(drawn, seed=seed),
+        partial(drawn, seed=seed + 1),
+    ):
+        engine = Engine(model, actions_for(*plan(profile)))
+        engine.install()
+        try:
+            assert differences(plain, outcome(model, step)) == []
+            assert not engine.drifted
+        finally:
+            engine.remove()

@@ -187,3 +187,18 @@ def test_what_is_not_kept_is_not_there_after_forward(way):
 
     kept, found = held("keep"), held(way)
     assert found < kept / 2
+
+
+@pytest.mark.parametrize("way", ["remake", "replay", "nest"])
+def test_what_has_been_read_is_let_go_of_although_the_graph_stays(way):
+    model = Language(layers=2)
+    with in_force(model, way):
+        loss = model(IDS).square().sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            values = [found for found in ours() if type(found) is Value]
+            assert any(not value.kept for value in values)
+            assert [value for value in values if not value.kept and value.tensor is not None] == []
+        del values
+        torch.autograd.grad(loss, model.blocks[1].norm1.weight, retain_graph=True)  # only the later part is read
+        loss.backward()

@@ -454,7 +454,9 @@ def test_a_weight_changed_in_place_before_backward_raises_as_without_a_plan(way)
             model.blocks[0].mlp[0].weight.add_(1)
         loss.backward()
 
-    words = r"one of the variables needed for gradient computation has been modified by an inplace operation.*is at version"
+    words = (
+        r"one of the variables needed for gradient computation has been modified by an inplace operation.*is at version"
+    )
     with pytest.raises(RuntimeError, match=words):
         step()
     with in_force(model, way), pytest.raises(RuntimeError, match=words):

@@ -16,23 +16,25 @@ def plan(
 ) -> Plan:
     """What to do with each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
-    `budget` is bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where
-    the profile has it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
+    A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
+    bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the profile has
+    it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
 
     Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
     Infeasible, with the smallest peak that was found, where no plan fits.
     """
-    simulator = Simulator(profile)
+    simulator = simulator_of(profile)
     plain = simulator.predict(Decisions())
     measured = profile.measured_plain_peak_bytes
     plain_bytes = plain.peak_bytes if measured is None else measured
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions = Decisions()
     if plain_bytes > budget_bytes:
-        allowed = simulator if allow == "all" else Simulator(only_cheap(profile))
-        decisions = solver(allowed, budget_bytes)
+        decisions = solver(simulator_of(profile, allow), budget_bytes)
     predicted = simulator.predict(decisions)
-    assert predicted.peak_bytes <= budget_bytes or not decisions.remake | decisions.replay, "the solver's decisions are over the budget"
+    assert predicted.peak_bytes <= budget_bytes or not decisions.remake | decisions.replay, (
+        "the solver's decisions are over the budget"
+    )
     node = {slot.address: profile.values[slot.value].node for slot in reversed(profile.slots)}
     return Plan(
         fingerprint=profile.fingerprint,
@@ -43,6 +45,20 @@ def plan(
         plain=plain,
         step_ms=profile.step_ms,
     )
+
+
+_RECENT: list[tuple[Profile, str, Simulator]] = []
+
+
+def simulator_of(profile: Profile, allow: Literal["all", "cheap"] = "all") -> Simulator:
+    """The simulator for `profile`: one of the last few where it was among them, with what solvers found on it."""
+    for known, allowed, simulator in _RECENT:
+        if known is profile and allowed == allow:
+            return simulator
+    simulator = Simulator(profile if allow == "all" else only_cheap(profile))
+    _RECENT.append((profile, allow, simulator))
+    del _RECENT[:-4]
+    return simulator
 
 
 def only_cheap(profile: Profile) -> Profile:

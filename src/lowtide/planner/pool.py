@@ -41,7 +41,12 @@ class Pool:
         start = at - 1 if at and self.found[at - 1].peak == new.peak else at
         self.found[start:end] = [new]
 
-    def best(self, limit: int) -> Found | None:
-        """The cheapest choice with a peak of at most `limit`, or None. More `limit` never gives a costlier one."""
+    def best(self, limit: int, *, at_least: tuple[float, int] = (0.0, 0)) -> Found | None:
+        """The cheapest choice with a peak of at most `limit` that costs at least `at_least`, or None.
+
+        More `limit` never gives a costlier one.
+        """
         at = bisect.bisect_right(self.found, limit, key=lambda found: found.peak)
+        while at and self.found[at - 1].cost < at_least:
+            at -= 1
         return self.found[at - 1] if at else None

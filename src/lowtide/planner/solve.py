@@ -1,6 +1,4 @@
-"""Decisions that keep a step's peak within a budget at little extra time.
-
-`Solver` is what any method has to be: an exact one belongs beside `solve_greedily`.
+"""Decisions that keep a step's peak within a budget at little extra time; more budget never costs more.
 
 The problem is a covering problem with one row for each position: take enough bytes off every position that is over the
 budget. The greedy rule for it takes the move with the most covered bytes for its cost, and counts at no position more
@@ -8,7 +6,16 @@ than is still missing there (Dobson 1982, doi 10.1287/moor.7.4.515). A move that
 that measure, and what a move covers is always simulated, never guessed. Then what turned out to be unnecessary is taken
 back, most costly first. The same is done from other starts, and the cheapest plan wins.
 
-Deterministic. Not optimal: no bound is known here, and a larger budget may by bad luck get a costlier plan.
+**More budget never costs more time.** A greedy search alone may have bad luck with the larger of two budgets. So it is
+run on the rungs of a ladder that the asked budget has no part in: the smallest peak, the plain peak, and the middles
+between them, halved again and again towards the asked budget. A rung is solved once the rungs on both sides of it are,
+and takes the cheapest choice seen that fits it, that of the rung below being one; choices cheaper than the rung above
+are left out. By induction costs fall from rung to rung, and a rung's plan is the same whichever budget led to it. A
+budget between two rungs chooses among what was seen on the way to those two rungs, costs between theirs. That is the
+same set for every budget between them, and a larger budget fits no less of it.
+
+Deterministic. Not optimal: `bound.py` says how far off it can be at most. What is given up for the order: at most one
+of 2 ** HALVINGS parts of the budget's range, and now and then a lucky find.
 """
 
 from __future__ import annotations
@@ -16,12 +23,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from lowtide.errors import Infeasible
 from lowtide.planner.indexed import Flags
 from lowtide.planner.moves import Move, Moves, Replay
+from lowtide.planner.pool import Found, Pool
 from lowtide.planner.predict import REMADE, Choice, Simulator, Sweep
 from lowtide.planner.records import Decisions, Prediction, Profile
 
@@ -32,30 +41,27 @@ GOOD_ENOUGH = 0.9
 """A move is made that is worth this share of the most that any other can be worth."""
 MOST_TRIED = 6
 """Moves that are simulated for one choice, unless none of them helps."""
+HALVINGS = 5
+"""Rungs that are solved on the way to one budget."""
 
 
 def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
-    """Decisions whose peak is at most `budget_bytes`: of several greedy attempts the one with the least extra time.
+    """Decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
 
-    Raises Infeasible, with the smallest peak that was found.
+    What was found stays with the simulator: further budgets take less long. Raises Infeasible, with the smallest peak
+    that was found.
     """
-    search = Search(simulator)
-    limit = budget_bytes - simulator.profile.static.total
-    different = {(choice.remake.tobytes(), choice.replay.tobytes()): choice for choice in search.attempts(limit)}
-    found = [search.pruned(choice, limit) for choice in different.values()]
-    if not found:
-        smallest = search.smallest()
-        if simulator.sweep(smallest).peak > limit:
-            raise infeasible(simulator, budget_bytes, smallest)
-        found = [search.pruned(smallest, limit)]
-    return simulator.decisions(search.tidied(min(found, key=search.cost)))
+    ladder = ladder_of(simulator)
+    found = ladder.best(simulator, budget_bytes - simulator.profile.static.total)
+    if found is None:
+        raise infeasible(simulator, budget_bytes, ladder.bottom.choice)
+    return simulator.decisions(Search(simulator).tidied(found.choice))
 
 
 def smallest_peak(profile: Profile) -> tuple[Decisions, Prediction]:
     """The decisions with the smallest peak that the greedy search finds, and what they need."""
     simulator = Simulator(profile)
-    search = Search(simulator)
-    decisions = simulator.decisions(search.tidied(search.smallest()))
+    decisions = simulator.decisions(Search(simulator).tidied(ladder_of(simulator).bottom.choice))
     return decisions, simulator.predict(decisions)
 
 
@@ -71,18 +77,84 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
     )
 
 
+class Ladder:
+    """Plans for peaks between the smallest and the plain one, found when they are asked for."""
+
+    def __init__(self, search: Search) -> None:
+        self._rungs: dict[int, tuple[Found, Pool]] = {}
+        smallest = search.smallest()
+        search.pruned(smallest, search.sweep(smallest).peak)
+        search.sweep(search.simulator.nothing())
+        self.bottom, self.top = search.seen.found[0], search.seen.found[-1]
+        self._seen = search.seen
+
+    def best(self, simulator: Simulator, limit: int) -> Found | None:
+        """The plan for peaks of at most `limit`, or None below the smallest. See the top of this file."""
+        if limit < self.bottom.peak:
+            return None
+        if limit >= self.top.peak:
+            return self.top
+        low, below, high, above, seen = self.bottom.peak, self.bottom, self.top.peak, self.top, [self._seen]
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            if middle == low:
+                break
+            if middle not in self._rungs:
+                self._rungs[middle] = _solved(Search(simulator), middle, below, above, seen)
+            found, pool = self._rungs[middle]
+            seen.append(pool)
+            if middle <= limit:
+                low, below = middle, found
+            else:
+                high, above = middle, found
+        return _cheapest(limit, below, above, seen)
+
+
+def _solved(search: Search, limit: int, below: Found, above: Found, seen: list[Pool]) -> tuple[Found, Pool]:
+    """The plan for the rung `limit`, between those `below` and `above`, and what was seen in looking for it."""
+    starts = [*search.attempts(limit), _cheapest(limit, below, above, seen).choice]
+    for choice in {(choice.remake.tobytes(), choice.replay.tobytes()): choice for choice in starts}.values():
+        search.pruned(choice, limit)
+    return _cheapest(limit, below, above, [*seen, search.seen]), search.seen
+
+
+def _cheapest(limit: int, below: Found, above: Found, seen: Sequence[Pool]) -> Found:
+    """Of `below`, `above` and all that was `seen` the cheapest that fits and does not cost less than `above`."""
+    if above.peak <= limit:
+        return above
+    found = (pool.best(limit, at_least=above.cost) for pool in seen)
+    return min((below, *(each for each in found if each is not None)), key=lambda each: each.cost)
+
+
+_LADDERS: WeakKeyDictionary[Simulator, Ladder] = WeakKeyDictionary()
+
+
+def ladder_of(simulator: Simulator) -> Ladder:
+    """The one ladder of `simulator`."""
+    if simulator not in _LADDERS:
+        _LADDERS[simulator] = Ladder(Search(simulator))
+    return _LADDERS[simulator]
+
+
 class Search:
     """Greedy searches on one profile. Limits are peaks in bytes beyond `static`."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self.moves = Moves(simulator)
+        self.seen = Pool()
+        """The best of all choices that were looked at, also on the way to others."""
+
+    def sweep(self, choice: Choice) -> Sweep:
+        sweep = self.simulator.sweep(choice)
+        self.seen.add(choice, sweep)
+        return sweep
 
     def cost(self, choice: Choice) -> float:
-        return self.moves.cost(self.simulator.sweep(choice))
+        return self.moves.cost(self.sweep(choice))
 
     def fits(self, choice: Choice, limit: int) -> bool:
-        return self.simulator.sweep(choice).peak <= limit
+        return self.sweep(choice).peak <= limit
 
     def attempts(self, limit: int) -> Iterator[Choice]:
         """Choices that fit: greedy from nothing, from all cheap remakes; and replays of the first calls of a level."""
@@ -100,7 +172,7 @@ class Search:
     def reduced(self, choice: Choice, limit: int) -> Choice:
         """`choice`, with moves made until it fits or no move helps."""
         in_vain: set[Move] = set()
-        sweep = self.simulator.sweep(choice)
+        sweep = self.sweep(choice)
         while sweep.peak > limit:
             worth = self.moves.worth(choice, sweep, np.maximum(sweep.usage - limit, 0))
             likely = [(float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0]
@@ -113,7 +185,7 @@ class Search:
             if move is None:
                 break
             choice = move.after(choice)
-            sweep = self.simulator.sweep(choice)
+            sweep = self.sweep(choice)
         return choice
 
     def _best(
@@ -125,7 +197,7 @@ class Search:
         for tried, (bound, move) in enumerate(moves):
             if best is not None and (most >= GOOD_ENOUGH * bound or (tried >= MOST_TRIED and bound < math.inf)):
                 break
-            after = self.simulator.sweep(move.after(choice))
+            after = self.sweep(move.after(choice))
             covered = missing - _missing(after, limit)
             if covered <= 0:
                 in_vain.add(move)
@@ -137,13 +209,13 @@ class Search:
 
     def pruned(self, choice: Choice, limit: int) -> Choice:
         """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones."""
-        sweep = self.simulator.sweep(choice)
+        sweep = self.sweep(choice)
         full = self._unkeepable(sweep, limit)
         for move in self.moves.undoing(choice):
             if any(full[list(g.storages)].any() and not choice.replay[list(g.inside)].any() for g in move.keep):
                 continue
             less = move.after(choice)
-            after = self.simulator.sweep(less)
+            after = self.sweep(less)
             if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
                 choice, sweep = less, after
                 full = self._unkeepable(sweep, limit)
@@ -164,12 +236,12 @@ class Search:
 
     def tidied(self, choice: Choice) -> Choice:
         """`choice` without decisions that change nothing."""
-        index, sweep = self.simulator.index, self.simulator.sweep(choice)
+        index, sweep = self.simulator.index, self.sweep(choice)
         effective = np.array(sweep.state)[index.slot_value] == REMADE
         needed = np.zeros_like(choice.remake)
         needed[index.slot_address[effective]] = True
         tidy = Choice(choice.remake & needed, choice.replay)
-        same = self.simulator.sweep(tidy)
+        same = self.sweep(tidy)
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
     def smallest(self) -> Choice:
@@ -177,13 +249,13 @@ class Search:
         moves = self.moves
         starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
         starts += [_replayed(start, level) for start in starts for level in moves.levels()]
-        best, peak = min(((start, self.simulator.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
+        best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
         other, step = self.simulator.nothing(), (peak - self._floor()) // 2
         while step > peak // 200:
             other = self.reduced(other, peak - step)
-            choice = min(self.reduced(best, peak - step), other, key=lambda choice: self.simulator.sweep(choice).peak)
+            choice = min(self.reduced(best, peak - step), other, key=lambda choice: self.sweep(choice).peak)
             if self.fits(choice, peak - step):
-                best, peak = choice, self.simulator.sweep(choice).peak
+                best, peak = choice, self.sweep(choice).peak
             else:
                 step //= 2
         return best

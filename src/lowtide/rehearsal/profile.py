@@ -11,6 +11,7 @@ from statistics import median
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.remat.recipes import RECIPES
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ def assemble(
                 needs=draft.needs,
                 cost_ms=draft.cost_ms,
                 flops=draft.flops,
-                expensive=draft.flops > 0,
+                expensive=draft.flops > 0 or (draft.recipe in RECIPES and RECIPES[draft.recipe].expensive),
                 transient_bytes=draft.transient_bytes,
                 refused=draft.refused,
             )

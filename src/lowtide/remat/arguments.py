@@ -32,7 +32,7 @@ Part = Callable[["_Given"], Any]
 class Arguments:
     """The arguments of one call."""
 
-    __slots__ = ("_build", "_cached", "_grads", "generators", "handles")
+    __slots__ = ("_build", "_cached", "_grads", "devices", "generators", "handles")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Handle]) -> None:
         taken = _Apart()
@@ -40,6 +40,7 @@ class Arguments:
         self.handles = tuple(hold(tensor) for tensor in taken.tensors)
         self._grads = tuple(tensor.requires_grad for tensor in taken.tensors)
         self._cached: list[_Cached] = taken.cached
+        self.devices = {tensor.device for tensor in taken.tensors}
         self.generators = tuple(taken.generators)
 
     def close(self) -> None:
@@ -48,7 +49,7 @@ class Arguments:
             cached.close()
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments as the call began with them. Raises RuntimeError if one was changed in place."""
+        """What the call began with. Raises RuntimeError if a tensor of it was changed in place."""
         pairs = zip(self.handles, self._grads, strict=True)
         tensors = [handle.get().detach().requires_grad_(grad) for handle, grad in pairs]
         args, kwargs = self._build(_Given(tensors))
@@ -150,7 +151,7 @@ class _Apart:
         return lambda given: given.tensors[place]
 
     def _object(self, thing: Any) -> Part:
-        """An object that has tensors somewhere inside is made anew; another one passes through, unless it is a cache."""
+        """One that has tensors somewhere inside is made anew; another one passes through, unless it is a cache."""
         key, kind, attributes = id(thing), type(thing), _attributes(thing)
         outside, before, cache = self._in_cache, self._encounters, self._in_cache or _is_cache(thing)
         seen = len(self._seen)
@@ -194,4 +195,6 @@ def _tuple(kind: type, items: list[Any]) -> Any:
 _DEPTH = 4
 """Objects inside of objects are looked into this deep."""
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range})
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}
+)

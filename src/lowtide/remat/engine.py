@@ -1,21 +1,18 @@
 """A plan in force on a model: one pair of hooks that decides for each saved tensor to keep, remake or replay it.
 
-Seams in the modules tell which call of which module is running, which is how a plan addresses a saved tensor. All that a
-forward pass has to remember is in one `Pass`, so nothing is left over when it ends, however it ends.
+Seams in the modules tell which call of which module is running, which is how a plan addresses a saved tensor. All that
+a forward pass has to remember is in one `Pass`, so nothing is left over when it ends, however it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
-import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -25,6 +22,8 @@ from lowtide._torch import CALL, in_backward, in_function_transform, saved_tenso
 from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.remat import values
+from lowtide.remat.actions import Actions, Decision, actions_for
+from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.remake import Builder, CannotRemake, Owners, producer
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
@@ -35,124 +34,7 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Plan
 
-
-class Decision(NamedTuple):
-    """A saved tensor, by its address, is to be remade by the recipe of an autograd node, by its name."""
-
-    node: str
-    address: str
-
-
-class Actions:
-    """What a plan says about one call of one module: which ordinals are remade, and whether it is replayed."""
-
-    __slots__ = ("inputs", "remake", "replay")
-
-    def __init__(self) -> None:
-        self.remake: dict[int, Decision] = {}
-        self.inputs: dict[int, Decision] = {}
-        self.replay = False
-
-
-NO_ACTIONS = Actions()
-
-
-class Scope:
-    """A module call in progress."""
-
-    __slots__ = ("actions", "number", "ordinal", "path")
-
-    def __init__(self, path: str, number: int, actions: Actions) -> None:
-        self.path, self.number, self.actions = path, number, actions
-        self.ordinal = 0
-        """Tensors saved by the call itself, not by calls inside of it."""
-
-    @property
-    def id(self) -> str:
-        return f"{self.path}#{self.number}"
-
-
-class _Called(Protocol):
-    """Who is told that a module is called: the forward pass, or a replay in progress."""
-
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-class _Here(threading.local):
-    now: _Called | None = None
-
-
-class Pass:
-    """One run of the model's forward: where in the model it is."""
-
-    __slots__ = ("engine", "frame", "numbers", "scope")
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.scope: Scope | None = None
-        self.frame: Frame | None = None
-        """The innermost call in progress that will be replayed."""
-        self.numbers: dict[Seam, int] = {}
-        """Calls of each module so far."""
-
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module is called."""
-        number = self.numbers.get(seam, 0)
-        self.numbers[seam] = number + 1
-        outer = self.scope
-        self.scope = scope = Scope(seam.path, number, seam.actions.get(number, NO_ACTIONS))
-        try:
-            if values.probe is not None:
-                values.probe.entering(seam, args, kwargs)
-            if seam.replays:
-                return self.framed(seam, scope, args, kwargs)
-            return seam.inner(*args, **kwargs)
-        finally:
-            if values.probe is not None:
-                values.probe.leaving(seam)
-            self.scope = outer
-
-    def framed(self, seam: Seam, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that the plan may want replayed: then everything it saves is left to that."""
-        outer = self.frame
-        replay = scope.actions.replay and torch.is_grad_enabled() and self.ours(seam)
-        if outer is not None:
-            outer.nested.append((seam, replay))
-        if not replay:
-            return seam.inner(*args, **kwargs)
-        hold = partial(self.argument, scope.actions.inputs, itertools.count(), outer)
-        self.frame = frame = Frame(seam, args, kwargs, hold, outer)
-        try:
-            return seam.inner(*args, **kwargs)
-        finally:
-            self.frame = outer
-            frame.close()
-
-    def argument(
-        self, decisions: Mapping[int, Decision], places: Iterator[int], outer: Frame | None, tensor: Tensor
-    ) -> Handle:
-        """Hold an argument of a call that will be replayed, as if the call around it had saved it."""
-        if outer is not None:
-            outer.count += 1
-        return self.engine.hold(tensor, decisions.get(next(places)), outer)
-
-    def ours(self, seam: Seam) -> bool:
-        """Whether saved tensors come to us here; if not, say so."""
-        hooks = saved_tensor_hooks()
-        if hooks is not None and hooks[1] is unpack:
-            return True
-        self.engine.say(
-            f"the plan replays {seam}, whose saved tensors are in the hands of other hooks: torch.utils.checkpoint, "
-            "gradient_checkpointing_enable() or saved_tensors_hooks in the model. They win. Rehearse again with them."
-        )
-        return False
-
-
-class _Aside:
-    """A call of the model in which the plan does nothing."""
-
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return seam.inner(*args, **kwargs)
+__all__ = ["Actions", "Applied", "Decision", "Engine", "Pass", "actions_for", "apply"]
 
 
 class Engine:
@@ -164,7 +46,7 @@ class Engine:
         self.actions = actions
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
-        self.here = _Here()
+        self.here = Here()
         self._seams: list[Seam] = []
         self._said: set[str] = set()
 
@@ -232,7 +114,7 @@ class Engine:
     # --- the calls
 
     def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model, or a part of it, is called from outside: with the hooks, where there will be a backward of training."""
+        """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
         if not torch.is_grad_enabled() or not self.model.training or in_backward():
             return seam.inner(*args, **kwargs)  # inside of backward: what somebody else checkpointed is recomputed
         if in_function_transform():
@@ -247,14 +129,14 @@ class Engine:
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). They win: the plan does nothing there."
                 )
-            with self.now(_Aside()):
+            with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         now = Pass(self)
         with saved_tensors_hooks(partial(self.pack, now), unpack), self.now(now):
             return now.call(seam, args, kwargs)
 
     @contextlib.contextmanager
-    def now(self, called: _Called) -> Iterator[None]:
+    def now(self, called: Called) -> Iterator[None]:
         """Modules that are called in this thread tell `called`."""
         before, self.here.now = self.here.now, called
         try:
@@ -263,7 +145,7 @@ class Engine:
             self.here.now = before
 
     def install(self) -> None:
-        """Put a seam into every module. Undone by `remove`. Raises LowtideError if there is a plan on the model already."""
+        """Put a seam into every module, until `remove`. Raises LowtideError if the model has a plan already."""
         front = self.model.__dict__.get(CALL)
         while isinstance(front, Seam):
             if front.engine.model is self.model:
@@ -334,24 +216,10 @@ class Applied:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
-
-
-def actions_for(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, dict[int, Actions]]:
-    """Decisions by module path and call number, from addresses as plans write them."""
-    table: dict[str, dict[int, Actions]] = {}
-
-    def of(call: str) -> Actions:
-        path, _, number = call.rpartition("#")
-        return table.setdefault(path, {}).setdefault(int(number), Actions())
-
-    for address, node in remake.items():
-        call, mark, place = re.split(r"([:@])(?=\d+$)", address)
-        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(node, address)
-    for call in replay:
-        of(call).replay = True
-    return table
 
 
 def apply(model: nn.Module, plan: Plan) -> Applied:

@@ -58,9 +58,7 @@ class Listening:
 @contextlib.contextmanager
 def only(acting: set[int], modules: tuple[nn.Module, ...]) -> Iterator[None]:
     """Of the hooks of `modules` only those in `acting` run."""
-    silenced = [
-        (table, key, hook) for table in _tables(modules) for key, hook in table.items() if key not in acting
-    ]
+    silenced = [(table, key, hook) for table in _tables(modules) for key, hook in table.items() if key not in acting]
     for table, key, _ in silenced:
         table[key] = _nothing
     try:

@@ -227,21 +227,15 @@ class _Source:
         return found.get()
 
     def saved(self, name: str) -> Any:
-        """What the node holds under `name`: a handle, a tensor, or a tuple of these.
-
-        None if there is nothing, if it is being packed just now, and if it is in the hands of other hooks.
-        """
+        """What the node holds under `name`: a handle, a tensor, or a tuple of these; None if nothing (yet)."""
         slot = saved_slot(self.node, SAVED + name)
         return tuple(map(ours, slot)) if isinstance(slot, tuple) else None if slot is None else ours(slot)
 
     def absent(self, name: str) -> bool:
         """Whether the op was called without this optional tensor."""
-        slot = saved_slot(self.node, SAVED + name)
-        if name not in self.recipe.optional or (slot is not None and slot.unpack_hook is not None):
-            return False
         partner = self.recipe.together.get(name)
-        if partner is None:
-            return True
+        if partner is None or name not in self.recipe.optional:
+            return name in self.recipe.optional
         if saved_slot(self.node, SAVED + partner) is not None:
             return self.saved(partner) is None
         sizes = self.constant(partner)
@@ -268,9 +262,11 @@ class _Source:
 
 
 def ours(slot: Any) -> Handle | Tensor | None:
-    """What is in a node's slot, unless other hooks packed it."""
+    """What is in a node's slot. Raises CannotRemake if other hooks packed it: that would pass for nothing."""
     data: Handle | Tensor | None = slot.data
-    return data if isinstance(data, Handle) or slot.unpack_hook is None else None
+    if not isinstance(data, Handle) and slot.unpack_hook is not None:
+        raise CannotRemake("it was made from what other hooks have packed, or what has been freed")
+    return data
 
 
 def claim(saved: Handle | Tensor) -> Handle:

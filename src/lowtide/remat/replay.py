@@ -1,11 +1,12 @@
 """A module call that is run again when backward first needs what it saved.
 
-For what has no recipe: decomposed activations, custom functions, random masks; and for the insides of whole blocks. The
-second run sees exactly what the first one saw and leaves no trace (`surroundings.py`, `arguments.py`, `hooks.py`). It
-stops as soon as the last tensor that somebody waits for is there, so the products at a block's end are never redone.
+For what has no recipe: decomposed activations, custom functions, random masks; and for the insides of whole blocks.
+The second run sees exactly what the first one saw and leaves no trace (`surroundings.py`, `arguments.py`, `hooks.py`).
+It stops as soon as the last tensor that somebody waits for is there, so that the products at a block's end are never
+redone.
 
-Replays nest. The arguments of a replayed call inside of another one are saved tensors of the outer one: its replay brings
-them back, and what the inner call saved is left to the inner call's own replay. So places are counted alike in both runs.
+Replays nest. The arguments of a replayed call inside of another one are saved tensors of the outer one: its replay
+brings them back, and what the inner call saved is left to the inner call's own. Places are counted alike in both runs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,17 @@ class Frame:
     """One call of a replayed module: what it was given, what it saw, and the values that it can bring back."""
 
     __slots__ = (
-        "__weakref__", "_listening", "_expected", "_static", "arguments", "count", "nested", "outer", "seam", "surroundings", "values",
+        "__weakref__",
+        "_expected",
+        "_listening",
+        "_static",
+        "arguments",
+        "count",
+        "nested",
+        "outer",
+        "seam",
+        "surroundings",
+        "values",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +77,7 @@ class Frame:
         self.seam = seam
         self.outer = outer
         self.arguments = Arguments(args, kwargs, hold)
-        self.surroundings = Surroundings(seam.reach, self.arguments.generators)
+        self.surroundings = Surroundings(seam.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
         """Tensors saved since the call began."""
         self.values: dict[int, weakref.ref[Value]] = {}
@@ -181,8 +192,8 @@ class Frame:
         expected = self._expected.get(place)
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (
-            f"{self.seam} saved {found} when it was run again, where it had saved {was} (tensor {place}). It depends on "
-            "something besides its arguments, random numbers, buffers and flags: exclude it from replays."
+            f"{self.seam} saved {found} when it was run again, where it had saved {was} (tensor {place}). It depends "
+            "on something besides its arguments, random numbers, buffers and flags: exclude it from replays."
         )
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lowtide.remat.engine import Actions, Engine
+    from lowtide.remat.actions import Actions
+    from lowtide.remat.engine import Engine
 
 
 class Seam:
@@ -83,4 +84,3 @@ class Seam:
             if caller is not None and caller is not self.module:  # a replica of nn.DataParallel has all our attributes
                 return call_module(caller, *args, **kwargs)
         return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
-

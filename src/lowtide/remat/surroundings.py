@@ -1,9 +1,9 @@
 """What a module call sees besides its arguments, taken when it begins and put back around a replay.
 
-Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the kernels
-that attention may use, training flags and buffers are as they were; afterwards everything is as it was before the replay,
-plain attributes of the modules too. Parameters, and buffers that the call does not write to, are only looked at: a replay
-that would see other ones refuses.
+Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the
+kernels that attention may use, training flags and buffers are as they were; afterwards everything is as it was before
+the replay, plain attributes of the modules too. Parameters, and buffers that the call does not write to, are only
+looked at: a replay that would see other ones refuses.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from lowtide.remat.values import changed_in_place
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    Held = tuple[tuple["Tensor", int], ...]
-
 SMALL_BYTES = 2**16
 """Buffers up to this size are copied for every call: batch norm writes to its own without autograd noticing."""
 
@@ -39,13 +37,11 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 class Reach:
     """What calls of one module can touch, and what its first call was seen to do with it."""
 
-    __slots__ = ("cards", "generators", "holds", "kinds", "modules", "numpy", "python", "written")
+    __slots__ = ("cards", "generators", "holds", "modules", "numpy", "python", "written")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
-        devices = {t.device for t in (*module.parameters(), *module.buffers())} - {torch.device("cpu")}
-        self.cards = tuple(device for device in devices if device.type != "meta")
-        self.kinds = ("cpu", *{device.type for device in self.cards})
+        self.cards = cards(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         found = (item for part in self.modules for item in vars(part).values())
         self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
         self.written: frozenset[tuple[nn.Module, str]] | None = None
@@ -64,33 +60,48 @@ class Reach:
 class Surroundings:
     """What one call saw."""
 
-    __slots__ = ("autocast", "buffers", "cards", "generators", "held", "kernels", "numpy", "python", "reach", "rng", "training")
+    __slots__ = (
+        "autocast",
+        "buffers",
+        "cards",
+        "generators",
+        "held",
+        "kernels",
+        "numpy",
+        "python",
+        "reach",
+        "rng",
+        "training",
+        "versions",
+    )
 
-    def __init__(self, reach: Reach, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self, reach: Reach, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
+    ) -> None:
+        """Of a call that begins; `devices` and `generators` are those of its arguments."""
         self.reach = reach
+        found = reach.cards | cards(devices)
         self.rng = torch.get_rng_state()
-        self.cards = tuple((card, torch.get_device_module(card).get_rng_state(card)) for card in reach.cards)
+        self.cards = tuple((card, torch.get_device_module(card).get_rng_state(card)) for card in found)
         self.generators = tuple((g, g.get_state()) for g in {*reach.generators, *generators})
         self.python = random.getstate() if reach.python is not False else None
         self.numpy = np.random.get_state() if reach.numpy is not False else None
-        self.autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in reach.kinds
-        )
+        self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(card.type for card in found)})
         self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
-        self.training = tuple(module.training for module in reach.modules)
+        self.training = [module.training for module in reach.modules]
         self.buffers = {
             (module, name): (buffer, buffer._version, buffer.detach().clone())
             for module, name, buffer in _buffers(reach.modules)
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.held = self._held()
+        self.versions = [tensor._version for tensor in self.held]
 
-    def _held(self) -> Held:
-        """Parameters, and buffers that are not copied, with their versions."""
-        parameters = (p for module in self.reach.modules for p in module._parameters.values() if p is not None)
-        buffers = (b for module, name, b in _buffers(self.reach.modules) if (module, name) not in self.buffers)
-        return tuple((tensor, tensor._version) for group in (parameters, buffers) for tensor in group)
+    def _held(self) -> list[Tensor]:
+        """Parameters, and buffers that are not copied."""
+        parameters = [p for module in self.reach.modules for p in module._parameters.values() if p is not None]
+        buffers = [b for module, name, b in _buffers(self.reach.modules) if (module, name) not in self.buffers]
+        return parameters + buffers
 
     def learn(self) -> None:
         """The first call is over: what it did not touch is not copied for the next ones."""
@@ -106,23 +117,29 @@ class Surroundings:
                 if key not in reach.written and buffer.nbytes > SMALL_BYTES:
                     del self.buffers[key]
             self.held = self._held()
+            self.versions = [tensor._version for tensor in self.held]
         if reach.python is None:
             reach.python = random.getstate() != self.python
         if reach.numpy is None:
             reach.numpy = not _same(np.random.get_state(), self.numpy)
+        self.python = self.python if reach.python else None
+        self.numpy = self.numpy if reach.numpy else None
 
     def changed(self) -> dict[int, _Changed]:
         """By `id`, what is to stand for parameters that were changed in place since.
 
         An optimizer that steps inside of backward changes those which backward is through with; a replay that is only
-        now needed stops before it comes to them, or must not run. Raises RuntimeError if a parameter is another one now,
-        or if a buffer is not what the call saw.
+        now needed stops before it comes to them, or must not run. Raises RuntimeError if a parameter is another one
+        now, or if a buffer is not what the call saw.
         """
         found: dict[int, _Changed] = {}
         now = self._held()
-        if len(now) != len(self.held) or any(a is not b for (a, _), (b, _) in zip(now, self.held, strict=True)):
+        if len(now) != len(self.held) or any(a is not b for a, b in zip(now, self.held, strict=True)):
             raise RuntimeError("a parameter or buffer of a module that is to be run again was replaced after forward.")
-        for (tensor, version), (_, before) in zip(now, self.held, strict=True):
+        versions = [tensor._version for tensor in now]
+        if versions == self.versions:
+            return found
+        for tensor, version, before in zip(now, versions, self.versions, strict=True):
             if version != before:
                 why = changed_in_place(tensor, before)
                 if not isinstance(tensor, torch.nn.Parameter):
@@ -140,8 +157,8 @@ class Surroundings:
             stack.enter_context(_attributes_back(self.reach.modules))
             if changed:
                 for module in self.reach.modules:
-                    parameters = module._parameters
-                    parameters.update({n: changed[id(p)] for n, p in parameters.items() if id(p) in changed})  # type: ignore[misc]
+                    table: dict[str, Any] = module._parameters
+                    table.update({name: changed[id(p)] for name, p in table.items() if id(p) in changed})
             self._draw_again(stack)
             for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
                 if enabled() != then:
@@ -153,8 +170,10 @@ class Surroundings:
             for (module, name), (buffer, _, content) in self.buffers.items():
                 module._buffers[name] = copies.setdefault(id(buffer), content.clone())
             stack.enter_context(torch.enable_grad())
-            for kind, on, dtype, cache in self.autocast:
-                stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
+            for kind, *state in self.autocast:
+                if state != _autocast(kind):
+                    on, dtype, cache = state
+                    stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
             yield
 
     def _draw_again(self, stack: contextlib.ExitStack) -> None:
@@ -162,9 +181,9 @@ class Surroundings:
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         torch.set_rng_state(self.rng)
         for card, state in self.cards:
-            cards = torch.get_device_module(card)
-            stack.callback(cards.set_rng_state, cards.get_rng_state(card), card)
-            cards.set_rng_state(state, card)
+            device = torch.get_device_module(card)
+            stack.callback(device.set_rng_state, device.get_rng_state(card), card)
+            device.set_rng_state(state, card)
         for generator, state in self.generators:
             stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
@@ -195,9 +214,19 @@ def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
         yield
     finally:
         for table, was in zip(tables, before, strict=True):
-            for name in table.keys() - was.keys():
-                del table[name]
+            if len(table) != len(was):
+                for name in table.keys() - was.keys():
+                    del table[name]
             table.update(was)
+
+
+def cards(devices: Iterable[torch.device]) -> frozenset[torch.device]:
+    """Those with random numbers of their own beside the CPU's."""
+    return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
+
+
+def _autocast(kind: str) -> list[Any]:
+    return [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()]
 
 
 def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:

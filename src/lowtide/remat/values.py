@@ -120,10 +120,11 @@ class Handle:
             value.tensor = None
 
     def wait(self) -> None:
-        """Be unread again: what this is an operand of is made once more in the same pass."""
-        if self.seen != _NEVER and self.seen == self.value.seen:
-            self.value.reads -= 1
-        self.seen = _NEVER
+        """Be unread, also if what this is an operand of has been made before in the same pass."""
+        if self.seen != _NEVER:
+            if self.seen == self.value.seen:
+                self.value.reads -= 1
+            self.seen = _NEVER
 
     def __del__(self) -> None:
         value = self.value
@@ -139,22 +140,25 @@ def bring_back(value: Value) -> Tensor:
 
     Not by recursion: a chain of remakes may be as long as a model is deep.
     """
-    pending = [(value, False)]
+    pending = [value]
     while True:
-        top, ready = pending.pop()
-        maker = top.maker
+        top = pending[-1]
+        if top.tensor is not None and top is not value:
+            pending.pop()
+            continue
+        maker, missing = top.maker, []
         assert maker is not None
-        if ready and not pending:
+        for operand in maker.operands:
+            if operand is not None:
+                operand.wait()  # so that what is made for it stays until it is read
+                if operand.value.tensor is None:
+                    missing.append(operand.value)
+        if missing:
+            pending += missing
+        elif top is value:
             return maker.make(top)
-        if ready:
+        else:
             maker.make(top)
-        elif top.tensor is None or not pending:
-            pending.append((top, True))
-            for operand in maker.operands:
-                if operand is not None:
-                    operand.wait()
-                    if operand.value.tensor is None:
-                        pending.append((operand.value, False))
 
 
 def changed_in_place(tensor: Tensor, version: int) -> str:

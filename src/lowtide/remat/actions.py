@@ -1,0 +1,44 @@
+"""What a plan says about each call of each module: the addresses of its decisions, looked up once and not in every step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class Decision(NamedTuple):
+    """A saved tensor, by its address, is to be remade by the recipe of an autograd node, by its name."""
+
+    node: str
+    address: str
+
+
+class Actions:
+    """What a plan says about one call of one module: which ordinals are remade, and whether it is replayed."""
+
+    __slots__ = ("inputs", "remake", "replay")
+
+    def __init__(self) -> None:
+        self.remake: dict[int, Decision] = {}
+        self.inputs: dict[int, Decision] = {}
+        self.replay = False
+
+
+NO_ACTIONS = Actions()
+
+
+def actions_for(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, dict[int, Actions]]:
+    """Decisions by module path and call number, from addresses as plans write them."""
+    table: dict[str, dict[int, Actions]] = {}
+
+    def of(call: str) -> Actions:
+        path, _, number = call.rpartition("#")
+        return table.setdefault(path, {}).setdefault(int(number), Actions())
+
+    for address, node in remake.items():
+        call, mark, place = re.split(r"([:@])(?=\d+$)", address)
+        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(node, address)
+    for call in replay:
+        of(call).replay = True
+    return table

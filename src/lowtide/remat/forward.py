@@ -1,0 +1,123 @@
+"""One run of a model's forward: which call of which module is in progress, and what is left to replays."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lowtide._torch import saved_tensor_hooks
+from lowtide.remat import values
+from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
+from lowtide.remat.replay import Frame
+from lowtide.remat.values import Handle, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.remat.engine import Engine
+    from lowtide.remat.seam import Seam
+
+
+class Scope:
+    """A module call in progress."""
+
+    __slots__ = ("actions", "number", "ordinal", "path")
+
+    def __init__(self, path: str, number: int, actions: Actions) -> None:
+        self.path, self.number, self.actions = path, number, actions
+        self.ordinal = 0
+        """Tensors saved by the call itself, not by calls inside of it."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.path}#{self.number}"
+
+
+class Called(Protocol):
+    """Who is told that a module is called: the forward pass, or a replay in progress."""
+
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class Here(threading.local):
+    """Who is told in this thread; nobody outside of the model."""
+
+    now: Called | None = None
+
+
+class Pass:
+    """One run of the model's forward: where in the model it is."""
+
+    __slots__ = ("engine", "frame", "numbers", "scope")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.scope: Scope | None = None
+        self.frame: Frame | None = None
+        """The innermost call in progress that will be replayed."""
+        self.numbers: dict[Seam, int] = {}
+        """Calls of each module so far."""
+
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module is called."""
+        number = self.numbers.get(seam, 0)
+        self.numbers[seam] = number + 1
+        outer = self.scope
+        self.scope = scope = Scope(seam.path, number, seam.actions.get(number, NO_ACTIONS))
+        try:
+            if values.probe is not None:
+                values.probe.entering(seam, args, kwargs)
+            if seam.replays:
+                return self.framed(seam, scope, args, kwargs)
+            return seam.inner(*args, **kwargs)
+        finally:
+            if values.probe is not None:
+                values.probe.leaving(seam)
+            self.scope = outer
+
+    def framed(self, seam: Seam, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that the plan may want replayed: then everything it saves is left to that."""
+        outer = self.frame
+        replay = scope.actions.replay and torch.is_grad_enabled() and self.ours(seam)
+        if outer is not None:
+            outer.nested.append((seam, replay))
+        if not replay:
+            return seam.inner(*args, **kwargs)
+        hold = partial(self.argument, scope.actions.inputs, itertools.count(), outer)
+        self.frame = frame = Frame(seam, args, kwargs, hold, outer)
+        try:
+            return seam.inner(*args, **kwargs)
+        finally:
+            self.frame = outer
+            frame.close()
+
+    def argument(
+        self, decisions: Mapping[int, Decision], places: Iterator[int], outer: Frame | None, tensor: Tensor
+    ) -> Handle:
+        """Hold an argument of a call that will be replayed, as if the call around it had saved it."""
+        if outer is not None:
+            outer.count += 1
+        return self.engine.hold(tensor, decisions.get(next(places)), outer)
+
+    def ours(self, seam: Seam) -> bool:
+        """Whether saved tensors come to us here; if not, say so."""
+        hooks = saved_tensor_hooks()
+        if hooks is not None and hooks[1] is unpack:
+            return True
+        self.engine.say(
+            f"the plan replays {seam}, whose saved tensors are in the hands of other hooks: torch.utils.checkpoint, "
+            "gradient_checkpointing_enable() or saved_tensors_hooks in the model. They win. Rehearse again with them."
+        )
+        return False
+
+
+class Aside:
+    """A call of the model in which the plan does nothing."""
+
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return seam.inner(*args, **kwargs)
