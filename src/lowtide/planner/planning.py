@@ -17,8 +17,8 @@ def plan(
     """What to do with each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
     A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
-    bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the profile has
-    it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
+    bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the profile
+    has it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
 
     Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
     Infeasible, with the smallest peak that was found, where no plan fits.

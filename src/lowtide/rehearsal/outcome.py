@@ -27,6 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _PHRASES)
 
+
 _PIECE = 1 << 22
 """Elements that are digested at once."""
 
@@ -92,7 +93,8 @@ def digest(tensor: Tensor) -> str:
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
     content = hashlib.blake2b(f"{dense.dtype}{tuple(dense.shape)}".encode(), digest_size=16)
-    for piece in dense.flatten().split(_PIECE):  # copies: a storage that NumPy has seen can't be told from a borrowed one
+    for piece in torch.split(dense.flatten(), _PIECE):
+        # A copy: a storage that NumPy has seen can't be told from a borrowed one.
         content.update(piece.view(torch.uint8).cpu().clone().numpy().data)
     return content.hexdigest()
 

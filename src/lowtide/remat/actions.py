@@ -1,4 +1,4 @@
-"""What a plan says about each call of each module: the addresses of its decisions, looked up once and not in every step."""
+"""What a plan says about each call of each module, by address: looked up once and not in every step."""
 
 from __future__ import annotations
 
