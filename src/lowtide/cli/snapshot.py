@@ -1,0 +1,95 @@
+"""`lowtide snapshot`: what a memory snapshot of PyTorch says, without torch and without a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowtide.units import format_bytes, format_ratio
+
+if TYPE_CHECKING:
+    from lowtide.memory.snapshots.summary import Share, Summary
+
+
+@click.command("snapshot")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--device", type=click.IntRange(0), metavar="N", help="Which device.  [default: the only one]")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="Origins to list.")
+@click.option(
+    "--alloc-conf",
+    "settings",
+    multiple=True,
+    metavar="TEXT",
+    help="Also say what the same requests would reserve with these allocator settings, as in "
+    '"expandable_segments:True". May be given several times; "" for the defaults.',
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all that was found as JSON.")
+def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...], as_json: bool) -> None:
+    """Say what FILE holds: the peak and what was alive there, and where reserved memory went.
+
+    FILE is what torch.cuda.memory._dump_snapshot writes, or Lowtide. Only plain data is read from it, so it may come
+    from anywhere.
+    """
+    from lowtide.memory.allocator.config import AllocatorConfig
+    from lowtide.memory.snapshots.reading import Snapshot
+    from lowtide.memory.snapshots.summary import summarize
+
+    others = [AllocatorConfig.parse(text) for text in settings]
+    found = summarize(Snapshot.read(file), device, others)
+    if as_json:
+        click.echo(found.to_json())
+    else:
+        click.echo("\n".join(_report(found, top)))
+
+
+def _report(found: Summary, top: int) -> Iterator[str]:
+    during = f", in {found.peak_during}" if found.peak_during else ""
+    yield f"device {found.device}: peak {format_bytes(found.peak_bytes)} requested{during}"
+    yield from _columns(
+        f"held from the device, {found.settings or 'settings ' + ('default' if found.settings == '' else 'unknown')}:",
+        [
+            ("at the peak", found.reserved_at_peak_bytes, ""),
+            ("at most", found.peak_reserved_bytes, ""),
+            *((f"at most, if {text or 'default'}", n_bytes, "(simulated)") for text, n_bytes in found.under.items()),
+        ],
+    )
+    if found.categories:
+        yield from _columns("alive at the peak:", _rows(found.categories))
+    yield from _columns("where it was asked for:", _rows(found.origins[:top], found.origins[top:]))
+    end = found.at_end
+    rows = [
+        ("in use", end.requested_bytes, ""),
+        ("lost to rounding", end.rounding_bytes, ""),
+        ("idle beside blocks in use", end.idle_in_use_bytes, _share(end.idle_in_use_bytes, end.reserved_bytes)),
+        ("idle segments", end.idle_segments_bytes, _share(end.idle_segments_bytes, end.reserved_bytes)),
+    ]
+    title = f"at the end, {format_bytes(end.reserved_bytes)} in {_plural(end.n_segments, 'segment')}:"
+    yield from _columns(title, [row for row in rows if row[1]])
+
+
+def _rows(shares: Iterable[Share], others: tuple[Share, ...] = ()) -> list[tuple[str, int, str]]:
+    rows = [(share.name, share.bytes, _plural(share.n_blocks, "block")) for share in shares]
+    if others:
+        n_blocks = sum(share.n_blocks for share in others)
+        n_bytes = sum(share.bytes for share in others)
+        rows.append((f"{_plural(len(others), 'other')}", n_bytes, _plural(n_blocks, "block")))
+    return rows
+
+
+def _share(n_bytes: int, whole: int) -> str:
+    return format_ratio(n_bytes / whole) if whole else ""
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _columns(title: str, rows: list[tuple[str, int, str]]) -> Iterator[str]:
+    if rows:
+        yield title
+        width = max(len(name) for name, _, _ in rows)
+        for name, n_bytes, rest in rows:
+            yield f"  {name:<{width}}  {format_bytes(n_bytes):>8}  {rest}".rstrip()

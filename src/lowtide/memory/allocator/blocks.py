@@ -1,0 +1,83 @@
+"""Pieces of device memory, and the free ones in the order in which they are looked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+ADDRESS_BITS = 64
+"""A key is a size, and behind it so many bits of an address."""
+
+
+class Block:
+    """A piece of one segment; `previous` and `next` are its neighbours in it. Sizes and addresses are bytes.
+
+    `requested` is what the tensor asked for, `size` what it got. Only virtual memory can be not `mapped`.
+    """
+
+    __slots__ = ("address", "free", "idle_since", "is_used", "key", "mapped", "next", "previous", "requested", "size")
+
+    def __init__(self, address: int, size: int, free: FreeBlocks, mapped: bool = True) -> None:
+        self.address = address
+        self.size = size
+        self.free = free
+        self.mapped = mapped
+        self.is_used = False
+        self.requested = 0
+        self.previous: Block | None = None
+        self.next: Block | None = None
+        self.key = 0
+        self.idle_since = 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its segment holds other blocks too."""
+        return self.previous is not None or self.next is not None
+
+    def insert_before(self, other: Block) -> None:
+        """Become the neighbour in front of `other`."""
+        before = self.previous = other.previous
+        self.next = other
+        other.previous = self
+        if before is not None:
+            before.next = self
+
+
+class FreeBlocks:
+    """The free blocks of one stream and one pool, by size and then by address (BlockComparatorSize).
+
+    So the first block from some size on is the best fit, and among equals the one at the lowest address.
+    `smallest_rest` is the least that is cut off a block which is larger than needed. `unmapped` are pieces of virtual
+    memory without pages behind them, by address.
+    """
+
+    __slots__ = ("blocks", "is_small", "keys", "smallest_rest", "stream", "unmapped")
+
+    def __init__(self, stream: int, is_small: bool, smallest_rest: int) -> None:
+        self.stream = stream
+        self.is_small = is_small
+        self.smallest_rest = smallest_rest
+        self.blocks: list[Block] = []
+        self.keys: list[int] = []  # of the blocks, in the same order: bisecting over numbers is what makes this fast
+        self.unmapped: list[Block] = []
+
+    def first(self, size: int) -> int:
+        """Where the blocks of at least `size` bytes begin in `blocks`."""
+        return bisect_left(self.keys, size << ADDRESS_BITS)
+
+    def add(self, block: Block) -> None:
+        key = block.key = block.size << ADDRESS_BITS | block.address
+        at = bisect_left(self.keys, key)
+        self.keys.insert(at, key)
+        self.blocks.insert(at, block)
+
+    def pop(self, at: int) -> Block:
+        del self.keys[at]
+        return self.blocks.pop(at)
+
+    def remove(self, block: Block) -> None:
+        at = bisect_left(self.keys, block.key)
+        del self.keys[at], self.blocks[at]
+
+    def add_unmapped(self, block: Block) -> None:
+        insort(self.unmapped, block, key=attrgetter("address"))

@@ -1,0 +1,115 @@
+"""An event stream through the allocator: what its blocks would make a card reserve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lowtide.memory.allocator.caching import OutOfMemory
+from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.allocator.expandable import allocator_for
+from lowtide.memory.events import Allocate, EventStream, Free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The request that the device refused: event number `index` of the stream, -1 for what was there at entry."""
+
+    index: int
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What a stream needs on a card, entry included: the peaks of `torch.cuda.memory_stats`, each in its own moment.
+
+    After a failure they are those up to there.
+    """
+
+    peak_requested_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    n_retries: int
+    """How often the cache had to be emptied to make room; each time the device waits."""
+    failure: Failure | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every request was met."""
+        return self.failure is None
+
+
+def simulate(
+    stream: EventStream,
+    config: AllocatorConfig | None = None,
+    capacity: int | None = None,
+    *,
+    total: int | None = None,
+    at_entry: Iterable[int] = (),
+) -> Reserved:
+    """What `stream` makes the caching allocator reserve, on one CUDA stream.
+
+    `capacity` is the bytes that the device can give, None for no end, and `total` those to which a memory fraction
+    applies. `at_entry` are the sizes of the blocks that are there when the stream begins and stay; blocks from entry
+    that the stream frees are put beside them, as their sizes are known from it.
+    """
+    allocator = allocator_for(config, capacity, total=total)
+    alive = {}
+    index = -1
+    failure = None
+    try:
+        for n_bytes in at_entry:
+            if n_bytes:  # for nothing torch takes nothing
+                allocator.malloc(n_bytes)
+        for freed in freed_from_entry(stream):
+            if freed.bytes:
+                alive[freed.block] = allocator.malloc(freed.bytes)
+        for index, event in enumerate(stream.events):  # noqa: B007  for the failure
+            if type(event) is Allocate:
+                if event.bytes:
+                    alive[event.block] = allocator.malloc(event.bytes)
+            elif type(event) is Free and event.bytes:
+                allocator.free(alive.pop(event.block))
+    except OutOfMemory as refusal:
+        failure = Failure(
+            index=index,
+            requested_bytes=refusal.requested,
+            allocated_bytes=refusal.allocated,
+            reserved_bytes=refusal.reserved,
+        )
+    return Reserved(
+        peak_requested_bytes=allocator.peak_requested,
+        peak_allocated_bytes=allocator.peak_allocated,
+        peak_reserved_bytes=allocator.peak_reserved,
+        n_retries=allocator.n_retries,
+        failure=failure,
+    )
+
+
+def smallest_capacity(
+    stream: EventStream, config: AllocatorConfig | None = None, *, at_entry: Iterable[int] = ()
+) -> int:
+    """The fewest bytes of a device on which `stream` runs, to 2 MiB; below its peak of reserved bytes if retries help.
+
+    Bisection over simulations. That what fits a device also fits every larger one holds for all recordings tried, but
+    best fit does not promise it.
+    """
+    step = 2 * 2**20
+    blocks = tuple(at_entry)
+    free = simulate(stream, config, at_entry=blocks)
+    low, high = free.peak_allocated_bytes // step, -(-free.peak_reserved_bytes // step)
+    while low < high:
+        middle = (low + high) // 2
+        if simulate(stream, config, middle * step, at_entry=blocks).fits:
+            high = middle
+        else:
+            low = middle + 1
+    return high * step
+
+
+def freed_from_entry(stream: EventStream) -> tuple[Free, ...]:
+    """The frees of blocks that the stream did not allocate."""
+    allocated = {event.block for event in stream.events if type(event) is Allocate}
+    return tuple(event for event in stream.events if type(event) is Free and event.block not in allocated)

@@ -1,0 +1,108 @@
+"""A table of CUDA cards, for what is planned on a machine that has none of them.
+
+`total_bytes` is what torch calls `total_memory`: what the driver leaves of the nominal size. Drivers differ in that by
+up to 1 %, and error correction, where it can be turned on, takes more: each number is the smallest of those that were
+found, rather than the one of a lucky machine. The CUDA context of each process comes out of it too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lowtide import units
+from lowtide.errors import BudgetError, LowtideError
+
+_KIB = 2**10
+_DEVICE_QUERY = "output of NVIDIA's deviceQuery, driver for CUDA {}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One kind of card. `capability` is its compute capability; None for a card of which only the size is known."""
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int] | None
+    source: str
+
+    def cublas_workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int | None:
+        """What each cuBLAS handle takes; see the function. None where the capability is not known."""
+        return None if self.capability is None else cublas_workspace_bytes(self.capability, environment)
+
+
+def _card(name: str, total_bytes: int, capability: tuple[int, int], source: str) -> Card:
+    return Card(name=name, total_bytes=total_bytes, capability=capability, source=source)
+
+
+CARDS: tuple[Card, ...] = (
+    _card("RTX 4060", 8_318_222_336, (8, 9), "total_memory in the artefact of xMem (Middleware 2025)"),
+    _card("RTX 3060", 12_587_106_304, (8, 6), _DEVICE_QUERY.format("12.4")),
+    _card("T4", 15_642_329_088, (7, 5), _DEVICE_QUERY.format("12.5")),
+    _card("V100-16", 16_911_433_728, (7, 0), _DEVICE_QUERY.format("11.0")),
+    _card("L4", 23_583_784_960, (8, 9), "deviceQuery in github.com/bottlerocket-os/bottlerocket-kernel-kit/pull/139"),
+    _card("RTX 4090", 25_250_627_584, (8, 9), _DEVICE_QUERY.format("13.0")),
+    _card("RTX 3090", 25_414_860_800, (8, 6), _DEVICE_QUERY.format("12.1")),
+    _card("RTX 5090", 33_660_534_784, (12, 0), _DEVICE_QUERY.format("13.0")),
+    _card("A100-40", 42_298_834_944, (8, 0), "deviceQuery in github.com/bottlerocket-os/bottlerocket/pull/3873"),
+    _card("L40S", 47_576_711_168, (8, 9), _DEVICE_QUERY.format("12.4")),
+    _card("RTX A6000", 51_160_023_040, (8, 6), _DEVICE_QUERY.format("12.7")),
+    _card("A100-80", 84_974_239_744, (8, 0), _DEVICE_QUERY.format("12.4") + " (PCIe; the SXM4 has a little more)"),
+    _card("H100-80", 85_017_755_648, (9, 0), _DEVICE_QUERY.format("13.0")),
+    _card("H200-141", 143_156 * 2**20, (9, 0), "torch.cuda.get_device_properties, in whole MiB"),
+)
+"""The smallest first."""
+
+
+def parse_card(text: str) -> Card:
+    """The card that is meant by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a card's full name.
+
+    Raises LowtideError for names that fit no card or several, naming the nearest, and for sizes that are none.
+    """
+    wanted = text.strip()
+    if wanted.lower().startswith("cuda:"):
+        wanted = wanted[len("cuda:") :]
+        try:
+            n_bytes = units.parse_bytes(wanted)
+        except BudgetError:
+            pass
+        else:
+            return Card(name=f"cuda:{wanted}", total_bytes=n_bytes, capability=None, source="the size that was given")
+    key = _key(wanted)
+    by_key = {_key(card.name): card for card in CARDS}
+    if key in by_key:
+        return by_key[key]
+    close = [card for known, card in by_key.items() if key and known.startswith((key, f"rtx{key}"))]
+    if len(close) == 1:
+        return close[0]
+    near = close or [by_key[known] for known in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)] or list(CARDS)
+    which = "several cards are called so" if close else "no card is called so"
+    raise LowtideError(
+        f"{text!r} is no card that is known: {which}.\n"
+        f"  {'Nearest' if len(near) < len(CARDS) else 'Known'}: {', '.join(card.name for card in near)}; "
+        'or give its memory, as in "cuda:24GiB".'
+    )
+
+
+def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
+    """What torch takes from its allocator for each pair of a cuBLAS handle and a stream, at the first product.
+
+    Forward and backward run in threads with a handle each, so a training step on one stream has two. Read in
+    aten/src/ATen/cuda/CublasHandlePool.cpp (parseChosenWorkspaceSize): 8,519,680 bytes (":4096:2:16:8"), 32 MiB on
+    Hopper, and on Blackwell (10.x, 12.x) since github.com/pytorch/pytorch/pull/175344 of February 2026.
+    CUBLAS_WORKSPACE_CONFIG replaces them: pairs ":KiB:count".
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(kib) * int(count) for kib, count in pairs) * _KIB
+    major = capability[0]
+    return 32 * 2**20 if major in (9, 10, 12) else (4096 * 2 + 16 * 8) * _KIB
+
+
+def _key(name: str) -> str:
+    """The part of a name that tells cards apart: "NVIDIA A100-SXM4-80GB" is "a10080"."""
+    bare = re.sub(r"nvidia|geforce|tesla|pcie|sxm\d?|hbm\d?e?|(?<=\d)\s*gb\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", bare)

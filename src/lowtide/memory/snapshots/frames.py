@@ -1,0 +1,37 @@
+"""What a recorded stack says: which operator asked for memory, and which line of the user's program called it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")  # less the overload: div_Tensor
+_NOT_TOLD = re.compile(r"(?:site|dist)-packages[/\\](?:torch|torchvision|einops)[/\\]")
+
+Frames = Sequence[Mapping[str, Any]]
+
+
+def operator(frames: Frames) -> str:
+    """The innermost operator, "aten::mm"; the innermost Python function where C++ frames were not recorded; or ""."""
+    for frame in frames:
+        match = _OPERATOR.match(str(frame.get("name", "")))
+        if match:
+            return f"aten::{match[1]}"
+    python = next(_python(frames), None)
+    return str(python.get("name", "")) if python else ""
+
+
+def place(frames: Frames) -> str:
+    """The innermost line outside of torch and einops, "model.py:42 forward"; else any Python line; or ""."""
+    python = list(_python(frames))
+    own = [frame for frame in python if not _NOT_TOLD.search(str(frame["filename"]))]
+    if not python:
+        return ""
+    frame = (own or python)[0]
+    return f"{PurePath(str(frame['filename'])).name}:{frame.get('line', 0)} {frame.get('name', '')}".rstrip()
+
+
+def _python(frames: Frames) -> Iterator[Mapping[str, Any]]:
+    return (frame for frame in frames if str(frame.get("filename", "")).endswith(".py"))

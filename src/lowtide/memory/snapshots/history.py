@@ -1,0 +1,162 @@
+"""What happened on a device, rebuilt from the state at the end of a snapshot and the history that led there.
+
+Going back from the end through the history gives what was there at its start; from there it goes forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from lowtide.errors import LowtideError
+from lowtide.memory.events import CATEGORIES, PHASE, Allocate, Category, Event, EventStream, Free, Label, Mark, Timeline
+from lowtide.memory.snapshots.frames import Frames, operator, place
+
+ANNOTATION = "annotation"
+"""Label of the marks where a `record_function` of the recorded program began; their data is its name."""
+
+WRITTEN_BY = "lowtide"
+"""Key of the snapshots that Lowtide writes: in them labels and phases are known."""
+
+GROWTH = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""The actions of a history that change what is held from the device, and which way."""
+
+Entry = Mapping[str, Any]
+"""One action of a history, or one block of a segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """One device's memory from the start of the recording to the snapshot.
+
+    The first `n_entry` events of the stream are the allocations of what was there when the recording began, so levels
+    are all that the device holds, in bytes requested. `places` says where in the user's program a block was asked for,
+    as far as stacks were recorded. `reserved` has the bytes held from the device after each event of the stream.
+    """
+
+    device: int
+    timeline: Timeline
+    n_entry: int
+    places: dict[int, str]
+    reserved: tuple[int, ...]
+    peak_reserved_bytes: int
+
+    @property
+    def over_entry(self) -> EventStream:
+        """The recorded events alone, as a recorder on the spot would have seen them."""
+        stream = self.timeline.stream
+        return stream.between(self.n_entry, len(stream))
+
+
+class Held(NamedTuple):
+    """A block in use: the bytes requested, and the entry that says the most about it."""
+
+    bytes: int
+    source: Entry
+
+
+def rebuild(
+    device: int, segments: Sequence[Entry], actions: Sequence[Entry], annotations: Iterable[Entry], *, is_ours: bool
+) -> History:
+    """The history of one device. Raises LowtideError where the actions do not lead to the segments."""
+    builder = _Builder(sum(segment["total_size"] for segment in segments), actions, is_ours)
+    for address, held in sorted(held_at_start(segments, actions).items()):
+        builder.allocate(address, held.bytes, held.source)
+    n_entry = len(builder.events)
+    marks = _marks(annotations, device, is_ours)
+    for action in actions:
+        while marks and marks[-1][0] <= action.get("time_us", 0):
+            builder.add(marks.pop()[1])
+        kind = action["action"]
+        if kind == "alloc":
+            builder.allocate(action["addr"], action["size"], action)
+        elif kind == "free_completed":
+            builder.free(action["addr"])
+        elif kind in GROWTH:
+            builder.grow(GROWTH[kind] * action["size"])
+    for _, mark in reversed(marks):
+        builder.add(mark)
+    timeline = Timeline(EventStream(tuple(builder.events), f"cuda:{device}"), builder.labels)
+    return History(device, timeline, n_entry, builder.places, tuple(builder.curve), builder.peak_reserved_bytes)
+
+
+def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:
+    """The blocks in use before the first action, by address: those at the end, undone action by action."""
+    held = _held_at_end(segments)
+    for action in reversed(actions):
+        if action["action"] == "free_completed":
+            held[action["addr"]] = Held(action["size"], {})  # its stack is that of the free, and says nothing here
+        elif action["action"] == "alloc" and held.pop(action["addr"], None) is None:
+            raise LowtideError(
+                f"this history does not lead to its snapshot: a block of {action['size']} bytes at "
+                f"{action['addr']:#x} was allocated, not freed, and is not there at the end.\n"
+                "  Record all actions: torch.cuda.memory._record_memory_history() without skip_actions."
+            )
+    return held
+
+
+def _held_at_end(segments: Sequence[Entry]) -> dict[int, Held]:
+    held = {}
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if str(block["state"]).startswith("active"):  # allocated, or freed and still used by a stream
+                held[address] = Held(block.get("requested_size", block["size"]), block)
+            address += block["size"]  # older files do not give each block's own
+    return held
+
+
+class _Builder:
+    """Collects events, with the bytes held from the device after each."""
+
+    def __init__(self, reserved_at_end: int, actions: Sequence[Entry], is_ours: bool) -> None:
+        self.events: list[Event] = []
+        self.curve: list[int] = []
+        self.labels: dict[int, Label] = {}
+        self.places: dict[int, str] = {}
+        self._alive: dict[int, Allocate] = {}
+        self._n_blocks = 0
+        self._is_ours = is_ours
+        grown = sum(GROWTH[action["action"]] * action["size"] for action in actions if action["action"] in GROWTH)
+        self._reserved = self.peak_reserved_bytes = reserved_at_end - grown
+
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+        self.curve.append(self._reserved)
+
+    def allocate(self, address: int, n_bytes: int, source: Entry) -> None:
+        number = self._n_blocks
+        self._n_blocks += 1
+        frames: Frames = source.get("frames") or ()
+        if self._is_ours:
+            block = Allocate(number, n_bytes, address, str(frames[0]["name"]) if frames else "")
+            if len(frames) > 1 and source.get("category") in CATEGORIES:
+                category = cast(Category, source["category"])
+                self.labels[number] = Label(category, str(frames[1]["filename"]), str(frames[1]["name"]))
+        else:
+            block = Allocate(number, n_bytes, address, operator(frames))
+            where = place(frames)
+            if where:
+                self.places[number] = where
+        self._alive[address] = block
+        self.add(block)
+
+    def free(self, address: int) -> None:
+        block = self._alive.pop(address)
+        self.add(Free(block.block, block.bytes))
+
+    def grow(self, n_bytes: int) -> None:
+        self._reserved += n_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self._reserved)
+
+
+def _marks(annotations: Iterable[Entry], device: int, is_ours: bool) -> list[tuple[int, Mark]]:
+    """When each annotation of the device began, the last first."""
+    label = PHASE if is_ours else ANNOTATION
+    begun = [
+        (entry["time_us"], Mark(label, entry["name"]))
+        for entry in annotations
+        if entry["device"] == device and entry["stage"] == "START"
+    ]
+    return sorted(begun, key=lambda timed: -timed[0])

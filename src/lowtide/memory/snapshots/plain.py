@@ -1,0 +1,33 @@
+"""A pickle reader that makes plain data and nothing else, so that a file from a stranger can do no harm."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lowtide.errors import LowtideError
+
+
+class _Plain(pickle.Unpickler):
+    """Builds dicts, lists, tuples, text, numbers, booleans and None; refuses whatever names a class or function."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it points to data outside of it")
+
+
+def load_plain(path: str | Path) -> Any:
+    """The plain data pickled in a file. Raises LowtideError for other files, and for a pickle that holds more."""
+    try:
+        with Path(path).open("rb") as file:
+            return _Plain(file).load()
+    except OSError as error:
+        raise LowtideError(f"no snapshot could be read: {error}.") from error
+    except Exception as error:  # a broken pickle may raise nearly anything
+        raise LowtideError(
+            f"{path} is not a memory snapshot: {error or type(error).__name__}.\n"
+            "  A snapshot is plain data, pickled: torch.cuda.memory._dump_snapshot(path) writes one."
+        ) from error

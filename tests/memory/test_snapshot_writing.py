@@ -1,0 +1,156 @@
+"""Timelines written as snapshots: read back the same, and opened by PyTorch's own viewer."""
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import RunPython
+from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark, Timeline
+from lowtide.memory.snapshots.reading import Snapshot
+from lowtide.memory.snapshots.summary import summarize
+from lowtide.memory.snapshots.writing import snapshot_of, write_snapshot
+
+MIB = 2**20
+
+STREAM = EventStream(
+    (
+        Mark(PHASE, "forward"),
+        Allocate(0, 3_000_000, 0x10, "aten::mm"),
+        Allocate(1, 512, 0x20, ""),
+        Free(-1, 1000),  # of a block from entry
+        Mark(PHASE, "backward"),
+        Allocate(2, 20 * MIB + 1, 0x30, "aten::mul"),
+        Free(0, 3_000_000),
+        Allocate(3, 7, 0x10, "aten::sum"),
+    )
+)
+LABELS = {0: Label("activations", "net.act", "MulBackward0"), 2: Label("gradients", "net.weight")}
+
+
+def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "snapshot.pickle"
+    write_snapshot(Timeline(STREAM, LABELS), file, AllocatorConfig.parse("max_split_size_mb:64"), at_entry=[5000, 0])
+    snapshot = Snapshot.read(file)
+    history = snapshot.history()
+    assert str(snapshot.settings) == "max_split_size_mb:64"
+    assert history.n_entry == 2
+    first, second = history.timeline.stream.events[:2]
+    assert {(e.bytes, e.op) for e in (first, second) if type(e) is Allocate} == {(5000, ""), (1000, "")}
+    back, there = Timeline(history.over_entry), Timeline(STREAM)
+    assert back.curve == there.curve
+    assert (back.peak_bytes, back.peak_index) == (there.peak_bytes, there.peak_index)
+    assert back.phases == there.phases
+    assert _sizes_and_names(back.stream) == _sizes_and_names(STREAM)
+    labelled = history.timeline.labels
+    assert {number - history.n_entry: label for number, label in labelled.items()} == LABELS
+    summary = summarize(snapshot)
+    assert summary.peak_during == "backward"
+    assert {share.name: share.bytes for share in summary.categories} == {
+        "gradients": 20 * MIB + 1, "activations": 3_000_000, "temporaries": 5512,
+    }  # fmt: skip
+
+
+def _sizes_and_names(stream: EventStream) -> list[tuple[Any, ...]]:
+    return [
+        ("free", e.bytes) if type(e) is Free else e[1:2] + e[3:] if type(e) is Allocate else tuple(e) for e in stream
+    ]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> EventStream:
+    events: list[Event] = []
+    alive: list[Allocate] = []
+    for number in range(draw(st.integers(0, 25))):
+        kind = draw(st.sampled_from("aafe" if alive else "ae"))
+        if kind == "a":
+            alive.append(Allocate(number, draw(st.integers(1, 50 * MIB)), 0, draw(st.sampled_from(["", "aten::mm"]))))
+            events.append(alive[-1])
+        elif kind == "f":
+            gone = alive.pop(draw(st.integers(0, len(alive) - 1)))
+            events.append(Free(gone.block, gone.bytes))
+        else:
+            events.append(Free(-number - 1, draw(st.integers(1, 50 * MIB))))
+    return EventStream(tuple(events))
+
+
+@given(streams(), st.sampled_from(["", "expandable_segments:True"]), st.lists(st.integers(1, MIB), max_size=3))
+def test_any_stream_keeps_its_curve_and_pytorch_can_add_it_up(stream: EventStream, text: str, entry: list[int]) -> None:
+    from torch.cuda._memory_viz import segsum
+
+    record = snapshot_of(Timeline(stream), AllocatorConfig.parse(text), at_entry=entry)
+    history = Snapshot(record).history() if record["segments"] else None
+    if history is not None:
+        assert Timeline(history.over_entry).curve == Timeline(stream).curve
+        assert history.timeline.peak_bytes <= history.peak_reserved_bytes
+    assert "total_reserved" in segsum(record)  # it asserts that blocks make up their segments
+
+
+def test_a_step_measured_on_cpu_becomes_a_snapshot(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    from lowtide.memory.measuring import measure
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    batch = torch.randn(32, 64)
+    with measure(model) as memory:
+        model(batch).sum().backward()
+    file = tmp_path / "step.pickle"
+    write_snapshot(memory.timeline, file)
+    summary = summarize(Snapshot.read(file))
+    assert summary.peak_bytes == memory.peak_bytes
+    gradient_bytes = sum(p.numel() * 4 for p in model.parameters())
+    assert summary.at_end.requested_bytes == gradient_bytes
+    assert "gradients" in {share.name for share in summary.categories}
+    assert any("0.weight" in share.name for share in summary.origins)
+
+
+# --- PyTorch's viewer -----------------------------------------------------------------------------------------------
+
+
+def test_pytorch_s_viewer_opens_what_is_written(tmp_path: Path, run_python: RunPython) -> None:
+    file, plot = tmp_path / "snapshot.pickle", tmp_path / "plot.html"
+    write_snapshot(Timeline(STREAM, LABELS), file)
+    ran = run_python("-m", "torch.cuda._memory_viz", "trace_plot", str(file), "-o", str(plot))
+    assert ran.returncode == 0, ran.stderr
+    assert "Active Memory Timeline" in plot.read_text()
+
+
+def test_pytorch_s_other_views_find_everything_in_it() -> None:
+    from torch.cuda import _memory_viz as viz
+
+    record = snapshot_of(Timeline(STREAM, LABELS))
+    flames = viz.segments(record, format_flamegraph=lambda lines: lines)
+    assert "active_allocated;net.weight:0:;op:0:aten::mul 20971521" in flames
+    assert sum(int(line.rsplit(" ", 1)[1]) for line in flames.splitlines()) == (2 + 20 + 22) * MIB
+    assert "total_allocated: 20.0MiB" in viz.segsum(record)
+    trace = viz.trace(record)
+    assert trace.count("cudaMalloc") == 2  # the small segment is there before the first event
+    assert "20.0MiB" in trace
+    assert "Allocator State History" in viz.segment_plot(record)
+
+
+def test_the_browser_s_reader_knows_all_that_is_in_the_pickle(tmp_path: Path) -> None:
+    import pickletools
+
+    file = tmp_path / "snapshot.pickle"
+    write_snapshot(Timeline(STREAM, LABELS), file)
+    codes = [(code.name, value) for code, value, _ in pickletools.genops(file.read_bytes())]
+    assert codes[0] in (("PROTO", 2), ("PROTO", 3), ("PROTO", 4))
+    used = {name for name, _ in codes}
+    # The cases of unpickle() in torch/utils/viz/MemoryViz.js, read in torch 2.13.
+    assert used <= {
+        "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "NONE",
+        "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE",
+        "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS",
+        "SETITEM", "SETITEMS",
+    }  # fmt: skip
+
+
+def test_one_category_is_unknown_without_which_the_browser_s_viewer_stumbles() -> None:
+    stream = EventStream((Allocate(0, 1, 0, ""),))
+    trace = snapshot_of(Timeline(stream, {0: Label("gradients")}))["device_traces"][0]
+    assert {action["category"] for action in trace if "category" in action} == {"gradients", "unknown"}
