@@ -1,0 +1,235 @@
+"""How a loss averages, read from its own autograd node, and what share of a whole batch each piece of it has.
+
+The reasoning is in `accumulation.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowtide import _torch
+from lowtide.batches import tensors_by_name
+from lowtide.errors import LowtideError
+from lowtide.graphs.walk import is_leaf, variable_of
+from lowtide.remat.values import Handle, peek
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+_NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_REDUCING = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "MseLoss",
+        "L1Loss",
+        "SmoothL1Loss",
+        "HuberLoss",
+        "BinaryCrossEntropy",
+        "BinaryCrossEntropyWithLogits",
+        "SoftMarginLoss",
+    )
+)
+_MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
+_SUMS = frozenset({"SumBackward0", "SumBackward1"})
+_SAME_NUMBER = frozenset(
+    {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "CloneBackward0"}
+)
+"""What changes a loss's dtype or shape, and not how it averages."""
+
+_MEAN, _SUM = 1, 2  # at::Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How one loss was reduced to a number."""
+
+    kind: Literal["mean", "sum"]
+    terms: float
+    """What a mean was divided by; for a sum the number of its terms."""
+    target: Tensor | None = None
+    """The labels of a negative log-likelihood."""
+    ignored: int = -100
+    class_weight: Tensor | None = None
+
+
+def average_of(loss: Tensor) -> Average | None:
+    """How `loss` averages; None where its node does not tell."""
+    node = loss.grad_fn
+    while node is not None and node.name() in _SAME_NUMBER:
+        node = node.next_functions[0][0]
+    if node is None:
+        return None
+    name = node.name()
+    if name in _NLL:
+        return _likelihood(node)
+    terms = _terms(node)
+    if terms is None:
+        return None
+    if name in _MEANS:
+        return Average("mean", terms)
+    if name in _SUMS:
+        return Average("sum", terms)
+    if name in _REDUCING:
+        reduction = getattr(node, "_saved_reduction", None)
+        return Average("mean", terms) if reduction == _MEAN else Average("sum", terms) if reduction == _SUM else None
+    return None
+
+
+def _likelihood(node: Node) -> Average | None:
+    target, total, weight = (_saved(node, name) for name in ("target", "total_weight", "weight"))
+    reduction = getattr(node, "_saved_reduction", None)
+    if target is None or total is None or reduction not in (_MEAN, _SUM):
+        return None
+    ignored = int(getattr(node, "_saved_ignore_index", -100))
+    ignored = ignored - (1 << 64) if ignored >= 1 << 63 else ignored  # torch gives it as unsigned
+    kind: Literal["mean", "sum"] = "mean" if reduction == _MEAN else "sum"
+    terms = float(total) if kind == "mean" else float(target.numel())
+    return Average(kind, terms, target, ignored, weight)
+
+
+def _saved(node: Node, name: str) -> Tensor | None:
+    """A saved tensor, also where a plan of Lowtide holds it; None where somebody else's hooks do."""
+    found = peek(node, f"_saved_{name}")
+    if isinstance(found, Handle):
+        return found.get() if found.value.kept else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _terms(node: Node) -> int | None:
+    """Elements of the tensor that `node` reduced."""
+    producer, output = node.next_functions[0]
+    if producer is None:
+        return None
+    leaf = is_leaf(producer)
+    shape = variable_of(producer).shape if leaf else _torch.output_metadata(producer, output).shape
+    return int(torch.Size(shape).numel())
+
+
+def reduces_before(loss: Tensor) -> bool:
+    """Whether something else in the graph behind `loss` was reduced to one number: then its node tells only a part."""
+    node = loss.grad_fn
+    while node is not None and node.name() in _SAME_NUMBER:
+        node = node.next_functions[0][0]
+    assert node is not None
+    pending, seen = [node], {node}
+    for current in pending:  # grows while it is walked
+        for upstream, output in current.next_functions:
+            if upstream is None or is_leaf(upstream):
+                continue
+            if _torch.output_metadata(upstream, output).shape == () and (_terms_or_one(upstream) > 1):
+                return True
+            if upstream not in seen:
+                seen.add(upstream)
+                pending.append(upstream)
+    return False
+
+
+def _terms_or_one(node: Node) -> int:
+    return (_terms(node) or 1) if node.next_functions else 1
+
+
+class Shares:
+    """The share of each piece in the whole batch's loss, and how many terms each is expected to have."""
+
+    def __init__(self, shares: Sequence[float], kind: str = "", expected: Sequence[float] = ()) -> None:
+        self._shares = shares
+        self._kind = kind
+        self._expected = expected
+
+    def of(self, number: int) -> float:
+        return self._shares[number]
+
+    def check(self, number: int, average: Average | None) -> None:
+        """Raise LowtideError unless the piece was averaged as foreseen."""
+        foreseen = self._expected[number]
+        if average is not None and average.kind == self._kind and abs(average.terms - foreseen) <= 1e-6 * foreseen:
+            return
+        found = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
+        raise LowtideError(
+            f"the loss of micro-batch {number} was reduced {found}, where a {self._kind} over {foreseen:g} was "
+            "foreseen from the first one. The gradients hold only the pieces before it: zero them. Say what each "
+            "piece's mean is divided by: weight=lambda part: ..."
+        )
+
+
+def shares_for(
+    loss: Tensor,
+    parts: Sequence[Any],
+    rows: Sequence[int],
+    weight: Literal["rows", "sum"] | Callable[[Any], float | Tensor] | None,
+) -> Shares:
+    """The shares of `parts`, the first of which gave `loss`. Raises LowtideError if they can't be told."""
+    if weight == "sum":
+        return Shares([1.0] * len(parts))
+    if weight == "rows":
+        return Shares(_normalized(rows))
+    if weight is not None:
+        return Shares(_normalized([float(weight(part)) for part in parts]))
+    average = average_of(loss)
+    if average is None or reduces_before(loss):
+        assert loss.grad_fn is not None
+        raise _cannot_tell(f"it comes out of {loss.grad_fn.name()}")
+    if average.target is not None:
+        counts = _counted(average, average.target, parts)
+        if counts is None:
+            raise _cannot_tell("its labels are not among the batch's tensors, neither as they are nor shifted by one")
+    elif average.terms % rows[0]:
+        raise _cannot_tell(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
+    else:
+        counts = [average.terms / rows[0] * each for each in rows]
+    shares = Shares([1.0] * len(parts) if average.kind == "sum" else _normalized(counts), average.kind, counts)
+    shares.check(0, average)
+    return shares
+
+
+def _normalized(counts: Sequence[float]) -> list[float]:
+    total = sum(counts)
+    if total <= 0:
+        raise LowtideError("no label of this batch counts, so its mean is not defined: all of them are ignored.")
+    return [count / total for count in counts]
+
+
+def _counted(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
+    """For each part what its mean is divided by, from the tensor in the batch that the labels were taken from."""
+    for name, labels in tensors_by_name(parts[0]):
+        for used in _as_labels(labels, average.ignored):
+            if _same(used(labels), target):
+                found = (used(dict(tensors_by_name(part))[name]) for part in parts)
+                return [_counts(average, each) for each in found]
+    return None
+
+
+def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """How a batch's tensor becomes labels: as it is, or shifted by one with the last place cut off or ignored."""
+    if labels.is_floating_point() or labels.is_complex() or not labels.dim():
+        return
+    yield lambda each: each
+    if labels.dim() > 1:
+        yield lambda each: each[..., 1:]
+        yield lambda each: torch.nn.functional.pad(each, (0, 1), value=ignored)[..., 1:]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.numel() == other.numel() and torch.equal(one.flatten().to(other), other.flatten())
+
+
+def _counts(average: Average, labels: Tensor) -> float:
+    if average.kind == "sum":
+        return float(labels.numel())
+    counted = labels[labels != average.ignored]
+    if average.class_weight is None:
+        return float(counted.numel())
+    return float(average.class_weight[counted.to(average.class_weight.device)].sum())
+
+
+def _cannot_tell(why: str) -> LowtideError:
+    return LowtideError(
+        f"it can't be told how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
+        'gradients, so say it: weight="rows" for a mean over rows, weight="sum" for a sum, or weight=lambda part: ... '
+        'for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
+    )

@@ -1,0 +1,147 @@
+"""`lowtide.micro_batches`: a batch in pieces along its rows, whatever it is nested in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lowtide.errors import LowtideError
+
+Batch = TypeVar("Batch")
+
+Span = tuple[int, int]
+"""First row and the row after the last."""
+
+
+def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list[Batch]:
+    """`batch` as `n` batches of the same type, whose rows are views of its rows: sizes differ by one at most.
+
+    A batch of fewer than `n` rows gives one piece a row. Rows are dimension 0, and there are as many as the first
+    tensor has. Dicts (`BatchEncoding` included), lists, tuples, named tuples and dataclasses may be nested in any way;
+    lists of other things than tensors and NumPy arrays are cut where they have one entry a row. Numbers, text, tensors
+    without dimensions and tensors of one row go to every piece as they are, as does what `shared` names by its key.
+
+    Raises LowtideError for a tensor with another number of rows and for containers that can't be cut.
+    """
+    if n < 1:
+        raise LowtideError(f"micro_batches was asked for {n} pieces; give 1 or more.")
+    rows = rows_of(batch, shared)
+    cut = _Cut(rows, frozenset(shared))
+    return [cast("Batch", cut.part(batch, span, "")) for span in spans(rows, n)]
+
+
+def spans(rows: int, n: int) -> list[Span]:
+    """`n` ranges, or as many as there are rows, that cover `rows` rows: the longer ones first."""
+    n = min(n, rows)
+    size, longer = divmod(rows, n)
+    ends = [size * (i + 1) + min(i + 1, longer) for i in range(n)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
+    """Rows of the first tensor in `batch` that has any. Raises LowtideError if there is none."""
+    for name, tensor in tensors_by_name(batch):
+        if tensor.dim() and not set(name.split(".")) & set(shared):
+            if not tensor.shape[0]:
+                raise LowtideError(f"{name or 'the batch'} has no rows: there is nothing to cut.")
+            return tensor.shape[0]
+    raise LowtideError(
+        f"no rows were found: this {type(batch).__name__} holds no tensor with a dimension. Give the batch as the data "
+        "loader yields it: tensors, or dicts, lists, tuples and dataclasses of tensors."
+    )
+
+
+def tensors_by_name(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a batch, with where they are: `labels`, `0.boxes`."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+        return
+    for key, child in _children(batch):
+        yield from tensors_by_name(child, f"{name}.{key}" if name else key)
+
+
+def _children(batch: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        yield from ((str(key), child) for key, child in batch.items())
+    elif isinstance(batch, list | tuple):
+        yield from ((str(index), child) for index, child in enumerate(batch))
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        yield from ((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch))
+
+
+class _Cut:
+    def __init__(self, rows: int, shared: frozenset[str]) -> None:
+        self._rows = rows
+        self._shared = shared
+
+    def part(self, batch: Any, span: Span, name: str) -> Any:
+        """The rows `span` of `batch`, which is at `name` in the whole."""
+        if name.rpartition(".")[2] in self._shared:
+            return batch
+        if isinstance(batch, Tensor):
+            return self._tensor(batch, span, name)
+        if isinstance(batch, PackedSequence):
+            raise self._refused(name, "a PackedSequence is ordered by length, not by row; pack the pieces instead")
+        children = {key: self.part(child, span, f"{name}.{key}" if name else key) for key, child in _children(batch)}
+        if isinstance(batch, Mapping):
+            return self._mapping(batch, children, span)
+        if isinstance(batch, list | tuple):
+            if len(batch) == self._rows and not any(True for _ in tensors_by_name(batch)):
+                return batch[slice(*span)]  # texts, file names, numbers: one a row
+            parts = list(children.values())
+            if hasattr(batch, "_fields"):  # a named tuple takes them one by one
+                return type(batch)(*parts)
+            return type(batch)(parts)
+        if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+            changed = copy.copy(batch)
+            for key, child in children.items():
+                object.__setattr__(changed, key, child)  # also where it is frozen
+            return changed
+        return self._other(batch, span, name)
+
+    def _tensor(self, tensor: Tensor, span: Span, name: str) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise self._refused(name, "it is sparse or nested; make it dense, or cut the batch in the data loader")
+        if tensor.dim() == 0 or (tensor.shape[0] == 1 and self._rows != 1):
+            return tensor
+        if tensor.shape[0] != self._rows:
+            raise self._refused(
+                name,
+                f"it has {tensor.shape[0]} rows where the batch has {self._rows}. If every piece needs all of it, say "
+                f"shared={{{name.rpartition('.')[2]!r}}}",
+            )
+        return tensor[slice(*span)]
+
+    def _mapping(self, batch: Mapping[Any, Any], children: dict[str, Any], span: Span) -> Any:
+        keys = list(batch)
+        changed = copy.copy(batch)
+        for key, child in zip(keys, children.values(), strict=True):
+            changed[key] = child  # type: ignore[index]
+        encodings = getattr(batch, "_encodings", None)  # of a BatchEncoding: one a row, for word_ids() and the like
+        if encodings is not None and len(encodings) == self._rows:
+            changed._encodings = encodings[slice(*span)]  # type: ignore[attr-defined]
+        return changed
+
+    def _other(self, thing: Any, span: Span, name: str) -> Any:
+        if thing is None or isinstance(thing, bool | int | float | complex | str | bytes | enum.Enum | type):
+            return thing
+        if isinstance(thing, torch.dtype | torch.device | torch.Generator):
+            return thing
+        shape = getattr(thing, "shape", None)  # NumPy and its kin
+        if isinstance(shape, tuple) and hasattr(thing, "__getitem__"):
+            return thing[slice(*span)] if shape and shape[0] == self._rows else thing
+        raise self._refused(
+            name,
+            f"a {type(thing).__name__} can't be cut into rows. Pass dicts, lists, tuples or dataclasses; if every "
+            f"piece needs all of it, say shared={{{name.rpartition('.')[2]!r}}}",
+        )
+
+    def _refused(self, name: str, why: str) -> LowtideError:
+        return LowtideError(f"{name or 'this batch'} can't be cut into micro-batches: {why}.")

@@ -1,0 +1,38 @@
+"""`lowtide explain`: why memory ran out, from an error message or a log."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+import click
+
+from lowtide.errors import LowtideError
+
+
+@click.command("explain")
+@click.argument("file", type=click.File(encoding="utf-8", errors="replace"))
+@click.option(
+    "--alloc-conf",
+    metavar="TEXT",
+    help="What PYTORCH_CUDA_ALLOC_CONF was in the run that failed, if the log does not say it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all that was found as JSON.")
+def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
+    """Why memory ran out: FILE is an error message or a whole log, "-" reads it from stdin.
+
+    Knows the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, those of Ascend NPUs, and those of the
+    libraries around it. Needs no torch and no device. Exit code 2: there is no message in it that is known.
+    """
+    from lowtide.oom import explain as explain_text
+
+    text = file.read()
+    found = explain_text(text if alloc_conf is None else f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n{text}")
+    if found is None:
+        what = f"the {len(text.splitlines())} lines read" if text.strip() else "nothing: the input is empty"
+        raise LowtideError(
+            "no out-of-memory message that is known.\n"
+            f"  Found: {what}.\n"
+            "  Give the text of the error, with its traceback if there is one: python train.py 2>&1 | lowtide explain -"
+        )
+    click.echo(found.to_json() if as_json else str(found))
+    return 0

@@ -1,0 +1,122 @@
+"""Where the parts of a picture go: layers from the leaves up to the result, and an order within each layer.
+
+A layered drawing after Sugiyama, Tagawa and Toda (1981): a box is one layer above the highest of its inputs; long edges
+get a bend in every layer that they pass; each layer is ordered by the mean place of its neighbours, swept some times
+down and up. Sizes and places are in pixels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+GAP_X, GAP_Y = 24, 56
+_SWEEPS = 8
+_BEND_WIDTH = 8
+
+
+@dataclass(slots=True)
+class Box:
+    """Something drawn, or the bend of a long edge (`width` is small then)."""
+
+    width: float
+    height: float
+    layer: int
+    x: float = 0.0
+    """Of its centre."""
+    y: float = 0.0
+    above: list[int] = field(default_factory=list)
+    below: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Boxes, the first of them as given, then bends; and for each edge what it passes, lowest first."""
+
+    boxes: list[Box]
+    routes: list[list[int]]
+    width: float
+    height: float
+
+
+def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
+    """Places for boxes of these sizes (width, height) in these layers; each edge leads to a higher layer."""
+    boxes = [Box(width, height, layer) for (width, height), layer in zip(sizes, layers, strict=True)]
+    routes = [_route(boxes, start, end) for start, end in edges]
+    rows: dict[int, list[int]] = defaultdict(list)
+    for index, box in enumerate(boxes):
+        rows[box.layer].append(index)
+    ordered = [rows[layer] for layer in sorted(rows)]
+    _order(boxes, ordered)
+    width = _place(boxes, ordered)
+    y = 0.0
+    for row in reversed(ordered):  # the highest layer is drawn first: results on top
+        tallest = max(boxes[index].height for index in row)
+        for index in row:
+            boxes[index].y = y + tallest / 2
+        y += tallest + GAP_Y
+    return Layout(boxes, routes, width, max(0.0, y - GAP_Y))
+
+
+def _route(boxes: list[Box], start: int, end: int) -> list[int]:
+    """The boxes along an edge, with new bends between."""
+    route = [start]
+    for layer in range(boxes[start].layer + 1, boxes[end].layer):
+        boxes.append(Box(_BEND_WIDTH, 0, layer))
+        route.append(len(boxes) - 1)
+    route.append(end)
+    for lower, upper in pairwise(route):
+        boxes[lower].above.append(upper)
+        boxes[upper].below.append(lower)
+    return route
+
+
+def _order(boxes: list[Box], rows: list[list[int]]) -> None:
+    place = {index: float(position) for row in rows for position, index in enumerate(row)}
+    for sweep in range(_SWEEPS):
+        upwards = sweep % 2 == 0
+        for row in rows if upwards else reversed(rows):
+            means = {}
+            for index in row:
+                neighbours = boxes[index].below if upwards else boxes[index].above
+                means[index] = _mean([place[n] for n in neighbours], place[index])
+            row.sort(key=means.__getitem__)
+            place.update({index: float(position) for position, index in enumerate(row)})
+
+
+def _place(boxes: list[Box], rows: list[list[int]]) -> float:
+    """Give each box its x, towards its neighbours and clear of those beside it; returns the width of all."""
+    for row in rows:
+        x = 0.0
+        for index in row:
+            boxes[index].x = x + boxes[index].width / 2
+            x += boxes[index].width + GAP_X
+    for sweep in range(_SWEEPS):
+        for row in rows if sweep % 2 else reversed(rows):
+            wanted = [
+                _mean([boxes[n].x for n in (boxes[i].below if sweep % 2 else boxes[i].above)], boxes[i].x) for i in row
+            ]
+            _settle([boxes[i] for i in row], wanted)
+    left = min((box.x - box.width / 2 for box in boxes), default=0.0)
+    for box in boxes:
+        box.x -= left
+    return max((box.x + box.width / 2 for box in boxes), default=0.0)
+
+
+def _settle(row: list[Box], wanted: list[float]) -> None:
+    """As near to the wanted places as boxes in a row can be: pushed apart from both sides, averaged."""
+    from_left, from_right = list(wanted), list(wanted)
+    for i in range(1, len(row)):
+        apart = (row[i - 1].width + row[i].width) / 2 + GAP_X
+        from_left[i] = max(from_left[i], from_left[i - 1] + apart)
+    for i in range(len(row) - 2, -1, -1):
+        apart = (row[i].width + row[i + 1].width) / 2 + GAP_X
+        from_right[i] = min(from_right[i], from_right[i + 1] - apart)
+    for box, left, right in zip(row, from_left, from_right, strict=True):
+        box.x = (left + right) / 2
+
+
+def _mean(numbers: list[float], default: float) -> float:
+    return sum(numbers) / len(numbers) if numbers else default

@@ -1,0 +1,89 @@
+"""A message, its cause and what to do, as one record and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide.oom.advice import Action, advise
+from lowtide.oom.causes import Cause, find_cause
+from lowtide.oom.facts import Facts, facts_in
+from lowtide.oom.message import Message
+from lowtide.oom.parse import messages, most_telling
+from lowtide.planner.records import Record
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation(Record):
+    """Why memory ran out, and what to do about it. `print` it."""
+
+    message: Message
+    cause: Cause
+    actions: tuple[Action, ...]
+    facts: Facts
+    further: int = 0
+    """Messages of other wordings in the same text: other ranks, or what came of the first."""
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def explain(text: str, facts: Facts | None = None) -> Explanation | None:
+    """The out-of-memory message in `text`, explained; None where there is none that is known.
+
+    `facts` replaces what can be told from the text around the message.
+    """
+    found = messages(text)
+    if not found:
+        return None
+    message = most_telling(found)
+    known = facts_in(text) if facts is None else facts
+    cause = find_cause(message, known)
+    return Explanation(
+        message=message,
+        cause=cause,
+        actions=advise(message, known, cause),
+        facts=known,
+        further=len(found) - 1,
+    )
+
+
+def _lines(e: Explanation) -> Iterator[str]:
+    sure = "" if e.message.certain else " (this message often means memory, not always)"
+    yield f"out of memory: {e.cause.claim} [{e.cause.code}]{sure}"
+    yield from (f"  {line}" for line in e.cause.evidence)
+    numbers = list(_numbers(e.message))
+    if numbers:
+        where = f" of {e.message.kind} {e.message.device}" if e.message.device is not None else ""
+        yield f"the numbers{where}:"
+        width = max(len(format_bytes(amount)) for _, amount in numbers)
+        yield from (f"  {format_bytes(amount):>{width}}  {name}" for name, amount in numbers)
+    if e.facts.holders:
+        yield "largest holders:"
+        width = max(len(format_bytes(holder.bytes)) for holder in e.facts.holders)
+        yield from (f"  {format_bytes(holder.bytes):>{width}}  {holder.name}" for holder in e.facts.holders)
+    yield "what to do, best first:"
+    for number, action in enumerate(e.actions, 1):
+        amount = "" if action.bytes is None else f" [{format_bytes(action.bytes)}]"
+        yield f"  {number}. {action.text}{amount}"
+    yield from e.facts.notes
+    if e.further:
+        yield f"{e.further} more message{'s' * (e.further > 1)} of the kind in this text"
+
+
+def _numbers(m: Message) -> Iterator[tuple[str, int]]:
+    amounts = (
+        ("tried", m.tried_bytes),
+        ("capacity", m.total_bytes),
+        ("free", m.free_bytes),
+        ("limit", m.allowed_bytes),
+        ("this process", m.process_bytes),
+        ("in use by tensors", m.allocated_bytes),
+        ("  of that in private pools", m.private_pool_bytes),
+        ("held by PyTorch, not in use", m.unallocated_bytes),
+        ("this process, outside of PyTorch", m.outside_bytes),
+        ("other processes", m.others_bytes if m.others else None),
+        ("held by nobody named here", m.unnamed_bytes),
+    )
+    yield from ((name, amount) for name, amount in amounts if amount is not None)

@@ -1,0 +1,45 @@
+"""The limits on this process's main memory, and what the machine has; nothing where the system does not say."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+
+def address_space() -> tuple[int, int] | None:
+    """Limit on this process's address space (`ulimit -v`) and what is used of it, bytes; None where there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return limit, pages * resource.getpagesize()
+
+
+def control_group() -> tuple[int, int] | None:
+    """Limit of the container or job (cgroup v2, else v1) and what is used of it, bytes; None where there is none."""
+    for limit_file, used_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path(limit_file).read_text(encoding="ascii"))  # ValueError: "max"
+            if limit < 1 << 60:  # v1 says "none" with a huge number
+                return limit, int(Path(used_file).read_text(encoding="ascii"))
+    return None
+
+
+def machine() -> tuple[int, int] | None:
+    """Memory of the machine and what of it programs can have, bytes."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        amounts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        return amounts["MemTotal"], amounts["MemAvailable"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None

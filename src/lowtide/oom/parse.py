@@ -1,0 +1,167 @@
+"""Out-of-memory messages out of any text: exceptions, logs of several ranks, wrapped lines.
+
+A message is found by its first words and read clause by clause, because every version of torch has its own selection
+and order of them. The wordings were read in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its kin for
+other devices, `CPUAllocator.cpp`, `MPSAllocator.mm`) and of torch_npu. Units are binary whatever they are called: the
+messages that say GB divide by 1024, too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from lowtide.oom.heads import HEADS, Head
+from lowtide.oom.message import Holder, Message
+
+_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[KMGTP]i?B|B)\b"
+_UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+_CLAUSES = {
+    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable) to allocate {_SIZE}|unable to mmap {_SIZE}",
+    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}",
+    "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free",
+    "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}",
+    "cached": rf"{_SIZE} cached\)",
+    "reserved": rf"{_SIZE} reserved in total",
+    "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "pools": rf"with {_SIZE} allocated in private pools",
+    "process": rf"this process has {_SIZE} memory in use",
+    "allowed": rf"{_SIZE} allowed\b|max allowed: {_SIZE}",
+    "elsewhere": rf"other allocations: {_SIZE}",
+}
+_DEVICE = re.compile(r"\((?:[A-Z]+) +(\d+);|\b(?:GPU|GCU|Device) (\d+) has a total")
+_PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
+
+_PREFIX = re.compile(
+    r"^(?:\x1b\[[0-9;]*m)*(?:\[(?:rank ?|default)\d+\]:|\(\w+ pid=\d+[^)]*\)|\d+: (?=\[rank))\s?", re.MULTILINE
+)
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LONGEST = 2000
+"""Characters of the longest message, with some twenty processes in it."""
+
+_OWN_OVERHEAD_BYTES = 2 << 30
+"""A context and its libraries take less."""
+
+
+def messages(text: str) -> list[Message]:
+    """Every out-of-memory message in `text`, in order of appearance; those that say the same are one."""
+    text = one_line(text)
+    starts = sorted(
+        (match.start(), number, match) for number, head in enumerate(HEADS) for match in head.pattern.finditer(text)
+    )
+    found: list[Message] = []
+    end = 0
+    for place, (start, number, match) in enumerate(starts):
+        if start < end:
+            continue  # inside of what another head has taken
+        end = match.end()
+        stop = next((later for later, _, _ in starts[place + 1 :] if later >= end), len(text))
+        message = _read(HEADS[number], match, text[start : min(stop, start + _LONGEST)])
+        if all(replace(message, text=other.text) != other for other in found):
+            found.append(message)
+    return found
+
+
+def one_line(text: str) -> str:
+    """`text` without colours, the prefixes of ranks, and line breaks."""
+    text = _PREFIX.sub("", text.replace("\0", ""))
+    return re.sub(r"\s+", " ", _ANSI.sub("", text)).strip()
+
+
+def most_telling(found: list[Message]) -> Message:
+    """The message to explain: the first with numbers of a device, else with any, else the first that is certain."""
+    for tells in (
+        lambda m: m.tried_bytes is not None and m.total_bytes is not None,
+        lambda m: m.tried_bytes is not None,
+        lambda m: m.certain,
+    ):
+        for message in found:
+            if tells(message):
+                return message
+    return found[0]
+
+
+def _read(head: Head, match: re.Match[str], text: str) -> Message:
+    amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
+    form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
+    device = _DEVICE.search(text)
+    message = Message(
+        kind=head.kind or match[1].lower(),
+        form=form,
+        text=_sentences(text),
+        certain=head.certain,
+        device=None if device is None else int(device[1] or device[2]),
+        tried_bytes=amounts["tried"],
+        total_bytes=amounts["total"],
+        free_bytes=amounts["free"],
+        allocated_bytes=amounts["allocated"],
+        unallocated_bytes=_unallocated(amounts),
+        private_pool_bytes=amounts["pools"],
+        process_bytes=amounts["process"],
+        allowed_bytes=amounts["allowed"],
+        elsewhere_bytes=amounts["elsewhere"],
+        others=tuple(Holder(name=f"process {m[1]}", bytes=_bytes(m[2], m[3])) for m in _PROCESS.finditer(text)),
+    )
+    return _this_process_among(_without_nonsense(message))
+
+
+_FORMS = (
+    (r"is allocated by PyTorch, with .* private pools", "torch 2.4 and later"),
+    (r"has a total capacty of", "torch 2.1"),
+    (r"has a total capacity of", "torch 2.2 and later"),
+    (r"reserved in total", "torch 1.4 to 2.0"),
+    (r"cached\)", "torch 1.0 to 1.3"),
+)
+
+
+def _unallocated(amounts: dict[str, int | None]) -> int | None:
+    """What PyTorch holds and does not use: said as such, or as "cached", or to be had from what it holds in all."""
+    if amounts["reserved"] is not None and amounts["allocated"] is not None:
+        return max(0, amounts["reserved"] - amounts["allocated"])
+    return amounts["unallocated"] if amounts["cached"] is None else amounts["cached"]
+
+
+def _without_nonsense(message: Message) -> Message:
+    """Without amounts above the capacity: where the driver does not know (WSL), 17179869184 GiB are said."""
+    total = message.total_bytes
+    if total is None:
+        return message
+    others = tuple(other for other in message.others if other.bytes <= total)
+    own = message.process_bytes
+    return replace(message, others=others, process_bytes=None if own is None or own > total else own)
+
+
+def _this_process_among(message: Message) -> Message:
+    """In a container a process does not know its own number, and is listed as another: it is the one of its size."""
+    if message.process_bytes is not None or message.reserved_bytes is None:
+        return message
+    reserved = message.reserved_bytes
+    slack = 1 << 26  # amounts are rounded
+    for other in message.others:
+        if reserved - slack <= other.bytes < reserved + _OWN_OVERHEAD_BYTES:
+            rest = tuple(each for each in message.others if each is not other)
+            return replace(message, process_bytes=other.bytes, others=rest)
+    return message
+
+
+def _amount(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    if match is None:
+        return None
+    number, unit = [group for group in match.groups() if group is not None][:2]
+    return _bytes(number, unit)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * (1 << 10 * _UNIT[unit[0].lower()]))
+
+
+_NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
+"""The class of the next error, which its own message begins after."""
+
+
+def _sentences(text: str) -> str:
+    """The message up to torch's own advice, or to its first sentence where there are no numbers."""
+    text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
+    return _NEXT.sub("", text[:600]).strip()
