@@ -1,0 +1,192 @@
+"""The results as Markdown, and a cell as one line for the terminal. Pure functions of the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from contest.allocator import SETTINGS
+from contest.claims import claims, is_equal, loses, off_by
+from contest.records import Cell, Contest, Results
+from lowtide.units import format_bytes, format_time
+
+_INTRODUCTION = """\
+# Lowtide beside the others
+
+This page and [benchmarks.json](benchmarks.json), which has every number, were made by `{command}`.
+The step is forward and backward, without an optimizer, and with no gradients when it begins.
+
+- **Peak**: exact bytes, from the allocator's events, parameters, buffers and batch included. A share is of the plain
+  step's peak. Budgets are for the whole peak.
+- **Activations**: the plain step's peak without parameters, buffers, batch and gradients, all gradients counted. At the
+  peak itself most of those may not be there yet; the row "gradients counted at the peak" is for who counts so.
+- **FLOPs**: counted, not estimated: matrix products, convolutions and attention of one step, beyond the plain step's.
+- **Time**: the fastest step over the fastest plain one; {turns}.
+- **Equal**: loss, gradients and buffers are bit by bit the plain step's (`torch.equal`).
+
+{versions}
+
+On a CPU, memory that a process touches for the first time costs a page fault for every 4 KiB, which can be more than
+making a tensor again costs. So every point, plain and peers included, runs with the same settings of glibc's malloc,
+which keep freed pages in the process: {settings}.
+"""
+
+_PEERS = """\
+The peers:
+
+- **checkpoint** is `torch.utils.checkpoint` (non-reentrant), through transformers' own switch where the model has one,
+  else around each residual layer.
+- **selective** adds a policy for ops: save all matrix products, convolutions and attention; or, as torchtitan does,
+  attention and every second matrix product (`EverySecondMatmul` in `bench/contest/ways.py` says how that is counted).
+- **AOT** is `torch.compile` with `backend="aot_eager"`, AOTAutograd's graphs from its min-cut partitioner without
+  code generation, and that `activation_memory_budget`.
+- **torch-remat** is around every block, and does not run attention (on ResNet: the first convolution) again.
+"""
+
+
+_HELD = {True: "yes", False: "**no**", None: "not measured"}
+
+
+def page(results: Results) -> str:
+    """`docs/benchmarks.md`."""
+    return "\n".join([*_head(results), *_claims(results), _PEERS, *_models(results)]).rstrip() + "\n"
+
+
+def line(contest: Contest | None, cell: Cell) -> str:
+    """One cell for the terminal. `contest` is None for the plain step, the first."""
+    if cell.refusal is not None:
+        return f"  {cell.name:48} {cell.refusal[:70]}"
+    assert cell.peak_bytes is not None
+    if contest is None:
+        return f"  {cell.name:48} {format_bytes(cell.peak_bytes):>9}"
+    assert contest.plain.peak_bytes is not None
+    equal = "" if is_equal(cell) else "  other bits"
+    ratio = "" if cell.time_ratio is None else f"{cell.time_ratio:5.2f} x"
+    peak, flops = cell.peak_bytes / contest.plain.peak_bytes, contest.extra_flops(cell)
+    return f"  {cell.name:48} {peak:6.1%}  {flops:+6.1%} FLOPs  {ratio:7}{equal}"
+
+
+def _head(results: Results) -> Iterator[str]:
+    if not results.contests:
+        return
+    newest = results.contests[-1]
+    turns = sorted({len(cell.seconds) for contest in results.contests for cell in contest.cells if cell.seconds})
+    names = ", ".join(f"{name} {found}" for name, found in newest.versions.items())
+    minutes = sum(contest.wall_seconds for contest in results.contests) / 60
+    threads = f"{newest.threads} thread{'s' * (newest.threads > 1)} of {newest.processor}"
+    yield _INTRODUCTION.format(
+        command=results.command,
+        turns=f"of each {' or '.join(map(str, turns))}, in turns" if turns else "not measured in this run",
+        versions=f"Run with {names}; {threads}; {minutes:.0f} minutes.",
+        settings=", ".join(f"`{name}={value}`" for name, value in SETTINGS.items()),
+    )
+    if any(contest.quick for contest in results.contests):
+        yield "**A quick run: small models, few turns. Its numbers say nothing.**\n"
+
+
+def _claims(results: Results) -> Iterator[str]:
+    yield "## What is claimed, and whether it held\n"
+    yield from _table(
+        ("claim", "held", "found"),
+        [(claim.text, _HELD[claim.held], claim.found) for claim in claims(results)],
+        numbers=0,
+    )
+    for claim in claims(results):
+        if claim.against:
+            yield f"\nAgainst “{claim.text}”:\n"
+            yield from (f"- {case}" for case in claim.against)
+    yield ""
+
+
+def _models(results: Results) -> Iterator[str]:
+    for contest in results.contests:
+        yield f"## {contest.model}\n"
+        assert contest.plain.peak_bytes is not None
+        assert contest.plain.flops is not None
+        yield (
+            f"{contest.description}. Plain step: peak {format_bytes(contest.plain.peak_bytes)}, of which "
+            f"{format_bytes(contest.activation_bytes)} are activations; {contest.plain.flops / 1e9:.0f} GFLOP. "
+            f"Rehearsal: {format_time(contest.rehearsal_seconds * 1e3)}{_faults(contest)}.\n"
+        )
+        yield "At the peers' peaks:\n"
+        yield from _duels(contest)
+        yield "\nWithin budgets:\n"
+        yield from _budgets(contest)
+        yield ""
+        if contest.of("ladder"):
+            yield "From the smallest to the plain peak:\n"
+            yield from _ladder(contest)
+            yield ""
+
+
+def _faults(contest: Contest) -> str:
+    faults = [cell.faults for cell in contest.cells if cell.faults is not None]
+    return f"; page faults in a timed step: {max(faults)} at most" if faults else ""
+
+
+def _duels(contest: Contest) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = []
+    duels = dict(contest.duels())
+    for peer in contest.of("peer"):
+        mine = duels.get(peer)
+        if mine is None:
+            rows.append((peer.name, f"did not run: {peer.refusal}", *("",) * 7))
+            continue
+        verdict = "the peer" if loses(contest, peer, mine) else "Lowtide" if mine.flops != peer.flops else "even"
+        theirs, own = _measured(contest, peer), _measured(contest, mine)
+        rows.append((peer.name, *theirs, *own[:3], verdict))
+    names = ("", "peak", "FLOPs", "time", "equal", "Lowtide: peak", "FLOPs", "time", "ahead in FLOPs")
+    yield from _table(names, rows)
+
+
+def _budgets(contest: Contest) -> Iterator[str]:
+    rows = []
+    for cell in contest.of("share", "half", "smallest"):
+        budget = _share(contest, cell.budget_bytes)
+        if cell.peak_bytes is None or cell.refusal is not None:
+            rows.append((cell.name, budget, cell.refusal or "", *("",) * 5))
+        else:
+            rows.append((cell.name, budget, *_measured(contest, cell), f"{off_by(cell):+.2%}", cell.plan))
+    yield from _table(("", "budget", "peak", "FLOPs", "time", "equal", "predicted peak", "plan"), rows, numbers=6)
+
+
+def _ladder(contest: Contest) -> Iterator[str]:
+    rows = [
+        (_share(contest, cell.budget_bytes), *((cell.refusal or "", "", "") if cell.peak_bytes is None else row))
+        for cell in contest.of("ladder")
+        for row in [_ladder_row(contest, cell)]
+    ]
+    yield from _table(("budget", "peak", "FLOPs", "predicted peak"), rows)
+
+
+def _ladder_row(contest: Contest, cell: Cell) -> tuple[str, str, str]:
+    if cell.peak_bytes is None:
+        return ("", "", "")
+    return (_share(contest, cell.peak_bytes), f"{contest.extra_flops(cell):+.1%}", f"{off_by(cell):+.2%}")
+
+
+def _measured(contest: Contest, cell: Cell) -> tuple[str, str, str, str]:
+    """Peak, FLOPs, time and whether equal."""
+    if cell.peak_bytes is None or cell.refusal is not None:
+        return (cell.refusal or "not run", "", "", "")
+    time = "" if cell.time_ratio is None else f"{cell.time_ratio:.2f} x"
+    return (_share(contest, cell.peak_bytes), f"{contest.extra_flops(cell):+.1%}", time, _unequal(cell))
+
+
+def _unequal(cell: Cell) -> str:
+    checks = (("loss", cell.equal_loss), ("gradients", cell.equal_gradients), ("buffers", cell.equal_buffers))
+    others = [name for name, equal in checks if not equal]
+    return f"**not {', '.join(others)}**" if others else "yes"
+
+
+def _share(contest: Contest, n_bytes: int | None) -> str:
+    assert n_bytes is not None
+    assert contest.plain.peak_bytes is not None
+    return f"{n_bytes / contest.plain.peak_bytes:.1%}"
+
+
+def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: int | None = None) -> Iterator[str]:
+    """A Markdown table; the first column is text, and of the rest `numbers` (by default all) are set to the right."""
+    right = len(names) - 1 if numbers is None else numbers
+    yield f"| {' | '.join(names)} |"
+    yield "|" + "|".join("---:" if 0 < place <= right else "---" for place in range(len(names))) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)

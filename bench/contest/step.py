@@ -1,0 +1,132 @@
+"""One training step that can be measured: its exact peak, its exact FLOPs and its bits beside the plain step's.
+
+The step is forward and backward, with no gradients when it begins and none when it ends. There is no optimizer: its
+time and memory are the same for everybody, and would only make the differences look smaller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from contest.flops import Flops
+from contest.models import SEED, Batch, Contestant
+from lowtide.identity import static_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """What a step leaves behind."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Steps:
+    """The steps of one model. `call` runs its forward: the model itself, or something compiled from it."""
+
+    model: nn.Module
+    batch: Batch
+    call: Callable[..., Any]
+    _look: Callable[[], None] | None = None
+    _first_buffers: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._first_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    @classmethod
+    def of(cls, made: Contestant) -> Steps:
+        return cls(made.model, made.batch, made.model)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward and backward. The output object, which holds the logits, is gone before backward begins."""
+        loss: Tensor = self.call(**batch).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._look is not None:
+            self._look()
+        self.model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def reset(self) -> None:
+        """Buffers and random numbers as they were at first. Parameters never change: there is no optimizer."""
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._first_buffers[name])
+        torch.manual_seed(SEED + 1)
+
+    def bits(self) -> Bits:
+        """Of the step from the first state."""
+        found: dict[str, Tensor] = {}
+        self.reset()
+        loss = self._looking(lambda: found.update(self._gradients()))
+        return Bits(loss, found, {name: buffer.clone() for name, buffer in self.model.named_buffers()})
+
+    def measure(self, plain: Bits) -> Measured:
+        """Peak and bits of the step from the first state, and the FLOPs of one more."""
+        unequal: list[str] = []
+
+        def compare() -> None:
+            mine = self._gradients()
+            unequal.extend(n for n in mine.keys() | plain.gradients.keys() if not _equal(mine, plain.gradients, n))
+
+        self.reset()
+        static, _ = static_bytes(self.model, self.batch, ())
+        with lowtide.measure(self.model) as memory:
+            loss = self._looking(compare)
+        buffers = dict(self.model.named_buffers())
+        equal_buffers = all(_equal(buffers, plain.buffers, name) for name in plain.buffers)
+        return Measured(
+            peak_bytes=static.total + memory.peak_bytes,
+            flops=self.flops(),
+            equal_loss=torch.equal(loss, plain.loss),
+            equal_gradients=not unequal,
+            equal_buffers=equal_buffers,
+        )
+
+    def flops(self) -> int:
+        """Of one step, forward and backward, everything that is run again included."""
+        with Flops() as counter:
+            self.step(self.batch)
+        return int(counter.total)
+
+    def seconds(self) -> float:
+        """Of one step."""
+        began = time.perf_counter()
+        self.step(self.batch)
+        return time.perf_counter() - began
+
+    def _looking(self, look: Callable[[], None]) -> Tensor:
+        self._look = look
+        try:
+            return self.step(self.batch)
+        finally:
+            self._look = None
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A step beside the plain one. The names are those of `records.Cell`."""
+
+    peak_bytes: int
+    flops: int
+    equal_loss: bool
+    equal_gradients: bool
+    equal_buffers: bool
+
+    def as_fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], name: str) -> bool:
+    return name in mine and name in theirs and torch.equal(mine[name], theirs[name])

@@ -1,0 +1,90 @@
+"""What the benchmark measures with: FLOPs by hand, torchtitan's counting, and a peer whose numbers are known."""
+
+from types import SimpleNamespace
+
+import torch
+from contest.flops import Flops
+from contest.models import BUILDERS, SMALL, contestant
+from contest.step import Steps
+from contest.ways import EverySecondMatmul, blocks, first_half, ways
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def test_flops_are_those_of_torch_where_it_counts() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    x = torch.randn(2, 3, 8, 8)
+    with Flops() as mine:
+        model(x).sum().backward()
+    with FlopCounterMode(display=False) as theirs:
+        model(x).sum().backward()
+    assert mine.total == theirs.get_total_flops() > 0
+
+
+def test_attention_on_cpu_counts() -> None:
+    q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
+    with Flops() as counted:
+        out = F.scaled_dot_product_attention(q, k, v)
+    product = 2 * (2 * 3) * 16 * 16 * 8
+    assert counted.total == 2 * product
+    with Flops() as counted:
+        out.sum().backward()
+    assert counted.total == 5 * product  # the scores again, and two products for each of the two
+
+
+def test_of_the_matmuls_every_second_is_saved_and_attention_always() -> None:
+    policy = EverySecondMatmul()
+    aten = torch.ops.aten
+    forward, replay = SimpleNamespace(is_recompute=False), SimpleNamespace(is_recompute=True)
+    save, redo = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    ops = [aten.mm.default, aten.add.Tensor, aten.addmm.default, aten.bmm.default, aten.mm.default, aten.mm.default]
+    assert [policy(forward, op) for op in ops] == [redo, redo, save, redo, redo, save]
+    assert [policy(replay, op) for op in ops] == [redo, redo, save, redo, redo, save]
+    assert policy(forward, aten._scaled_dot_product_flash_attention_for_cpu.default) == save
+
+
+def test_every_peer_has_a_name_of_its_own() -> None:
+    names = [way.name for way in ways()]
+    assert len(set(names)) == len(names) == 11
+
+
+def test_checkpointing_gives_the_plain_bits_for_a_known_number_of_flops() -> None:
+    made, other = contestant("gpt2", quick=True), contestant("gpt2", quick=True)
+    plain = Steps.of(made)
+    bits = plain.bits()
+    of_plain = plain.measure(bits)
+    assert of_plain.equal_loss
+    assert of_plain.equal_gradients
+    assert of_plain.equal_buffers
+    halved = Steps(other.model, other.batch, first_half(other.model))
+    found = halved.measure(bits)
+    assert found.equal_loss
+    assert found.equal_gradients
+    assert found.equal_buffers
+    assert len(blocks(made.model)) == SMALL.layers == 3
+    # One block of three runs again, up to its last product: 2 FLOPs for each weight and token, and attention.
+    tokens, width = SMALL.rows * SMALL.length, 384
+    products = 2 * tokens * (3 + 1 + 4) * width**2
+    attention = 2 * 2 * SMALL.rows * SMALL.length**2 * width
+    assert found.flops - of_plain.flops == products + attention
+
+
+def test_a_step_that_is_measured_leaves_no_gradients_and_the_first_buffers_can_be_had_again() -> None:
+    made = contestant("resnet", quick=True)
+    steps = Steps.of(made)
+    first = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
+    bits = steps.bits()
+    assert not all(torch.equal(first[name], bits.buffers[name]) for name in first)
+    assert all(parameter.grad is None for parameter in made.model.parameters())
+    steps.reset()
+    assert all(torch.equal(first[name], buffer) for name, buffer in made.model.named_buffers())
+
+
+def test_each_model_is_built_the_same_twice() -> None:
+    for name in BUILDERS:
+        one, two = contestant(name, quick=True), contestant(name, quick=True)
+        pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+        assert all(torch.equal(one.batch[key], two.batch[key]) for key in one.batch)
