@@ -1,0 +1,46 @@
+"""`lowtide frontier`: what each budget would cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, script_arguments, write
+
+
+@click.command("frontier", context_settings=OWN_OPTIONS_FIRST)
+@click.option("--budgets", "n", type=click.IntRange(2), default=24, show_default=True, help="How many are planned.")
+@click.option("--beside", type=click.Path(exists=True, dir_okay=False), help="JSON list of named points to show too.")
+@output_option("--json", "json_to", 'Write the points to FILE; "-": print them alone.')
+@output_option("--svg", "svg_to", "Draw the frontier.")
+@script_arguments("PROFILE|SCRIPT")
+def frontier(
+    n: int,
+    beside: str | None,
+    json_to: str | None,
+    svg_to: str | None,
+    target: str,
+    args: tuple[str, ...],
+    is_module: bool,
+) -> None:
+    """What each budget would cost, from the smallest peak that a plan reaches to the plain step.
+
+    From the profile that `lowtide rehearse --json` wrote (a file that ends in .json), or from a script, which is
+    rehearsed now, with one more step for the time that the plain step takes.
+    """
+    from rich.console import Console
+
+    from lowtide.planner.frontier import frontier as frontier_of
+    from lowtide.planner.frontier import read_points
+    from lowtide.report.frontier import picture, table
+
+    others = () if beside is None else read_points(Path(beside))
+    profile = profile_of(target, args, is_module=is_module, plain=True, quiet=json_to == "-")
+    found = frontier_of(profile, n_budgets=n)
+    if json_to != "-":
+        Console().print(table(found, others))
+    if json_to is not None:
+        write(found.to_json(), json_to)
+    if svg_to is not None:
+        write(picture(found, others), svg_to)

@@ -1,0 +1,71 @@
+"""`lowtide plan`: make plan files, read them, compare them. Only rehearsing a script needs torch."""
+
+from __future__ import annotations
+
+import click
+
+from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, script_arguments, write
+from lowtide.units import parse_budget
+
+PLAN_FILE = click.Path(exists=True, dir_okay=False)
+
+
+@click.group("plan")
+def plan() -> None:
+    """Make plan files, read them, compare them."""
+
+
+@plan.command("make", context_settings=OWN_OPTIONS_FIRST)
+@click.option(
+    "--budget",
+    required=True,
+    metavar="AMOUNT",
+    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak.',
+)
+@click.option("--cheap", is_flag=True, help="Redo no matrix product, convolution or attention.")
+@output_option("-o", "to", 'Write the plan to FILE; "-", the default: print it.')
+@script_arguments("PROFILE|SCRIPT")
+def make(budget: str, cheap: bool, to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> None:
+    """Plan for a budget.
+
+    From the profile that `lowtide rehearse --json` wrote (a file that ends in .json), or from a script, which is
+    rehearsed now. Exit code 1: no plan fits the budget.
+    """
+    parse_budget(budget, of=2**40)  # nonsense is refused before a script runs; the real peak is not known yet
+    profile = profile_of(target, args, is_module=is_module, quiet=to in (None, "-"))
+
+    from lowtide.planner import plan as plan_for
+    from lowtide.planner.files import write_plan
+    from lowtide.report.plans import show
+
+    made = plan_for(profile, budget, allow="cheap" if cheap else "all")
+    if to not in (None, "-"):
+        click.echo(show(made))
+    write(write_plan(made), to or "-")
+
+
+@plan.command("show")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole record, one line a tensor.")
+@click.argument("file", type=PLAN_FILE)
+def show_(file: str, as_json: bool) -> None:
+    """What the plan in FILE is for, needs, costs and does."""
+    from lowtide.planner.files import read_plan
+    from lowtide.report.plans import show
+
+    read = read_plan(file)
+    click.echo(read.to_json() if as_json else show(read))
+
+
+@plan.command("diff")
+@click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
+@click.argument("first", type=PLAN_FILE)
+@click.argument("second", type=PLAN_FILE)
+def diff(first: str, second: str, as_json: bool) -> int:
+    """What is not the same in two plan files. Exit code 1: something is."""
+    from lowtide.planner.files import read_plan
+    from lowtide.report.plans import compare, show_diff
+
+    one, other = read_plan(first), read_plan(second)
+    found = compare(one, other)
+    click.echo(found.to_json() if as_json else show_diff(one, other))
+    return 0 if found.same else 1

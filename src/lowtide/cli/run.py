@@ -1,0 +1,53 @@
+"""`lowtide run`: a training script within a memory budget, or under a plan; the script stays as it is."""
+
+from __future__ import annotations
+
+import click
+
+from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, say, script_arguments
+from lowtide.units import parse_budget
+
+
+@click.command("run", context_settings=OWN_OPTIONS_FIRST)
+@click.option(
+    "--budget",
+    metavar="AMOUNT",
+    help='Peak to stay within, for all memory of the step: "8GiB", "500MB", or "60%" of the plain step\'s peak.',
+)
+@click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
+@output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
+@script_arguments()
+def run(
+    budget: str | None,
+    plan_file: str | None,
+    save_to: str | None,
+    target: str,
+    args: tuple[str, ...],
+    is_module: bool,
+) -> int:
+    """Train with SCRIPT within a memory budget, or under a plan.
+
+    With --budget the first two steps of training are rehearsed, the third is the first under the plan, and its peak is
+    measured. All of them train the model as they would have, bit for bit. Options of its own come before SCRIPT; all
+    that follows is the script's. The exit code is the script's; 1 also if no plan fits the budget.
+    """
+    if (budget is None) == (plan_file is None):
+        raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")
+    if save_to is not None and budget is None:
+        raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
+    if budget is not None:
+        parse_budget(budget, of=2**40)  # nonsense is refused before the script runs; its peak is not known yet
+
+    from lowtide.planner.files import read_plan, write_plan
+    from lowtide.script.crews import Applying, Fitting
+    from lowtide.script.running import Script
+    from lowtide.script.watching import run_watched
+
+    script = Script(target=target, args=args, is_module=is_module)
+    if plan_file is not None:
+        return run_watched(script, Applying(read_plan(plan_file), say))
+    assert budget is not None
+    crew = Fitting(budget, say)
+    if save_to is not None:
+        crew.when_kept = lambda plan: write_plan(plan, save_to)
+    return run_watched(script, crew)

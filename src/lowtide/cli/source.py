@@ -1,0 +1,84 @@
+"""What several subcommands take: a script with its arguments, or the profile of one that was rehearsed before."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Profile
+
+OWN_OPTIONS_FIRST = dict(allow_interspersed_args=False)
+"""Context setting for commands that take a script: what follows the script belongs to the script."""
+
+
+def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds `-m`, the script and its arguments to a command."""
+
+    def add(body: Callable[..., Any]) -> Callable[..., Any]:
+        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(body)
+        body = click.argument("target", metavar=metavar)(body)
+        return click.option("-m", "is_module", is_flag=True, help=f"{metavar} is a module, as in `python -m`.")(body)
+
+    return add
+
+
+def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option for a file to write; "-" is stdout."""
+    kind = click.Path(dir_okay=False, writable=True, allow_dash=True)
+    return click.option(flag, name, type=kind, metavar="FILE", callback=_folder_is_there, help=help_)
+
+
+def _folder_is_there(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """Refuse before the work a file that could not be written after it."""
+    if path not in (None, "-") and not Path(str(path)).resolve().parent.is_dir():
+        raise click.BadParameter(f"{Path(str(path)).parent} is not a folder to write to.")
+    return path
+
+
+def write(text: str, to: str) -> None:
+    """Write `text` to a file, or to stdout for "-"."""
+    if to == "-":
+        click.echo(text.removesuffix("\n"))
+        return
+    Path(to).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    say(f"written: {to}")
+
+
+def say(text: str) -> None:
+    """A line of ours on stderr, in the middle of what a script writes."""
+    click.echo(f"lowtide: {text}", err=True)
+
+
+def profile_of(
+    target: str, args: tuple[str, ...], *, is_module: bool, plain: bool = False, quiet: bool = False
+) -> Profile:
+    """The profile in a `.json` file, or of a script that is rehearsed now; what that prints goes to stderr if `quiet`.
+
+    Ends the command with the script's exit code if the script fails.
+    """
+    if target.endswith(".json") and not is_module:
+        from lowtide.planner.records import Profile as Record
+
+        if args:
+            raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
+        return Record.from_json(Path(target))
+    from lowtide._require import require_torch
+
+    require_torch(f"lowtide, to rehearse {target},")
+    from lowtide.script.crews import Rehearsing
+    from lowtide.script.running import Script
+    from lowtide.script.watching import run_watched
+
+    crew = Rehearsing(plain=plain)
+    script = Script(target=target, args=args, is_module=is_module)
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        code = run_watched(script, crew)
+    if crew.profile is None:
+        click.get_current_context().exit(code)
+    return crew.profile

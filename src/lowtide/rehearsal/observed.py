@@ -1,0 +1,173 @@
+"""A rehearsal in steps that are really taken: of a training loop that can't be called as a function.
+
+One step is audited and the next one traced, as `rehearse` does; only that nothing is run on trial and nothing put back.
+Both leave the same bits as the plain step, so training goes on as if nobody had looked.
+
+The audit is always a frugal one: who takes the steps can't take the first one again if it runs out of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.memory.events import Timeline
+from lowtide.memory.measuring import recorder_for
+from lowtide.rehearsal.audit import Audit
+from lowtide.rehearsal.profile import assemble, transients
+from lowtide.rehearsal.trace import Trace, most_saving
+from lowtide.remat.engine import Engine, actions_for
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Decisions, Fingerprint, Profile, Static
+    from lowtide.remat.values import Handle
+
+NOT_RUN = "no plain step was run: its peak is predicted"
+
+
+class Observed:
+    """Rehearses `model` while somebody else trains it: `profile` is there when enough steps were seen.
+
+    Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update, and
+    `leave()` takes everything out of the model. Steps that can't be used, as those of another size than the audited
+    one, are passed over, and `why` says for each what was wrong with it. With `plain` one more step is run without any
+    plan, for its true peak and time.
+    """
+
+    def __init__(self, model: nn.Module, *, plain: bool = False) -> None:
+        self.model = model
+        self.profile: Profile | None = None
+        self.why: list[str] = []
+        self._plain = plain
+        self._watch: _Watch | None = None
+        self._audit: Audit | None = None
+        self._audited: Fingerprint | None = None
+        self._traced: tuple[Static, Decisions, Trace, Recorder] | None = None
+
+    def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
+        """A step begins: the model is about to be called with `batch`. Gradients may be there or not."""
+        self.leave()
+        if self.profile is not None:
+            return
+        found = fingerprint(self.model, batch)
+        if self._audited is not None and found != self._audited:
+            self.why.append(f"it has another batch than the step before: {found.batch} after {self._audited.batch}")
+            self._audit = self._audited = self._traced = None
+        static, addresses = static_bytes(self.model, batch, optimizers)
+        self._watch = watch = _Watch("audit" if self._audit is None else "plain" if self._traced else "trace", static)
+        watch.recorder = watch.open.enter_context(recorder_for(device_of(self.model)))
+        if watch.kind == "audit":
+            self._audited = found
+            self._audit = Audit(self.model, addresses, watch.mark, frugal=True)
+            watch.leave.enter_context(self._audit.running())
+        elif watch.kind == "trace":
+            assert self._audit is not None
+            audit = self._audit
+            nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
+            decisions = most_saving(audit.values, audit.slots, audit.calls)
+            engine = Engine(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
+            trace = _OwnTrace(engine, watch.mark)
+            self._traced = static, decisions, trace, watch.recorder
+            watch.leave.enter_context(trace.running())
+
+    def end(self) -> None:
+        """The step is over. May be called from a hook of the optimizer: it changes no hooks."""
+        watch = self._watch
+        if watch is None or not watch.runs:
+            return
+        took_ms = watch.end()
+        if watch.kind == "audit":
+            self._end_audit(watch)
+        elif watch.kind == "trace":
+            self._end_trace()
+        else:
+            peak_bytes = watch.static.total + Timeline(watch.recorder.stream).peak_bytes
+            self.profile = self._assemble(peak_bytes, took_ms)
+
+    def leave(self) -> None:
+        """Take everything out of the model; a step that has not ended is given up. Not for hooks of the optimizer."""
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            if watch.runs:
+                watch.end()
+                self._audit = self._audited = self._traced = None
+            watch.leave.close()
+
+    def _end_audit(self, watch: _Watch) -> None:
+        audit = self._audit
+        assert audit is not None
+        if audit.slots and audit.reads:
+            transients(audit.values, watch.recorder.stream)
+            return
+        found = "no backward ran through the model" if audit.slots else "the model saved nothing for backward"
+        self.why.append(found)
+        self._audit = self._audited = None
+
+    def _end_trace(self) -> None:
+        assert self._audit is not None
+        assert self._traced is not None
+        trace = self._traced[2]
+        if trace.packs != len(self._audit.slots):
+            self.why.append(f"it saved {trace.packs} tensors, the step before it {len(self._audit.slots)}")
+            self._audit = self._audited = self._traced = None
+        elif not self._plain:
+            self.profile = self._assemble(None, 0.0)
+
+    def _assemble(self, plain_peak_bytes: int | None, step_ms: float) -> Profile:
+        assert self._audit is not None
+        assert self._audited is not None
+        assert self._traced is not None
+        audit = self._audit
+        static, decisions, trace, recorder = self._traced
+        return assemble(
+            values=audit.values,
+            slots=audit.slots,
+            calls=audit.calls,
+            kept=trace.kept,
+            replayed=decisions.replay,
+            stream=recorder.stream,
+            fingerprint=self._audited,
+            static=static,
+            step_ms=step_ms,
+            measured_plain_peak_bytes=plain_peak_bytes,
+            notes=() if plain_peak_bytes is not None else (NOT_RUN,),
+        )
+
+
+class _OwnTrace(Trace):
+    """A trace that passes over what was saved in an earlier step and is read in this one, as by two models in turn."""
+
+    def reading(self, handle: Handle) -> None:
+        if handle in self._slots:
+            super().reading(handle)
+
+
+class _Watch:
+    """What is in force during one step: a recording, which ends with the step, and seams, which go out after it."""
+
+    recorder: Recorder
+
+    def __init__(self, kind: Literal["audit", "trace", "plain"], static: Static) -> None:
+        self.kind, self.static = kind, static
+        self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
+        self.runs = True
+        self._began = time.perf_counter()
+
+    def mark(self, label: str, data: object) -> None:
+        """A mark in the recording; what happens after the step is not marked."""
+        if self.runs:
+            self.recorder.mark(label, data)
+
+    def end(self) -> float:
+        """End the recording. Gives the milliseconds since the step began."""
+        took_ms = (time.perf_counter() - self._began) * 1000
+        self.runs = False
+        self.open.close()
+        return took_ms

@@ -1,0 +1,212 @@
+"""What is done with the steps of a script: rehearse them, fit them into a budget, or put a plan in force."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
+from lowtide.fitting import REPAIRS
+from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.memory.events import Timeline
+from lowtide.memory.measuring import recorder_for
+from lowtide.planner import plan
+from lowtide.rehearsal.observed import Observed
+from lowtide.remat.engine import Applied, apply
+from lowtide.script.steps import Enough
+from lowtide.units import format_bytes, format_change, format_ratio, format_time
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Plan, Profile, Static
+
+MOST_UNUSABLE = 6
+"""Steps that may be of no use before the rehearsal is given up."""
+
+
+class Rehearsing:
+    """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
+
+    def __init__(self, *, plain: bool = False, stop: bool = True) -> None:
+        self.done = False
+        self.profile: Profile | None = None
+        self.n_steps = 0
+        """Steps that were seen to their end."""
+        self._plain, self._stop = plain, stop
+        self._observed: Observed | None = None
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Look at this step."""
+        if self._observed is None:
+            self._observed = Observed(model, plain=self._plain)
+        self._observed.begin(batch, optimizers)
+
+    def ends(self, model: nn.Module) -> None:
+        """See whether that was enough. Raises RehearsalError where it will never be."""
+        assert self._observed is not None
+        self._observed.end()
+        self.n_steps += 1
+        self.profile = self._observed.profile
+        if self.profile is not None:
+            self.done = True
+            if self._stop:
+                raise Enough
+        elif len(self._observed.why) >= MOST_UNUSABLE:
+            raise RehearsalError(
+                f"of {self.n_steps} steps no two in a row did the same work: {self._observed.why[-1]}.\n"
+                "  Pad the batches to one size for the rehearsal, or rehearse a step of your own with "
+                "lowtide.rehearse(model, step, batch)."
+            )
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one."""
+        self.leaves()
+        self._observed = None
+
+    def leaves(self) -> None:
+        """Take everything out."""
+        if self._observed is not None:
+            self._observed.leave()
+
+
+class Fitting:
+    """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
+
+    def __init__(self, budget: int | str, say: Callable[[str], None]) -> None:
+        self.done = False
+        self.plan: Plan | None = None
+        self.when_kept: Callable[[Plan], object] = lambda plan: None
+        """Called with the plan whose measured peak is within the budget."""
+        self._budget, self._say = budget, say
+        self._rehearsing = Rehearsing(stop=False)
+        self._applied: Applied | None = None
+        self._measured: list[int] = []
+        self._passed_over = 0
+        self._open: tuple[Static, Recorder, contextlib.ExitStack] | None = None
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Rehearse this step, or run it under the plan and measure it."""
+        if self.plan is None:
+            self._rehearsing.begins(model, batch, optimizers)
+            return
+        self._rehearsing.leaves()
+        if self._applied is None or self._applied.plan is not self.plan:
+            self._put_in_force(model, self.plan)
+        if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
+            static, _ = static_bytes(model, batch, optimizers)
+            stack = contextlib.ExitStack()
+            self._open = static, stack.enter_context(recorder_for(device_of(model))), stack
+        else:
+            self._passed_over += 1
+            self.done = self._passed_over == MOST_UNUSABLE
+
+    def ends(self, model: nn.Module) -> None:
+        """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
+        if self.plan is None:
+            self._rehearsing.ends(model)
+            if self._rehearsing.profile is not None:
+                self.plan = plan(self._rehearsing.profile, self._budget)
+                self._announce(self.plan)
+        elif self._open is not None:
+            (static, recorder, stack), self._open = self._open, None
+            stack.close()
+            self._judge(self.plan, static.total + Timeline(recorder.stream).peak_bytes)
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one."""
+        self._rehearsing.gives_up(model)
+
+    def leaves(self) -> None:
+        """End what is in force for a step only; the plan stays."""
+        self._rehearsing.leaves()
+        if self._open is not None:
+            self._open[2].close()
+
+    def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
+        if self._applied is not None:
+            self._applied.remove()
+        self._applied = apply(model, plan)
+
+    def _announce(self, plan: Plan) -> None:
+        from lowtide.report.text import decisions
+
+        change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
+        self._say(
+            f"{change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
+            f"+{format_time(plan.predicted.extra_ms)} a step; in force from the next step on"
+        )
+        self._say(decisions(plan))
+
+    def _judge(self, made: Plan, measured_bytes: int) -> None:
+        if measured_bytes <= made.budget_bytes:
+            share = format_ratio(measured_bytes / made.plain.peak_bytes)
+            self._say(f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget")
+            self.when_kept(made)
+            self.done = True
+            return
+        self._measured.append(measured_bytes)
+        over = measured_bytes - made.budget_bytes
+        self._say(f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning again")
+        assert self._rehearsing.profile is not None
+        with contextlib.suppress(Infeasible):
+            if len(self._measured) < REPAIRS:
+                lower = plan(self._rehearsing.profile, max(1, made.predicted.peak_bytes - over))
+                self.plan = replace(lower, budget_bytes=made.budget_bytes)
+                return
+        raise OverBudget(budget_bytes=made.budget_bytes, measured_peak_bytes=min(self._measured))
+
+
+class Applying:
+    """Puts a plan that was made before in force on the model it was made for, before its first forward."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self.done = False
+        self._plan, self._say = plan, say
+        self._differences: tuple[str, ...] = ()
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Put the plan in force if this is its model, on a batch that is not larger than the planned one."""
+        planned, found = self._plan.fingerprint, fingerprint(model, batch)
+        if fits_in(found.batch, planned.batch):
+            found = replace(found, batch=planned.batch)
+        self._differences = planned.differences(found)
+        if not self._differences:
+            apply(model, self._plan)
+            self._say(
+                f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
+                f"(budget {format_bytes(self._plan.budget_bytes)})"
+            )
+            self.done = True
+
+    def ends(self, model: nn.Module) -> None:
+        """The trained model is not the plan's. Raises StalePlan."""
+        raise StalePlan(
+            f"this plan is not for the {type(model).__name__} that the script trains.", differences=self._differences
+        )
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one."""
+
+    def leaves(self) -> None:
+        """The plan stays in force."""
+
+
+def fits_in(batch: str, planned: str) -> bool:
+    """Whether no tensor of `batch`, as a fingerprint says it, is larger than its partner in `planned`."""
+    mine, theirs = _shapes(batch), _shapes(planned)
+    return len(mine) == len(theirs) and all(
+        dtype == other and len(sizes) == len(most) and all(a <= b for a, b in zip(sizes, most, strict=True))
+        for (sizes, dtype), (most, other) in zip(mine, theirs, strict=True)
+    )
+
+
+def _shapes(batch: str) -> list[tuple[list[int], str]]:
+    return [
+        ([int(n) for n in re.findall(r"\d+", sizes)], dtype) for sizes, dtype in re.findall(r"\[(.*?)\] (\w+)", batch)
+    ]

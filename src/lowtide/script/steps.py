@@ -1,0 +1,227 @@
+"""Finds the training steps of a program that runs in this process: which model, from which call to which update.
+
+A step begins when a module with trainable parameters is called by nobody else's forward, in training mode and with
+gradients on; it is over when every parameter that got a gradient has been updated, by all optimizers there are for it.
+The model is the module whose parameters are updated; several, as an encoder and a decoder, are `Parts` of one. What is
+done with the steps is up to the `Crew`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide._torch import in_backward
+from lowtide.errors import LowtideError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class Enough(BaseException):
+    """Ends a script of which nothing more need be seen. No Exception: scripts catch those."""
+
+
+class Crew(Protocol):
+    """Who works on the steps."""
+
+    done: bool
+    """Nothing is left to do: the steps need not be watched any longer."""
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
+
+    def ends(self, model: nn.Module) -> None:
+        """The optimizer has updated the model. Called from its hook, so no hooks may be added or removed here."""
+
+    def gives_up(self, model: nn.Module) -> None:
+        """`model` began a step, but it is another one that is trained."""
+
+    def leaves(self) -> None:
+        """The watch is over: take everything out that is in force for a step only."""
+
+
+class Steps:
+    """Watches for steps in this thread, inside a `with` block, until the crew is done.
+
+    `nn.Module.__call__` is replaced meanwhile, as torch.fx does while it traces: a hook would come too late, when the
+    call is already past the place where the engine gets in.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self.n_updates = 0
+        """Updates by optimizers so far."""
+        self.model: nn.Module | None = None
+        """The model, as far as is known."""
+        self.failed: LowtideError | Enough | None = None
+        """What the crew raised. A script that catches it meets it again at its next step."""
+        self._called: dict[int, nn.Module] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+        self._stepped: dict[int, Optimizer] = {}
+        self._is_open = False
+        self._depth = 0
+        self._where = (os.getpid(), threading.get_ident())
+
+    def __enter__(self) -> Self:
+        self._plain_call = plain = nn.Module.__call__
+        steps = self
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return steps._call(plain, module, args, kwargs)
+
+        self._hook = register_optimizer_step_post_hook(self._updates)
+        self._replace_call(call)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self.crew.leaves()
+
+    def stop(self) -> None:
+        """Watch no longer. May be called again, but not from a hook of an optimizer."""
+        self._replace_call(self._plain_call)
+        self._hook.remove()
+
+    def _replace_call(self, call: Callable[..., Any]) -> None:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._depth or not self._begins_training(module):
+            return plain(module, *args, **kwargs)
+        self._depth += 1
+        try:
+            with self._noting():
+                self._called_by_nobody(module, (args, kwargs))
+            return plain(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _begins_training(self, module: nn.Module) -> bool:
+        """Whether this call is one that a backward of training will follow."""
+        return (
+            module.training
+            and torch.is_grad_enabled()
+            and not in_backward()
+            and (os.getpid(), threading.get_ident()) == self._where
+            and any(p.requires_grad for p in module.parameters())
+            and not any(is_lazy(p) for p in module.parameters())
+        )
+
+    def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
+        if self.failed is not None:
+            raise self.failed
+        if self._is_open and self._all_stepped():
+            self._close()  # a parameter had a gradient, and no optimizer has it
+        self._stepped.clear()  # else it was the step of another model, which takes turns with this one
+        if self.crew.done:
+            self.stop()
+            return
+        if self.model is None:
+            self.model = module
+        elif self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
+            self._give_up(module)  # the first call may have been to try something small
+            self._is_open = False
+        if not self._is_open and self._is_ours(module):
+            self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
+            self._is_open = True
+        if self._is_open:
+            self._called[id(module)] = module
+
+    def _updates(self, optimizer: Optimizer, *_: Any) -> None:
+        self.n_updates += 1
+        self._optimizers[id(optimizer)] = optimizer
+        if not self._is_open or self.crew.done or self.failed is not None:
+            return
+        self._stepped[id(optimizer)] = optimizer
+        gradients = {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
+        if not gradients - self._updated() and self._all_stepped():
+            with self._noting():
+                self._close()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except (LowtideError, Enough) as error:
+            self.failed = error
+            raise
+
+    def _close(self) -> None:
+        self._is_open = False
+        updated = self._updated()
+        trained = [module for module in self._called.values() if updated & _ids(module.parameters())]
+        self._called.clear()
+        assert self.model is not None
+        if all(self._is_ours(module) for module in trained):
+            self.crew.ends(self.model)
+        else:
+            self._give_up(whole(trained))
+
+    def _give_up(self, other: nn.Module) -> None:
+        assert self.model is not None
+        given_up, self.model = self.model, other
+        self.crew.gives_up(given_up)
+
+    def _is_only_guessed(self) -> bool:
+        """Whether nothing has updated the model so far."""
+        assert self.model is not None
+        mine = _ids(self.model.parameters())
+        return not any(mine & _held_by(optimizer) for optimizer in self._optimizers.values())
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        """Whether it is the model or one of its parts."""
+        return self.model is not None and any(module is ours for ours in self.model.modules())
+
+    def _updated(self) -> set[int]:
+        return {p for optimizer in self._stepped.values() for p in _held_by(optimizer)}
+
+    def _all_stepped(self) -> bool:
+        """Whether an update has been in this step, by each optimizer that is known to update the model."""
+        assert self.model is not None
+        mine = _ids(self.model.parameters())
+        known = [key for key, optimizer in self._optimizers.items() if mine & _held_by(optimizer)]
+        return bool(self._stepped) and all(key in self._stepped for key in known)
+
+
+class Parts(nn.Module):
+    """Modules that are trained together and that nothing calls as a whole; each under the name of its class."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        count: Counter[str] = Counter()
+        for module in modules:
+            name = type(module).__name__
+            count[name] += 1
+            self.add_module(name if count[name] == 1 else f"{name}{count[name]}", module)
+
+
+def whole(modules: Sequence[nn.Module]) -> nn.Module:
+    """One module for all that are trained: itself if there is one, or one has the others inside; else their `Parts`."""
+    inside = {id(below) for module in modules for below in module.modules() if below is not module}
+    outermost = [module for module in modules if id(module) not in inside]
+    return outermost[0] if len(outermost) == 1 else Parts(outermost)
+
+
+def _ids(parameters: Iterable[nn.Parameter]) -> set[int]:
+    return {id(p) for p in parameters}
+
+
+def _n_elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _held_by(optimizer: Optimizer) -> set[int]:
+    return _ids(p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,43 @@
+"""Runs a script with a crew on its steps, and says in words why the crew could not do its work."""
+
+from __future__ import annotations
+
+import contextlib
+
+from lowtide.errors import LowtideError, RehearsalError
+from lowtide.script.running import Script
+from lowtide.script.steps import Crew, Enough, Steps
+
+
+def run_watched(script: Script, crew: Crew) -> int:
+    """Run `script` with `crew` on its steps; gives its exit code.
+
+    Raises what the crew raised, and RehearsalError if the script ended well before the crew was done.
+    """
+    code = 0
+    with Steps(crew) as steps, contextlib.suppress(Enough):
+        code = script.run()
+    if isinstance(steps.failed, LowtideError):
+        raise steps.failed
+    if code == 0 and not crew.done:
+        raise RehearsalError(_why_not(script, steps))
+    return code
+
+
+def _why_not(script: Script, steps: Steps) -> str:
+    ended = f"{script.target} ended"
+    if steps.model is None:
+        return (
+            f"{ended}, and no model was trained: no module with trainable parameters was called in training mode with "
+            "gradients on.\n  Call model.train() before the training loop, and let Lowtide run the script that trains."
+        )
+    name = type(steps.model).__name__
+    if not steps.n_updates:
+        return (
+            f"{ended}, and no optimizer stepped: {name} was called in training mode, but no torch.optim.Optimizer "
+            "updated it.\n  Let the script run at least one step of its training loop to the end."
+        )
+    return (
+        f"{ended} after {steps.n_updates} optimizer steps, before {name} was rehearsed: that takes two steps in a row "
+        "on batches of one size.\n  Let the script train for longer."
+    )

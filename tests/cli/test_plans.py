@@ -1,0 +1,127 @@
+"""Plan files on the command line: shown, compared, and drawn as a frontier; without torch."""
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import RunPython
+from lowtide import cli
+from lowtide.planner import plan
+from lowtide.planner.files import write_plan
+from lowtide.planner.frontier import frontier
+from lowtide.planner.records import Plan
+from lowtide.report.frontier import picture
+from planner.profiles import chain
+
+PROFILE = chain(6)
+SMALL, LARGE = plan(PROFILE, "70%"), plan(PROFILE, "90%")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    paths = str(tmp_path / "small.json"), str(tmp_path / "large.json")
+    for made, path in zip((SMALL, LARGE), paths, strict=True):
+        write_plan(made, path)
+    return paths
+
+
+def test_a_plan_is_shown(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "show", files[0]]) == 0
+    shown = capsys.readouterr().out
+    assert "peak predicted (budget " in shown
+    assert f"for {PROFILE.fingerprint.model}, batch {PROFILE.fingerprint.batch}, on cpu, torch 2.13.0" in shown
+
+
+def test_blocks_of_which_the_same_is_decided_are_shown_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remake = {f"h.{i}.{part}#0:{n}": "MulBackward0" for i in range(8) for part, n in (("ln", 0), ("ln", 1), ("act", 0))}
+    write_plan(replace(SMALL, remake=remake, replay=("h.3.attn#0",)), tmp_path / "plan.json")
+    cli.main(["plan", "show", str(tmp_path / "plan.json")])
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "  h.{0-7}: remake act, ln (2)",
+        "  h.3: replay attn",
+    ]
+
+
+def test_a_plan_is_shown_as_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "show", "--json", files[0]]) == 0
+    assert Plan.from_json(capsys.readouterr().out).decisions == SMALL.decisions
+
+
+def test_equal_plans_do_not_differ(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "diff", files[0], files[0]]) == 0
+    assert capsys.readouterr().out == "the plans are the same\n"
+
+
+def test_the_difference_of_two_plans(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "diff", *files]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("budget: ")
+    assert any(line.startswith("- re") for line in lines)
+    assert cli.main(["plan", "diff", "--json", *files]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["numbers"]["budget_bytes"] == [SMALL.budget_bytes, LARGE.budget_bytes]
+    only_small = {f"remake {address}" for address in SMALL.remake.keys() - LARGE.remake.keys()}
+    assert {line for line in found["only_first"] if line.startswith("remake")} == only_small
+    assert found["fingerprint"] == []
+
+
+def test_plans_for_different_models_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = replace(SMALL, fingerprint=replace(SMALL.fingerprint, torch="2.12.0"))
+    write_plan(SMALL, tmp_path / "a.json")
+    write_plan(other, tmp_path / "b.json")
+    assert cli.main(["plan", "diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
+    assert capsys.readouterr().out == "torch: made for 2.13.0, found 2.12.0\n"
+
+
+def test_the_frontier_is_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, points, drawn, peers = (str(tmp_path / n) for n in ("profile.json", "points.json", "f.svg", "peers.json"))
+    PROFILE.to_json(profile)
+    peer = {"name": "every <block>", "peak_bytes": 3_000_000, "extra_ms": 2.5, "extra_flops": 10, "share": 0.5}
+    Path(peers).write_text(json.dumps([peer]), encoding="utf-8")
+    args = ["frontier", "--budgets", "5", "--json", points, "--svg", drawn, "--beside", peers, profile]
+    assert cli.main(args) == 0
+    found = frontier(PROFILE, n_budgets=5)
+    assert json.loads(Path(points).read_text(encoding="utf-8")) == json.loads(found.to_json())
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len([row for row in rows if "%" in row]) == len(found.points) + 1
+    assert sum("every <block>" in row for row in rows) == 1
+    assert "every &lt;block>" in Path(drawn).read_text(encoding="utf-8").replace("&gt;", ">")
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("step_ms", [0.0, 40.0])
+def test_the_picture_has_every_point_where_it_belongs(step_ms: float) -> None:
+    found = replace(frontier(PROFILE, n_budgets=5), step_ms=step_ms)
+    root = ET.fromstring(picture(found))
+    circles = root.findall(f"{SVG}circle")
+    assert len(circles) == len(found.points)
+    across = [float(c.attrib["cx"]) for c in circles]
+    down = [float(c.attrib["cy"]) for c in circles]
+    assert across == sorted(across)
+    assert down == sorted(down)
+    first, last, middle = found.points[0], found.points[-1], found.points[1]
+    share = (middle.peak_bytes - first.peak_bytes) / (last.peak_bytes - first.peak_bytes)
+    assert across[1] == pytest.approx(across[0] + share * (across[-1] - across[0]), abs=0.2)
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    assert all(0 < x < width for x in across)
+    assert all(0 < y < height for y in down)
+    heading = next(t.text for t in root.iter(f"{SVG}text") if t.text and t.text.startswith("extra"))
+    assert heading == ("extra time, % of the plain step" if step_ms else "extra time, ms a step")
+
+
+def test_plans_and_frontiers_need_no_torch(files: tuple[str, str], tmp_path: Path, run_python: RunPython) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('none here')", encoding="utf-8")
+    PROFILE.to_json(tmp_path / "profile.json")
+    profile = str(tmp_path / "profile.json")
+    commands = [["plan", "show", files[0]], ["plan", "make", "--budget", "80%", profile], ["frontier", profile]]
+    code = f"from lowtide import cli; print([cli.main(args) for args in {[*commands, ['rehearse', 'train.py']]}])"
+    done = run_python("-c", code, path=tmp_path)
+    assert done.stdout.endswith("[0, 0, 0, 2]\n")
+    assert done.stderr.startswith("lowtide.TorchMissing: lowtide, to rehearse train.py, needs torch")

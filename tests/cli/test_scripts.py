@@ -1,0 +1,320 @@
+"""Scripts that nobody edits: rehearsed, run within a budget, run under a plan, and what is said when that can't be."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from conftest import RunPython
+from lowtide import cli
+from lowtide.planner.files import read_plan
+from lowtide.planner.records import Profile
+
+TRAIN = """
+import argparse, hashlib, torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--width", type=int, default=128)
+parser.add_argument("--rows", type=int, nargs="+", default=[256])
+parser.add_argument("--json", default="")
+given = parser.parse_args()
+
+torch.manual_seed(0)
+def block():
+    return nn.Sequential(nn.Linear(64, given.width), nn.GELU(), nn.Dropout(0.1), nn.Linear(given.width, 64))
+model = nn.Sequential(*[block() for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(given.steps):
+    x = torch.randn(given.rows[step % len(given.rows)], 64)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex())
+bits = hashlib.sha256()
+for parameter in model.parameters():
+    bits.update(parameter.detach().numpy().tobytes())
+print(bits.hexdigest(), given.json)
+"""
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command line, in this process."""
+
+    def command(*args: str) -> Done:
+        capfd.readouterr()
+        return Done(cli.main(args), *capfd.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def plain(script: Callable[[str], str], run_python: RunPython) -> str:
+    """What the script prints when Lowtide is nowhere near."""
+    return run_python(script(TRAIN)).stdout
+
+
+def test_a_script_within_a_budget_trains_to_the_same_bits(
+    script: Callable[[str], str], plain: str, run: Run, tmp_path: Path
+) -> None:
+    train, saved = script(TRAIN), str(tmp_path / "plan.json")
+    within = run("run", "--budget", "90%", "--save", saved, train, "--steps", "5")
+    assert (within.code, within.out) == (0, plain)
+    assert "peak predicted (budget " in within.err
+    assert within.err.count("within the budget") == 1
+    assert read_plan(saved).remake
+
+    again = run("run", "--plan", saved, train)
+    assert (again.code, again.out) == (0, plain)
+    assert "the plan is in force" in again.err
+
+
+def test_a_rehearsal_ends_the_script_and_says_what_a_step_needs(
+    script: Callable[[str], str], run: Run, tmp_path: Path
+) -> None:
+    profile = tmp_path / "profile.json"
+    done = run("rehearse", "--json", str(profile), script(TRAIN), "--json", "the script's own")
+    assert done.code == 0
+    steps = [line for line in done.out.splitlines() if " 0x" in line]
+    assert [line.split()[0] for line in steps] == ["0"]  # it ends with the update of the second
+    assert "plain step: " in done.out
+    assert "smallest peak: " in done.out
+    assert Profile.from_json(profile).measured_plain_peak_bytes is None
+
+
+def test_json_is_printed_alone(script: Callable[[str], str], run: Run) -> None:
+    done = run("rehearse", "--plain", "--json", "-", script(TRAIN))
+    assert Profile.from_json(done.out).measured_plain_peak_bytes
+    assert "0 0x" in done.err
+
+
+def test_a_plan_is_made_from_a_script_or_from_its_profile(
+    script: Callable[[str], str], run: Run, tmp_path: Path
+) -> None:
+    profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
+    run("rehearse", "--json", profile, script(TRAIN))
+    made = run("plan", "make", "--budget", "85%", "-o", plan, profile)
+    assert made.code == 0
+    assert "peak predicted" in made.out
+    printed = run("plan", "make", "--budget", "85%", script(TRAIN))
+    assert printed.code == 0
+    fields = json.loads(printed.out)
+    assert fields["decisions"]
+    assert fields["fingerprint"] == json.loads(Path(plan).read_text(encoding="utf-8"))["fingerprint"]
+    assert run("run", "--plan", plan, script(TRAIN)).code == 0
+
+
+def test_a_plan_for_another_model_is_refused_with_what_differs(
+    script: Callable[[str], str], run: Run, tmp_path: Path
+) -> None:
+    plan = str(tmp_path / "plan.json")
+    run("plan", "make", "--budget", "90%", "-o", plan, script(TRAIN))
+    wider = run("run", "--plan", plan, script(TRAIN), "--width", "160")
+    assert wider.code == 2
+    assert "lowtide.StalePlan: this plan is not for the Sequential that the script trains." in wider.err
+    assert "\n  model: made for Sequential " in wider.err
+    larger = run("run", "--plan", plan, script(TRAIN), "--rows", "257")
+    assert larger.code == 2
+    assert "batch: made for [256, 64] float32, found [257, 64] float32" in larger.err
+    assert run("run", "--plan", plan, script(TRAIN), "--rows", "255").code == 0
+
+
+def grown(by_bytes: int) -> str:
+    """The script, whose steps need more from the third on than those that were rehearsed."""
+    more = f"    more = torch.zeros({by_bytes // 4} if step > 1 else 1)\n    loss.backward()"
+    return TRAIN.replace("    loss.backward()", more)
+
+
+def test_a_plan_that_is_over_the_budget_is_made_again(script: Callable[[str], str], run: Run) -> None:
+    done = run("run", "--budget", "85%", script(grown(by_bytes=280_000)))
+    assert done.code == 0
+    assert done.err.count("over the budget: planning again") >= 1
+    assert done.err.count("within the budget") == 1
+
+
+def test_a_budget_that_no_plan_keeps_is_an_error(script: Callable[[str], str], run: Run) -> None:
+    done = run("run", "--budget", "85%", script(grown(by_bytes=10_000_000)))
+    assert done.code == 1
+    assert "lowtide.OverBudget: the measured peak stayed above the budget" in done.err
+
+
+def test_no_plan_fits(script: Callable[[str], str], run: Run) -> None:
+    done = run("run", "--budget", "1MB", script(TRAIN))
+    assert done.code == 1
+    assert "lowtide.Infeasible: no plan fits" in done.err
+    assert done.out.count("0x") == 1  # the second update is where it is known
+
+
+NEVER = """
+import torch
+model = torch.nn.Linear(64, 64)
+"""
+NO_UPDATE = NEVER + "model(torch.randn(8, 64)).sum().backward()"
+
+
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("text", "args", "says"),
+    [
+        (NEVER, (), "ended, and no model was trained"),
+        (NEVER + "model.eval()(torch.randn(8, 64))", (), "Call model.train() before"),
+        (NO_UPDATE, (), "ended, and no optimizer stepped: Linear was called"),
+        (TRAIN, ("--steps", "1"), "ended after 1 optimizer steps, before Sequential was rehearsed"),
+        (TRAIN, ("--steps", "12", "--rows", "8", "16", "24"), "of 7 steps no two in a row did the same work"),
+    ],
+    ids=["nothing", "eval", "no update", "too short", "all different"],
+)
+def test_what_was_not_there_is_said_in_words(
+    command: tuple[str, ...], text: str, args: tuple[str, ...], says: str, script: Callable[[str], str], run: Run
+) -> None:
+    done = run(*command, script(text), *args)
+    assert done.code == 2
+    assert "lowtide.RehearsalError: " in done.err
+    assert says in done.err
+
+
+FAILS = TRAIN.replace("    print(step", "    if step == 0:\n        raise KeyError('mine')\n    print(step")
+
+
+def test_a_scripts_own_error_is_shown_as_python_shows_it(
+    script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train = script(FAILS)
+    alone = run_python(train)
+    assert alone.returncode == 1
+    assert run("rehearse", train) == (1, alone.stdout, alone.stderr)
+    assert run("run", "--budget", "90%", train) == (1, alone.stdout, alone.stderr)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "says"), [("3", 3, ""), ("0", 2, "no model was trained"), ("'words'", 1, "words\n")]
+)
+def test_a_script_that_exits_gives_its_code(
+    ending: str, code: int, says: str, script: Callable[[str], str], run: Run
+) -> None:
+    done = run("rehearse", script(f"raise SystemExit({ending})"))
+    assert done.code == code
+    assert says in done.err
+
+
+def test_a_script_that_catches_everything_ends_all_the_same(script: Callable[[str], str], run: Run) -> None:
+    step = "    optimizer.step()"
+    caught = TRAIN.replace(step, f"    try:\n    {step}\n    except BaseException:\n        pass")
+    done = run("rehearse", script(caught), "--steps", "50")
+    assert done.code == 0
+    assert done.out.count("0x") == 2
+    assert "plain step: " in done.out
+
+
+def test_a_script_runs_as_the_main_program(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("x = 7", encoding="utf-8")
+    argv, path = sys.argv[:], sys.path[:]
+    train = script("import beside, sys; print(__name__, sys.argv, beside.x)")
+    done = run("rehearse", train, "-x", "--budget", "3")
+    assert done.out == f"__main__ {[train, '-x', '--budget', '3']} 7\n"
+    assert (sys.argv, sys.path) == (argv, path)
+
+
+def test_a_module_is_run_by_its_name(
+    script: Callable[[str], str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    done = run("rehearse", "-m", "train", "--steps", "3")
+    assert done.code == 0
+    assert "plain step: " in done.out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("run", "train.py", "--budget", "8GiB"), "before the script"),
+        (("run", "--budget", "8", "train.py"), "it has no unit"),
+        (("run", "--budget", "8GiB", "none.py"), "none.py is not a file"),
+        (("run", "--budget", "8GiB", "--plan", __file__, "train.py"), "either --budget or --plan"),
+        (("run", "--plan", __file__, "--save", "x.json", "train.py"), "--save goes with --budget"),
+        (("run", "--plan", __file__, __file__), "is not a plan file"),
+        (("rehearse", "--json", "no/such/folder/x.json", "train.py"), "is not a folder to write to"),
+        (("plan", "make", "train.py"), "Missing option '--budget'"),
+        (("plan", "make", "--budget", "8GiB", "none.json"), "no Profile could be read"),
+        (("plan", "make", "--budget", "8GiB", "none.json", "x"), "it takes no arguments, found x"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_runs(args: tuple[str, ...], says: str, run: Run) -> None:
+    done = run(*args)
+    assert done.code == 2
+    assert says in done.err
+
+
+def test_a_cheap_plan_redoes_no_matrix_product(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    assert run("plan", "make", "--budget", "92%", "--cheap", "-o", str(plan), script(TRAIN)).code == 0
+    assert read_plan(plan).remake
+    assert read_plan(plan).predicted.extra_flops == 0
+
+
+TOO_LARGE = """
+import resource, torch
+from torch import nn
+
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+model = nn.Sequential(*[Block() for _ in range(8)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.ones(64, 64, requires_grad=True).tanh().sum().backward()  # the backward threads and their stacks are there now
+mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 220 * 2**20, -1))
+for step in range(3):
+    x = torch.randn(4096, 64)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("step", step)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
+def test_a_script_that_runs_out_of_memory_runs_within_a_budget(
+    script: Callable[[str], str], run_python: RunPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is freed goes back to the system, so that the limit is one on what is in use.
+    for name, value in (("MMAP_THRESHOLD_", "65536"), ("TRIM_THRESHOLD_", "65536"), ("ARENA_MAX", "1")):
+        monkeypatch.setenv(f"MALLOC_{name}", value)
+    train = script(TOO_LARGE)
+    alone = run_python(train)
+    assert (alone.returncode, alone.stdout) == (1, "")
+    within = run_python("-m", "lowtide", "run", "--budget", "150MiB", train)
+    assert within.returncode == 0, within.stderr
+    assert within.stdout == "step 0\nstep 1\nstep 2\n"
+    assert "within the budget" in within.stderr

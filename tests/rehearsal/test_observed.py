@@ -1,0 +1,107 @@
+"""Steps that are really taken are rehearsed on the way: the profile is that of a rehearsal, the training unchanged."""
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import lowtide
+from lowtide.planner import predict
+from lowtide.planner.records import Decisions, Profile
+from lowtide.rehearsal.observed import Observed
+from models import Case, build, same, state
+
+
+def train(case: Case, n_steps: int, observed: Observed | None = None) -> None:
+    """Training as a script does it: the end of a step is where the optimizer has updated."""
+    hook = register_optimizer_step_post_hook(lambda *_: None if observed is None else observed.end())
+    torch.manual_seed(1)
+    for _ in range(n_steps):
+        if observed is not None:
+            observed.begin(case.batch, [case.optimizer])
+        case.step(case.batch)
+    hook.remove()
+    if observed is not None:
+        observed.leave()
+
+
+@pytest.fixture(scope="module", params=["gpt2", "resnet"])
+def seen(request: pytest.FixtureRequest) -> tuple[str, Case, Profile]:
+    case = build(request.param)
+    observed = Observed(case.model, plain=True)
+    train(case, 3, observed)
+    assert observed.why == []
+    assert observed.profile is not None
+    return request.param, case, observed.profile
+
+
+def test_the_steps_leave_what_plain_ones_leave(seen):
+    name, case, _ = seen
+    plain = build(name)
+    train(plain, 3)
+    assert same(state(plain), state(case))
+    assert not any("_compiled_call_impl" in module.__dict__ for module in case.model.modules())
+
+
+def test_the_profile_is_that_of_a_rehearsal(seen):
+    name, _, profile = seen
+    case = build(name)
+    rehearsed = lowtide.rehearse(case.model, case.step, case.batch)
+    assert profile.fingerprint == rehearsed.fingerprint
+    assert profile.static == rehearsed.static
+    assert profile.measured_plain_peak_bytes == rehearsed.measured_plain_peak_bytes
+    assert [slot.address for slot in profile.slots] == [slot.address for slot in rehearsed.slots]
+    assert predict(profile, Decisions()).peak_bytes == predict(rehearsed, Decisions()).peak_bytes
+
+
+def test_two_steps_are_enough_without_a_plain_one():
+    case = build("gpt2")
+    observed = Observed(case.model)
+    train(case, 2, observed)
+    assert observed.profile is not None
+    assert observed.profile.measured_plain_peak_bytes is None
+    assert observed.profile.notes == ("no plain step was run: its peak is predicted",)
+
+
+def test_steps_of_different_sizes_are_passed_over_until_two_are_alike():
+    case = build("gpt2")
+    observed = Observed(case.model)
+    smaller = {name: tensor[:2] for name, tensor in case.batch.items()}
+    hook = register_optimizer_step_post_hook(lambda *_: observed.end())
+    for batch in (case.batch, smaller, smaller):
+        assert observed.profile is None
+        observed.begin(batch, [case.optimizer])
+        case.step(batch)
+    hook.remove()
+    observed.leave()
+    assert observed.why == [
+        "it has another batch than the step before: [2, 64] int64, [2, 64] int64 after [4, 64] int64, [4, 64] int64"
+    ]
+    assert observed.profile is not None
+    assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
+
+
+def test_a_step_without_a_backward_is_passed_over():
+    case = build("gpt2")
+    observed = Observed(case.model)
+    observed.begin(case.batch)
+    case.model(**case.batch)
+    observed.end()
+    assert observed.why == ["no backward ran through the model"]
+    observed.begin(case.batch)
+    observed.end()
+    observed.leave()
+    assert observed.why[1] == "the model saved nothing for backward"
+    train(case, 2, observed)
+    assert observed.profile is not None
+
+
+def test_a_step_that_raises_is_given_up():
+    case = build("gpt2")
+    observed = Observed(case.model)
+    train(case, 1, observed)
+    observed.begin(case.batch)
+    case.model(**case.batch)
+    observed.leave()
+    assert not any("_compiled_call_impl" in module.__dict__ for module in case.model.modules())
+    train(case, 2, observed)
+    assert observed.profile is not None

@@ -1,0 +1,269 @@
+"""Which module is trained, and from which call to which update a step goes, in loops of different kinds."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import RehearsalError
+from lowtide.script.steps import Parts, Steps
+
+Log = list[str]
+
+
+class Notes:
+    """A crew that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.log: Log = []
+        self.models: list[nn.Module] = []
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        self.models.append(model)
+        self.log.append(f"begins {len(optimizers)}")
+
+    def ends(self, model: nn.Module) -> None:
+        assert model is self.models[-1]
+        self.log.append("ends")
+
+    def gives_up(self, model: nn.Module) -> None:
+        self.log.append("gives up")
+
+    def leaves(self) -> None:
+        self.log.append("leaves")
+
+
+X = torch.randn(4, 8)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+
+def watched(loop: Callable[[], object], crew: Notes | None = None) -> Notes:
+    crew = crew or Notes()
+    before = nn.Module.__call__
+    with Steps(crew):
+        loop()
+    assert nn.Module.__call__ is before
+    assert crew.log.pop() == "leaves"
+    return crew
+
+
+def test_an_ordinary_loop() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def loop() -> None:
+        for _ in range(2):
+            model(X).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(X)
+            model.train()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "ends", "begins 1", "ends"]
+    assert crew.models == [model, model]
+
+
+def test_gradients_of_several_calls_belong_to_one_step() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def loop() -> None:
+        for i in range(6):
+            model(X).sum().backward()
+            if i % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends"]
+
+
+def test_a_closure_runs_the_step_inside_of_the_update() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().sum()
+        loss.backward()
+        return loss
+
+    def loop() -> None:
+        for _ in range(2):
+            optimizer.step(closure)
+
+    assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends"]
+
+
+def test_a_step_is_over_when_every_optimizer_of_the_model_has_stepped() -> None:
+    model = net()
+    first, second = sgd(model[0]), sgd(model[2])
+
+    def loop() -> None:
+        for _ in range(2):
+            model(X).sum().backward()
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+
+    assert watched(loop).log == ["begins 0", "ends", "begins 2", "ends"]
+
+
+def test_gradients_that_no_optimizer_uses_do_not_keep_a_step_open() -> None:
+    model = net()
+    optimizer = sgd(model[0])
+
+    def loop() -> None:
+        for _ in range(3):
+            model(X).sum().backward()
+            optimizer.step()
+
+    assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends", "begins 1"]
+
+
+def test_a_module_that_is_only_asked_is_not_the_model() -> None:
+    teacher, student = net(), net()
+    optimizer = sgd(student)
+
+    def loop() -> None:
+        for _ in range(2):
+            target = teacher(X).detach()
+            (student(X) - target).square().sum().backward()
+            optimizer.step()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "gives up", "begins 1", "ends"]
+    assert crew.models[-1] is student
+
+
+def test_a_larger_module_takes_the_place_of_a_small_one_that_was_tried_first() -> None:
+    small, model = nn.Linear(8, 8), net()
+    optimizer = sgd(model)
+
+    def loop() -> None:
+        small(X).sum().backward()
+        for _ in range(2):
+            model(X).sum().backward()
+            optimizer.step()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "gives up", "begins 0", "ends", "begins 1", "ends"]
+    assert crew.models == [small, model, model]
+
+
+def test_modules_that_are_trained_together_are_parts_of_one() -> None:
+    encoder, decoder, probe = net(), net(), nn.Linear(8, 8)
+    optimizer = sgd(encoder, decoder, probe)
+
+    def loop() -> None:
+        for _ in range(2):
+            code = encoder(X)
+            (decoder(code) + probe(code)).sum().backward()
+            optimizer.step()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "gives up", "begins 1", "ends"]
+    parts = crew.models[-1]
+    assert isinstance(parts, Parts)
+    assert list(parts.children()) == [encoder, decoder, probe]
+    assert [name for name, _ in parts.named_children()] == ["Sequential", "Sequential2", "Linear"]
+
+
+def test_parts_of_a_model_that_is_called_as_a_whole_are_not_apart_from_it() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def loop() -> None:
+        for _ in range(2):
+            (model[0](X).sum() + model(X).sum()).backward()
+            optimizer.step()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "gives up", "begins 0", "ends", "begins 1", "ends"]
+    assert crew.models[-1] is model
+
+
+def test_two_models_that_take_turns_are_not_mixed_up() -> None:
+    maker, critic = net(), net()
+    of_maker, of_critic = sgd(maker), sgd(critic)
+
+    def loop() -> None:
+        for _ in range(4):
+            made = maker(X)
+            of_critic.zero_grad()
+            (critic(X) - critic(made.detach())).sum().backward()
+            of_critic.step()
+            of_maker.zero_grad()
+            critic(made).sum().backward()
+            of_maker.step()
+
+    crew = watched(loop)
+    assert crew.log[:2] == ["begins 0", "gives up"]
+    assert set(crew.models[1:]) == {critic}
+    assert crew.log.count("ends") == 3
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad", "frozen", "nothing to train"])
+def test_calls_that_no_training_follows_begin_nothing(how: str) -> None:
+    model = nn.Sequential(nn.GELU()) if how == "nothing to train" else net()
+    model.requires_grad_(how != "frozen")
+    model.train(how != "eval")
+    with torch.set_grad_enabled(how != "no_grad"):
+        assert watched(lambda: model(X)).log == []
+
+
+def test_nothing_is_watched_once_the_crew_is_done() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    class Once(Notes):
+        def ends(self, model: nn.Module) -> None:
+            super().ends(model)
+            self.done = True
+
+    calls: list[bool] = []
+    before = nn.Module.__call__
+
+    def loop() -> None:
+        for _ in range(3):
+            calls.append(nn.Module.__call__ is before)
+            model(X).sum().backward()
+            optimizer.step()
+
+    assert watched(loop, Once()).log == ["begins 0", "ends"]
+    assert calls == [False, False, True]
+
+
+def test_a_script_that_catches_the_error_meets_it_again() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    class Failing(Notes):
+        def ends(self, model: nn.Module) -> None:
+            raise RehearsalError("not this one")
+
+    def steps() -> Iterator[str]:
+        for _ in range(3):
+            try:
+                model(X).sum().backward()
+                optimizer.step()
+                yield "went through"
+            except RuntimeError as error:
+                yield str(error)
+
+    found: list[str] = []
+    watched(lambda: found.extend(steps()), Failing())
+    assert found == ["not this one"] * 3
