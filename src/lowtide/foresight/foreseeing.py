@@ -1,0 +1,153 @@
+"""`lowtide.foresee`: run a training step on fake tensors, and say what it will need in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from lowtide import _torch
+from lowtide.errors import StalePlan
+from lowtide.foresight.answers import Answers
+from lowtide.foresight.keeping import Kept
+from lowtide.foresight.ledger import Ledger
+from lowtide.foresight.names import Names, labels
+from lowtide.foresight.questions import Questions
+from lowtide.foresight.scratch import Scratch
+from lowtide.foresight.trials import Trials
+from lowtide.foresight.twins import placed
+from lowtide.identity import device_of, fingerprint, tensors_in
+from lowtide.memory.events import Timeline
+from lowtide.planner.records import Static
+from lowtide.rehearsal.checks import check
+from lowtide.remat.engine import Engine, actions_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foresight:
+    """What a training step will need, from a run without memory. `print` it for a table."""
+
+    timeline: Timeline
+    """As a measured one: levels over entry, bytes."""
+    static: Static
+    """What exists when the step begins, its optimizer state included."""
+    unknown: tuple[str, ...]
+    """Memory inside of operators that was not counted, with its size as far as known."""
+    assumed: tuple[str, ...]
+    """What the step asked of its tensors and was told without anybody knowing, with the line that asked."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of the step: parameters, gradients, optimizer state and batch included."""
+        return self.static.total + self.timeline.peak_bytes
+
+    def __str__(self) -> str:
+        from lowtide.foresight.text import table  # made when somebody looks
+
+        return "\n".join(table(self))
+
+
+def foresee(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    plan: Plan | None = None,
+    optimizer: Optimizer | None = None,
+) -> Foresight:
+    """What `step(batch)` will need in memory, without taking it: the peak, and what is alive at each moment.
+
+    `step` runs forward and backward of `model`, and the optimizer if it likes. It is run twice on fake tensors, of
+    which the second run counts: then the optimizer has its state. With `plan` it runs under that plan. Parameters may
+    be real or on the meta device (then the step is one on the CPU). Afterwards everything is as it was, also if the
+    step raises: nothing is ever written to a real tensor, and what Python objects held they hold again. Name an
+    optimizer only if neither the step nor the model refers to it.
+
+    What follows from batches of integers and booleans, small tensors and buffers is known, so that masks and lengths
+    are the true ones. No memory is taken but for operators of oneDNN, each of which is tried out by itself.
+
+    Raises Unforeseeable, with the line, for a step that decides by what is in other tensors; RehearsalError for a step
+    that can't be rehearsed; StalePlan for a plan of another model.
+    """
+    check(model, step)
+    device = device_of(model).replace("meta", "cpu")
+    if plan is not None:
+        found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device)
+        if differences := plan.fingerprint.differences(found):
+            raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
+    actions = actions_for({} if plan is None else plan.remake, () if plan is None else plan.replay)
+    fakes = _torch.fake_mode()
+    answers, trials = Answers(fakes), Trials()
+    ledger = Ledger(device, fakes, answers, scratch := Scratch(device, trials))
+    everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
+    with placed(everything, device, fakes), Kept(model, step, batch, optimizer) as kept:
+        names = Names(Engine(model, actions), ledger.mark)
+        with ledger, Questions(answers, ledger.adopt), _transformers_unaware():
+            _adopt(ledger, everything)
+            step(batch)
+            trials.learn()
+            static = _static(ledger, model, batch, kept.optimizers)
+            ledger.begin()
+            with names.running():
+                step(batch)
+            names.state(kept.optimizers)
+    scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
+    return Foresight(
+        timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
+        static=static,
+        unknown=(*scratch.unknown, *scratch_unknown),
+        assumed=tuple(answers.notes),
+    )
+
+
+def _adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
+    """What exists at entry."""
+    for tensor in tensors:
+        ledger.adopt(tensor)
+        if tensor.is_leaf and tensor.grad is not None:
+            ledger.adopt(tensor.grad)
+
+
+def _static(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> Static:
+    """Bytes of what exists when the step begins, each storage once."""
+    seen: set[int] = set()
+
+    def add(tensors: Iterable[Tensor | None]) -> int:
+        total = 0
+        for tensor in tensors:
+            if tensor is not None:
+                storage = ledger.adopt(tensor).untyped_storage()
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    total += storage.nbytes()
+        return total
+
+    return Static(
+        parameters=add(model.parameters()),
+        buffers=add(model.buffers()),
+        inputs=add(tensors_in(batch)),
+        gradients=add(p.grad for p in model.parameters()),
+        optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
+    )
+
+
+@contextlib.contextmanager
+def _transformers_unaware() -> Iterator[None]:
+    """Hugging Face's models take another path, with more memory, when they see that a tensor is fake."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if utils is None or not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+    with patch.object(utils, "is_fake_tensor", lambda tensor: False):
+        yield

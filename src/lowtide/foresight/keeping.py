@@ -1,0 +1,164 @@
+"""Everything in Python that a step can reach, put back as it was: attributes, dictionaries, lists, closures.
+
+A step of fake tensors writes to no real one, but leaves fake ones behind: gradients, optimizer state, a gradient
+scaler's scale, a list of losses. So every object is noted that can be reached from the model, the step, the batch and
+the optimizers that step, one level of references at a time, and afterwards each holds what it held.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide.rehearsal.unchanged import RandomState
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+LARGEST = 100_000
+"""Containers with more entries are data, not state: they are left alone."""
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_OPAQUE = ("torch._C", "numpy", "builtins", "_thread", "threading", "weakref", "logging", "importlib", "re")
+
+
+class Kept:
+    """While the `with` block runs anything may happen to what `roots` reach; at its end it is as it was.
+
+    Contents of real tensors are not copied: see that nothing writes to them. Random numbers are put back as well.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots = roots
+        self._restore: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Every optimizer that has stepped."""
+        return tuple(self._optimizers.values())
+
+    def __enter__(self) -> Self:
+        self._random = RandomState.now()
+        self._note(self._roots)
+        self._hook = register_optimizer_step_pre_hook(self._stepping)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        for restore in reversed(self._restore):
+            restore()
+        self._restore.clear()
+        self._seen.clear()
+        self._random.restore()
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        self._note((optimizer,))  # if no root reaches it: it has not stepped yet
+
+    def _note(self, roots: Iterable[Any]) -> None:
+        pending = deque(roots)
+        while pending:
+            thing = pending.popleft()
+            if isinstance(thing, _LEAVES) or id(thing) in self._seen:
+                continue
+            self._seen[id(thing)] = thing
+            pending.extend(self._remember(thing))
+
+    def _remember(self, thing: Any) -> Iterable[Any]:
+        """Note how to put one object back. Gives what it refers to."""
+        if isinstance(thing, torch.Tensor):
+            return self._gradient(thing)
+        if isinstance(thing, dict | list | deque | set):
+            return self._container(thing)
+        if isinstance(thing, tuple | frozenset):
+            return thing
+        if isinstance(thing, types.FunctionType):
+            return self._function(thing)
+        if isinstance(thing, types.MethodType):
+            return (thing.__self__, thing.__func__)
+        if isinstance(thing, functools.partial):
+            return (thing.func, thing.args, thing.keywords)
+        if isinstance(thing, types.CellType):
+            return self._cell(thing)
+        attributes = getattr(thing, "__dict__", None)
+        if type(attributes) is not dict or type(thing).__module__.partition(".")[0] in _OPAQUE:
+            return ()
+        return (attributes,)
+
+    def _gradient(self, tensor: torch.Tensor) -> Iterable[Any]:
+        if tensor.is_leaf and not tensor.is_inference():
+            gradient, requires = tensor.grad, tensor.requires_grad
+
+            def restore() -> None:
+                if tensor.grad is not gradient:
+                    tensor.grad = gradient
+                if tensor.requires_grad != requires:
+                    tensor.requires_grad_(requires)
+
+            self._restore.append(restore)
+        return ()
+
+    def _container(self, container: Any) -> Iterable[Any]:
+        if len(container) > LARGEST:
+            return ()
+        before = container.copy()
+
+        def restore() -> None:
+            if len(container) == len(before) and _same(container, before):
+                return
+            container.clear()
+            container.extend(before) if isinstance(container, list | deque) else container.update(before)
+
+        self._restore.append(restore)
+        return before.values() if isinstance(before, dict) else before
+
+    def _function(self, function: types.FunctionType) -> Iterable[Any]:
+        names = [name for name in _names(function.__code__) if name in function.__globals__]
+        before = {name: function.__globals__[name] for name in names}
+
+        def restore() -> None:
+            for name, value in before.items():
+                if function.__globals__.get(name) is not value:
+                    function.__globals__[name] = value
+
+        self._restore.append(restore)
+        wrapped = getattr(function, "__wrapped__", None)
+        return (*before.values(), *(function.__closure__ or ()), *(function.__defaults__ or ()), wrapped)
+
+    def _cell(self, cell: types.CellType) -> Iterable[Any]:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # empty
+            return ()
+
+        def restore() -> None:
+            if cell.cell_contents is not content:
+                cell.cell_contents = content
+
+        self._restore.append(restore)
+        return (content,)
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        return all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True))
+    return isinstance(now, set) or all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _names(code: types.CodeType) -> Iterable[str]:
+    """The global names that a function uses, those of the functions inside it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -1,0 +1,305 @@
+"""What a step of fake tensors would allocate: every storage from the operator that makes it to its last reference.
+
+Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it ends exactly
+when autograd, or whoever else, lets go of the memory. Views, in-place operators and results that are an argument again
+allocate nothing. What operators allocate and free inside is in `scratch.py`.
+
+Under a dispatch mode autograd does not write to the tensors that it accumulates, for it can't know what the mode does.
+Where it would write in place without one, the ledger hands the old memory on to the result (`_INPLACE_OTHERWISE`).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from lowtide import _torch
+from lowtide.errors import RehearsalError
+from lowtide.foresight.answers import Answers
+from lowtide.foresight.scratch import Scratch
+from lowtide.foresight.twins import Twins, is_real
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from torch import Tensor
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+
+_INPLACE_OTHERWISE = frozenset(
+    {
+        aten.add.Tensor,
+        aten.index_put.default,
+        aten._index_put_impl.default,
+        aten.index_add.default,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter_add.default,
+        aten.masked_fill.Scalar,
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+    }
+)
+"""What autograd's own code calls in place of the operator that writes to its first argument (torch 2.13)."""
+
+_CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
+"""Operators whose results the CPU lays out contiguously, and fake tensors like their arguments (torch 2.13)."""
+
+
+class _Living:
+    """A storage that lives: its block, and the weak reference that tells of its end."""
+
+    __slots__ = ("block", "bytes", "end")
+
+    def __init__(self, block: int, n_bytes: int) -> None:
+        self.block = block
+        self.bytes = n_bytes
+        self.end: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class Ledger(TorchDispatchMode, Recorder):
+    """While it is entered every operator runs on fake tensors, and what they would allocate on `device` is recorded.
+
+    Real tensors are replaced by their twins. `answers` knows what can be known of contents, `scratch` what operators
+    allocate inside.
+    """
+
+    def __init__(self, device: str, fakes: FakeTensorMode, answers: Answers, scratch: Scratch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self._fakes, self._twins = fakes, Twins(fakes)
+        self._answers, self._scratch = answers, scratch
+        self._living: dict[int, _Living] = {}
+        self._events: list[Event] = []
+        self._n_blocks = 0
+        self._n_entry = 0
+        self._given: tuple[int, int, int] | None = None
+        """Memory that was perhaps handed on: number of the old storage, number of the new one, where in the events."""
+        self._recording = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps each call in a guard against compilers, and imports one
+
+    # --- the recorder
+
+    def __enter__(self) -> Self:
+        self._recording = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._settle()
+        self._recording = False
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+
+    def mark(self, label: str, data: object = None) -> None:
+        if self._recording:
+            self._events.append(Mark(label, data))
+
+    @property
+    def stream(self) -> EventStream:
+        """What was recorded since the last `begin`."""
+        if self._recording:
+            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+        return EventStream(tuple(self._events), self.device)
+
+    def begin(self) -> None:
+        """Forget the events so far: what is alive now was there at entry."""
+        self._settle()
+        self._events.clear()
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """The twin of a tensor that exists at entry, or itself if it is fake; its memory is no event."""
+        twin = tensor
+        if is_real(tensor):
+            twin = self._twins.of(tensor)
+            self._answers.introduce(twin, tensor)
+        self._follow(twin, entry=True)
+        return twin
+
+    # --- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._given is not None:
+            self._settle()
+        kwargs = kwargs or {}
+        tensors, any_real = _tensors(args, kwargs)
+        if any_real:
+            if _torch.changes_geometry(func):
+                raise self._answers.refusal(f"{_name(func)} changes the geometry of a tensor that exists already")
+            args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
+            tensors, _ = _tensors(args, kwargs)
+        answered, out = self._answers.before(func, args, kwargs, tensors)
+        if not answered:
+            out = self._run(func, args, kwargs)
+        made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
+        if made:
+            self._record(func, args, kwargs, tensors, made)
+            self._answers.after(func, args, kwargs, tensors, made)
+        return out
+
+    def _real(self, tensor: Tensor, func: Any) -> Tensor:
+        if func is aten.lift_fresh.default:  # `torch.tensor(...)`: it has just been allocated
+            twin = self._twins.of(tensor)
+            self._answers.introduce(twin, tensor)
+            self._follow(twin, "aten::empty")
+            return twin
+        return self.adopt(tensor)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            out: Any = self._fakes.dispatch(func, (), args, kwargs)
+        except _torch.DATA_DEPENDENT as error:
+            raise self._answers.refusal(f"the size of what {_name(func)} gives depends on contents") from error
+        if func in _CONTIGUOUS:
+            return tuple(None if t is None else _contiguous(t) for t in out)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+        op = "aten::" + _name(func)
+        new = [tensor for tensor in made if _storage(tensor) not in self._living]
+        if not new:
+            return
+        if len(new) == 1 and func in _INPLACE_OTHERWISE and self._hand_on(args[0], new[0]):
+            return
+        sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
+        for number, tensor in enumerate(new):
+            self._follow(tensor, op, n_bytes=sizes.get(number))
+        for n_bytes in extra:
+            self._events.append(Allocate(self._n_blocks, n_bytes, 0, op))
+            self._n_blocks += 1
+        for number, n_bytes in enumerate(reversed(extra), 1):
+            self._events.append(Free(self._n_blocks - number, n_bytes))
+
+    # --- storages
+
+    def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
+        """Watch a tensor's storage from here to its end."""
+        if tensor.device.type != self.device or not _torch.is_strided(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._living:
+            return
+        size = storage.nbytes() if n_bytes is None else n_bytes
+        if not size:
+            return
+        if entry:
+            self._n_entry += 1
+            living = _Living(-self._n_entry, size)
+        else:
+            living = _Living(self._n_blocks, size)
+            self._n_blocks += 1
+            self._events.append(Allocate(living.block, size, key, op))
+        living.end = weakref.ref(storage, _Ending(self, key, living))
+        self._living[key] = living
+
+    def _ended(self, key: int, living: _Living) -> None:
+        if self._living.get(key) is not living:
+            return
+        del self._living[key]
+        if self._given is not None and self._given[0] == key:
+            self._given = None  # handed on indeed: its block goes on as the new storage's
+            return
+        if self._recording:
+            self._events.append(Free(living.block, living.bytes))
+
+    def _hand_on(self, old: Any, new: Tensor) -> bool:
+        """Let `new` have the memory of `old`, if autograd would have written to `old` without this mode.
+
+        It does so for its own sums and gradients only, not for those that Python code computes in a backward pass, and
+        only if nobody else holds `old`: then `old` ends before the next operator. Else `_settle` takes it back.
+        """
+        if not _torch.in_backward() or not isinstance(old, torch.Tensor) or not _called_by_autograd():
+            return False
+        key = _storage(old)
+        living = self._living.get(key)
+        if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
+            return False
+        storage = new.untyped_storage()
+        heir = _Living(living.block, living.bytes)
+        heir.end = weakref.ref(storage, _Ending(self, storage._cdata, heir))
+        self._living[storage._cdata] = heir
+        self._given = key, storage._cdata, len(self._events)
+        return True
+
+    def _settle(self) -> None:
+        """The old storage outlived its operator: the new one has memory of its own."""
+        if self._given is None:
+            return
+        _, new, index = self._given
+        self._given = None
+        heir = self._living.get(new)
+        if heir is not None:
+            heir.block = self._n_blocks
+            self._n_blocks += 1
+            self._events.insert(index, Allocate(heir.block, heir.bytes, new, "aten::add"))
+
+
+class _Ending:
+    """What a storage's weak reference calls."""
+
+    __slots__ = ("key", "ledger", "living")
+
+    def __init__(self, ledger: Ledger, key: int, living: _Living) -> None:
+        self.ledger, self.key, self.living = ledger, key, living
+
+    def __call__(self, _: object) -> None:
+        self.ledger._ended(self.key, self.living)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _storage(tensor: Tensor) -> int:
+    return _torch.storage_id(tensor)
+
+
+def _name(func: Any) -> str:
+    return str(func.__name__).partition(".")[0]
+
+
+def _tensors(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+    """The tensors that an operator is given, and whether any is a real one. Faster than torch's pytrees."""
+    found: list[Tensor] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, list | tuple):
+            found += [item for item in arg if isinstance(item, torch.Tensor)]
+    return found, any(is_real(tensor) for tensor in found)
+
+
+def _leaves(out: Any) -> Iterator[Any]:
+    if isinstance(out, tuple | list):
+        for item in out:
+            yield from _leaves(item)
+    else:
+        yield out
+
+
+def _called_by_autograd() -> bool:
+    """Whether the operator was called by autograd's C++ code, with no Python code of a user in between."""
+    frame = sys._getframe(3)  # _hand_on, _record, __torch_dispatch__
+    while frame.f_code.co_filename.endswith(_WRAPPERS):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_code is _torch.BACKWARD_CALL
+
+
+_WRAPPERS = ("torch/utils/_python_dispatch.py", "torch/_ops.py", "lowtide/foresight/ledger.py")

@@ -1,0 +1,23 @@
+"""Which line of the step asked for something that can't be known."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from lowtide.errors import RehearsalError
+
+
+class Unforeseeable(RehearsalError):
+    """The step decides something by what is in a tensor, and that can't be known without running it."""
+
+
+def where() -> str:
+    """`file:line` of the innermost Python code that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "lowtide.")) and name != "torch":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "(no line)"

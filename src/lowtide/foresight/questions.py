@@ -1,0 +1,100 @@
+"""Where Python asks for the contents of tensors: `.item()`, `if`, `float`, `tolist`.
+
+A number that was only asked for, as `loss.item()` is for a log, can be printed, averaged and passed on. What is decided
+by it is refused with its line.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lowtide import _torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from lowtide.foresight.answers import Answers
+
+
+class Questions(TorchFunctionMode):
+    """Stands between the step and the contents of tensors, where Python asks for them."""
+
+    def __init__(self, answers: Answers, twin: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._answers, self._twin = answers, twin
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = _QUESTIONS.get(func)
+        if asked is None:
+            return func(*args, **(kwargs or {}))
+        tensor = args[0] if _torch.is_fake(args[0]) else self._twin(args[0])
+        value = self._answers.value(tensor)
+        if asked in ("list", "array"):
+            if value is None:
+                raise self._answers.refusal("it asks for the contents of a tensor")
+            return func(value)
+        if value is not None:
+            return func(tensor)  # what it assumes is noted there
+        if asked == "item":
+            return Unknown(self._answers)
+        if asked == "float":
+            return float(Unknown(self._answers))
+        raise self._answers.refusal("it decides by the contents of a tensor")
+
+
+_QUESTIONS = {
+    torch.Tensor.item: "item",
+    torch.Tensor.__float__: "float",
+    torch.Tensor.__bool__: "bool",
+    torch.Tensor.__int__: "int",
+    torch.Tensor.__index__: "int",
+    torch.Tensor.tolist: "list",
+    torch.Tensor.numpy: "array",
+}
+
+
+class Unknown(float):
+    """A number that nobody knows, taken as 1. It may be printed, averaged and passed on; to compare it is refused."""
+
+    _answers: Answers
+
+    def __new__(cls, answers: Answers) -> Unknown:
+        self = super().__new__(cls, 1.0)
+        self._answers = answers
+        return self
+
+    def _decided(self, *_: object) -> NoReturn:
+        raise self._answers.refusal("it decides by a number from a tensor")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __index__ = _decided
+    __floor__ = __ceil__ = __trunc__ = _decided
+    __hash__ = float.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True if other is self else self._decided()
+
+    def __ne__(self, other: object) -> bool:
+        return False if other is self else self._decided()
+
+    def __float__(self) -> float:
+        self._answers.note("a number from a tensor is taken as 1.0")
+        return 1.0
+
+    def _computed(self, *_: object) -> Unknown:
+        return Unknown(self._answers)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __floordiv__ = _computed
+
+    __round__ = _computed  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (1.0,)
+
+    def __deepcopy__(self, memo: object) -> Unknown:
+        return self

@@ -1,0 +1,156 @@
+"""What operators allocate and free inside, on the CPU: rules read off the kernels, checked against the CPU recorder.
+
+Each rule names bytes beyond the results, as the kernels of torch 2.13 take them. For operators that hand over to
+oneDNN there are no rules: what it allocates depends on the processor. These are tried out, see `trials.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.foresight.trials import TRIED, Trials
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+Rule = Callable[[Any, Any, list["Tensor"]], list[int]]
+"""(args, kwargs, results) -> bytes of each block that is alive at the operator's peak and is no result."""
+
+
+class Scratch:
+    """What operators on `device` allocate inside. `unknown` says of which ones nothing is known."""
+
+    def __init__(self, device: str, trials: Trials) -> None:
+        self._device = device
+        self._trials = trials
+        self.unknown = () if device == "cpu" else (f"what kernels of {device} allocate and free inside",)
+
+    def of(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
+    ) -> tuple[dict[int, int], list[int]]:
+        """Sizes of results that differ from what their fake storages say, by number, and the extra bytes."""
+        if self._device != "cpu":
+            return {}, []
+        if func in TRIED and TRIED[func](args):
+            return self._trials.of(func, args, kwargs)
+        rule = RULES.get(func)
+        if rule is None:
+            return {}, []
+        return {}, [n for n in rule(args, kwargs, made) if n]
+
+
+def _copied(*places: int) -> Rule:
+    """The kernel makes these arguments contiguous."""
+
+    def rule(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+        return [_bytes(args[place]) for place in places if not args[place].is_contiguous()]
+
+    return rule
+
+
+def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """TensorIterator casts each tensor that is not of the common dtype, but for those of no dimension."""
+    one, other = args[:2]
+    dtype = torch.result_type(one, other)
+    if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # a quotient of integers
+        dtype = made[0].dtype
+    return [
+        operand.numel() * dtype.itemsize
+        for operand in (one, other)
+        if isinstance(operand, torch.Tensor) and operand.dim() and operand.dtype != dtype
+    ]
+
+
+def _cast_input(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    return [] if args[0].dtype == made[0].dtype else [args[0].numel() * made[0].dtype.itemsize]
+
+
+def _safe_softmax(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Which elements are -inf, and in which rows all are."""
+    numel = args[0].numel()
+    return [numel, numel // max(args[0].shape[args[1]], 1)]
+
+
+def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """One dimension after the other: the result so far."""
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    return [_bytes(made[0])] if len(dims) > 1 else []
+
+
+def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    return [_bytes(args[1])]
+
+
+def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Both in the channels-last format."""
+    if args[0].is_contiguous(memory_format=torch.channels_last):
+        return []
+    return [_bytes(args[0]), _bytes(made[0])]
+
+
+def _upsample_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    return [_bytes(args[0]), *([_bytes(made[0])] if not made[0].is_contiguous() else [])]
+
+
+def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """For each thread a tile of scores, its rows' maxima and sums, a tile of the result (FlashAttentionKernel.cpp)."""
+    query, key, value = args[:3]
+    rows, columns = _tile(query, key)
+    floats = rows * (columns + 2 + value.shape[-1]) * torch.get_num_threads()
+    reduced = query.dtype in (torch.bfloat16, torch.float16)
+    return [floats * 4, rows * columns * query.element_size() * torch.get_num_threads() if reduced else 0]
+
+
+def _flash_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Two tiles for each thread, and one row of sums."""
+    query, key = args[1:3]
+    rows, columns = _tile(query, key)
+    tiles = 2 * rows * columns * torch.get_num_threads()
+    reduced = query.dtype in (torch.bfloat16, torch.float16)
+    return [tiles * 4, rows * 4, tiles * query.element_size() if reduced else 0]
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
+    length = query.shape[2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[2])
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(
+        (
+            *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Tensor),
+            *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.maximum.default),
+        ),
+        _promoted,
+    ),
+    aten.cumsum.default: _cast_input,
+    aten._safe_softmax.default: _safe_softmax,
+    aten._softmax.default: _copied(0),
+    aten._log_softmax.default: _copied(0),
+    aten._softmax_backward_data.default: _copied(0, 1),
+    aten._log_softmax_backward_data.default: _copied(0, 1),
+    aten.native_layer_norm.default: _copied(0),
+    aten.native_layer_norm_backward.default: _copied(0, 1),
+    aten.native_group_norm.default: _copied(0),
+    aten.native_group_norm_backward.default: _copied(0, 1),
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.roll.default: _roll,
+    aten.gelu_backward.default: _copied(0),
+    aten.embedding.default: _copied(1),
+    aten.embedding_dense_backward.default: _copied(0, 1),
+    aten.upsample_nearest2d.default: _upsample,
+    aten.upsample_nearest2d_backward.default: _upsample_backward,
+    aten.upsample_bilinear2d_backward.default: _upsample_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _flash,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
+}

@@ -1,0 +1,123 @@
+"""`lowtide.largest`: the largest batch, or the longest sequence, that fits, without running out of memory once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lowtide.errors import Infeasible, RehearsalError
+from lowtide.foresight.foreseeing import Foresight, foresee
+from lowtide.identity import tensors_in
+from lowtide.units import parse_budget
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Plan
+
+MOST = 2**20
+"""Sizes up to which is looked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest size that fits, and what was looked at on the way to it."""
+
+    size: int
+    foresight: Foresight
+    """Of the step at that size."""
+    budget_bytes: int
+    peaks: dict[int, int]
+    """Predicted peak at each size that was tried, bytes."""
+
+
+def largest(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    budget: int | str,
+    batch_dim: int = 0,
+    most: int = MOST,
+    plan: Plan | None = None,
+    optimizer: Optimizer | None = None,
+) -> Largest:
+    """The largest size of `batch` along `batch_dim` at which the step's predicted peak is within `budget` bytes.
+
+    Every tensor of `batch` that is as long along `batch_dim` as the first one is made longer or shorter: integers and
+    booleans by repeating what is there. `batch_dim=1` finds the longest sequence; say the `most` that the model takes,
+    such as its number of positions. With `plan` the step runs under it: a plan does not depend on the batch's size.
+
+    The peak is taken to grow with the size. Each size that is tried costs a `foresee`: a handful, for peaks are nearly
+    linear. Raises Infeasible if size 1 does not fit, and whatever `foresee` raises.
+    """
+    budget_bytes = parse_budget(budget)
+    given = _size(batch, batch_dim)
+    tried: dict[int, Foresight] = {}
+
+    def peak(size: int) -> int:
+        if size not in tried:
+            resized = tree_map(lambda leaf: _resized(leaf, batch_dim, given, size), batch)
+            tried[size] = foresee(model, step, resized, plan=plan, optimizer=optimizer)
+        return tried[size].peak_bytes
+
+    size = _largest_within(peak, budget_bytes, start=min(given, most), most=most)
+    if size == 0:
+        parts = dict(zip(("static", "step"), (tried[1].static.total, tried[1].timeline.peak_bytes), strict=True))
+        raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=peak(1), parts=parts)
+    return Largest(
+        size=size,
+        foresight=tried[size],
+        budget_bytes=budget_bytes,
+        peaks={n: tried[n].peak_bytes for n in sorted(tried)},
+    )
+
+
+def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
+    """The largest n in 1..most with peak(n) <= budget, 0 if there is none, for a peak that grows with n.
+
+    Each guess is where the line through the last two meets the budget, which is the answer itself for a linear peak;
+    every third one halves or doubles instead, so that any other peak takes a logarithmic number of guesses.
+    """
+    fits, too_large = 0, most + 1
+    last, guess = 0, start
+    for number in itertools.count(1):
+        if peak(guess) <= budget:
+            fits = guess
+        else:
+            too_large = guess
+        if too_large - fits == 1:
+            return fits
+        before, last = last, guess
+        rise = (peak(last) - (peak(before) if before else 0)) / (last - before)
+        if number % 3 and rise > 0:
+            guess = last + math.floor((budget - peak(last)) / rise)
+        else:
+            guess = 2 * fits if too_large > most else (fits + too_large) // 2
+        guess = min(max(guess, fits + 1), too_large - 1)
+    raise AssertionError("unreachable: each guess is between the two")
+
+
+def _size(batch: Any, dim: int) -> int:
+    for tensor in tensors_in(batch):
+        if tensor.dim() > dim:
+            return int(tensor.shape[dim])
+    raise RehearsalError(f"no tensor of the batch has a dimension {dim} whose size could be changed.")
+
+
+def _resized(leaf: Any, dim: int, given: int, size: int) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != given:
+        return leaf
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        shape = [*leaf.shape]
+        shape[dim] = size
+        empty: Tensor = leaf.new_empty(shape)  # never read, so that the system gives it no memory
+        return empty
+    return leaf.index_select(dim, torch.arange(size, device=leaf.device) % given)

@@ -1,0 +1,226 @@
+"""Scratch memory that is learned: an operator is run once by itself, on real tensors, and recorded.
+
+For operators that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the threads.
+Each is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its
+batch and on twice as many, for its memory grows linearly with them; anything else that is larger stays unknown. What
+was learned is kept as long as the process lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowtide import _torch
+from lowtide.memory.cpu import CpuRecorder
+from lowtide.memory.events import Allocate, EventStream, Free, Mark
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+aten = torch.ops.aten
+
+LARGEST_TRIAL = 2**26
+"""Bytes of arguments up to which an operator is run as it is."""
+
+FEW_ROWS = 8
+
+
+def _always(args: Any) -> bool:
+    return True
+
+
+def _reduced(args: Any) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.dtype in (torch.bfloat16, torch.float16) for arg in args)
+
+
+TRIED: dict[Any, Callable[[Any], bool]] = {
+    aten.convolution.default: _always,
+    aten.convolution_backward.default: _always,
+    aten.mkldnn_rnn_layer.default: _always,
+    aten.mkldnn_rnn_layer_backward.default: _always,
+    aten.mm.default: _reduced,
+    aten.addmm.default: _reduced,
+    aten.bmm.default: _reduced,
+    aten.baddbmm.default: _reduced,
+}
+"""Operators that are tried out, and for which arguments."""
+
+_BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Operators whose first so many arguments have a batch as their first dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """What one run allocated (+bytes) and freed (-bytes), in order, and the bytes of each result."""
+
+    events: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def stretched(self, other: _Script, times: float) -> _Script:
+        """`self` plus so many times what `other`, of the same length, has more."""
+        events, results = (
+            tuple(round(a + (b - a) * times) for a, b in zip(mine, theirs, strict=True))
+            for mine, theirs in ((self.events, other.events), (self.results, other.results))
+        )
+        return _Script(events, results)
+
+    def beyond_results(self) -> int:
+        """Bytes at the peak that are no result."""
+        level = peak = 0
+        for n_bytes in self.events:
+            level += n_bytes
+            peak = max(peak, level)
+        return max(0, peak - sum(self.results))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One operator with the geometry of its arguments: what the scratch memory depends on."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+
+    @property
+    def rows(self) -> int:
+        """Of the batch; 0 where there is none."""
+        return int(self.args[0].shape[0]) if self.func in _BATCHED else 0
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in tree_leaves((self.args, self.kwargs)) if _is_tensor(t))
+
+    def key(self) -> Hashable:
+        parts: list[Hashable] = [self.func, torch.get_num_threads()]
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype) if _is_tensor(leaf) else leaf)
+        return tuple(parts)
+
+    def trials(self) -> list[Callable[[Callable[[str], None]], tuple[int, ...]]]:
+        """What is to be run: once as it is, twice on some of the rows, or nothing."""
+        if self.n_bytes <= LARGEST_TRIAL:
+            return [partial(self._run, self._maker(self.rows))]
+        if self.rows <= 2 * FEW_ROWS:
+            return []
+        return [partial(self._run, self._maker(rows)) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
+
+    def learned(self, scripts: list[_Script]) -> _Script | None:
+        """The script of this call from those of its trials."""
+        if len(scripts) < 2:
+            return scripts[0] if scripts else None
+        few, more = scripts
+        if (len(few.events), len(few.results)) != (len(more.events), len(more.results)):
+            return None
+        return few.stretched(more, (self.rows - FEW_ROWS) / FEW_ROWS)
+
+    def _maker(self, rows: int) -> Callable[[], tuple[Any, Any]]:
+        batched = _BATCHED.get(self.func, 0)
+
+        def make() -> tuple[Any, Any]:
+            args = [tree_map(partial(_real, rows=rows if n < batched else 0), arg) for n, arg in enumerate(self.args)]
+            if self.func is aten.mkldnn_rnn_layer_backward.default:
+                args[_WORKSPACE] = _workspace(args)
+            return args, tree_map(_real, self.kwargs)
+
+        return make
+
+    def _run(self, make: Callable[[], tuple[Any, Any]], mark: Callable[[str], None]) -> tuple[int, ...]:
+        args, kwargs = make()
+        mark("begin")
+        try:
+            out = self.func(*args, **kwargs)
+        finally:
+            mark("end")
+        return tuple(t.untyped_storage().nbytes() for t in tree_leaves(out) if _is_tensor(t))
+
+
+_table: dict[Hashable, _Script | None] = {}
+
+
+class Trials:
+    """Looks up what was learned, and collects what is to be learned next."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[Hashable, _Call] = {}
+        self._untried: dict[str, int] = {}
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
+        """Sizes of the results, by number, and bytes beyond them at the peak. Nothing before `learn` was called."""
+        call = _Call(func, args, kwargs)
+        key = call.key()
+        if key not in _table:
+            self._wanted.setdefault(key, call)
+            return {}, []
+        script = _table[key]
+        if script is None:
+            self._untried[str(func)] = max(call.n_bytes, self._untried.get(str(func), 0))
+            return {}, []
+        return dict(enumerate(script.results)), [script.beyond_results()]
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Operators of which nothing is known, and the bytes of the largest one's arguments."""
+        found = dict(self._untried)
+        for call in self._wanted.values():
+            found[str(call.func)] = max(call.n_bytes, found.get(str(call.func), 0))
+        return found
+
+    def learn(self) -> None:
+        """Try what was wanted so far. Not inside a backward pass, and not while anything else records."""
+        wanted, self._wanted = self._wanted, {}
+        if not wanted:
+            return
+        results: list[tuple[Hashable, tuple[int, ...] | None]] = []
+        with _torch.on_real_tensors(), torch.enable_grad(), CpuRecorder(watch=()) as recorder:
+            for key, call in wanted.items():
+                for run in call.trials():
+                    try:
+                        results.append((key, run(recorder.mark)))
+                    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+                        results.append((key, None))
+        scripts: dict[Hashable, list[_Script]] = {key: [] for key in wanted}
+        for (key, sizes), events in zip(results, _between_marks(recorder.stream), strict=True):
+            if sizes is not None:
+                scripts[key].append(_Script(events, sizes))
+        _table.update({key: call.learned(scripts[key]) for key, call in wanted.items()})
+
+
+def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
+    found: list[list[int]] = []
+    inside = False
+    for event in stream:
+        if type(event) is Mark:
+            inside = event.label == "begin"
+            if inside:
+                found.append([])
+        elif inside:
+            found[-1].append(event.bytes if type(event) is Allocate else -event.bytes if type(event) is Free else 0)
+    return [tuple(events) for events in found]
+
+
+def _real(leaf: Any, rows: int = 0) -> Any:
+    """A real tensor of zeros for a fake one, or of some of its rows."""
+    if not _is_tensor(leaf):
+        return leaf
+    shape = (rows, *leaf.shape[1:]) if rows else leaf.shape
+    return torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype).zero_()
+
+
+_WORKSPACE = 22
+
+
+def _workspace(args: list[Any]) -> Any:
+    """What the forward pass of a recurrent layer leaves for this backward pass: with another one that would crash."""
+    reverse, mode, hidden_size, layers, biases, _, bidirectional, batch_sizes, batch_first = args[13:_WORKSPACE]
+    settings = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, True)
+    return torch.ops.aten.mkldnn_rnn_layer(*args[:7], *settings)[3]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)

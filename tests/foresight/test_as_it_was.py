@@ -1,0 +1,71 @@
+"""After a rehearsal everything is as it was: the same objects with the same bits, also when the step raises."""
+
+import gc
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+import lowtide
+from models import build, same, state
+
+
+@pytest.mark.parametrize("before", ["fresh", "after a step", "with gradients"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_it_was(before: str, fails: bool) -> None:
+    case = build("resnet")
+    if before == "after a step":
+        case.step(case.batch)
+    if before == "with gradients":
+        case.model(**case.batch).loss.backward()
+    known, gradients = state(case), [p.grad for p in case.model.parameters()]
+    buffers, python, numpy = [*case.model.buffers()], random.getstate(), np.random.get_state()
+    keys = [*case.batch]
+    steps = 0
+
+    def step(batch):
+        nonlocal steps
+        steps += 1
+        random.random()
+        np.random.rand()
+        torch.manual_seed(5)
+        case.model.last = case.model(**batch).logits  # an attribute that was not there
+        case.step(batch)
+        batch.pop("labels")
+        batch["labels"] = torch.arange(8) % 10
+        if fails and steps == 2:
+            raise KeyError("the second step fails")
+
+    if fails:
+        with pytest.raises(KeyError, match="the second step fails"):
+            lowtide.foresee(case.model, step, case.batch)
+    else:
+        lowtide.foresee(case.model, step, case.batch)
+    assert steps == 0  # it is the step's, so it is put back as well
+    assert same(known, state(case))
+    assert all(p.grad is g for p, g in zip(case.model.parameters(), gradients, strict=True))
+    assert all(now is then for now, then in zip(case.model.buffers(), buffers, strict=True))
+    assert random.getstate() == python
+    assert np.array_equal(np.random.get_state()[1], numpy[1])
+    assert [*case.batch] == keys
+    assert not hasattr(case.model, "last")
+    assert not any("_compiled_call_impl" in module.__dict__ for module in case.model.modules())
+
+
+def test_no_fake_tensor_is_left() -> None:
+    case = build("gpt2")
+    lowtide.foresee(case.model, case.step, case.batch)
+    gc.collect()
+    assert [thing for thing in gc.get_objects() if type(thing) is FakeTensor] == []
+
+
+def test_the_next_real_step_gives_the_same_bits() -> None:
+    one, other = build("gpt2"), build("gpt2")
+    lowtide.foresee(one.model, one.step, one.batch)
+    torch.manual_seed(3)
+    first = one.step(one.batch)
+    torch.manual_seed(3)
+    assert torch.equal(first, other.step(other.batch))
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))

@@ -1,0 +1,136 @@
+"""What a step asks of its tensors is answered truly, answered and noted, or refused with its line."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+
+BATCH = torch.randn(32, 16)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def refused(model, step, batch=BATCH) -> str:
+    with pytest.raises(lowtide.Unforeseeable) as caught:
+        lowtide.foresee(model, step, batch)
+    return str(caught.value)
+
+
+def test_a_number_may_be_logged_averaged_and_passed_on(model):
+    seen = []
+
+    def step(batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        value = loss.item()
+        seen.append(f"{value:.2f} {round(value, 1)} {math.exp(value):.2f} {(value + 1) / 2} {sum([value, value])}")
+        assert math.isfinite(value)
+        assert value == value
+
+    foreseen = lowtide.foresee(model, step, BATCH)
+    assert seen == []  # what the step appended is gone again
+    assert all("taken as 1.0" in note for note in foreseen.assumed)
+
+
+@pytest.mark.parametrize("decide", [lambda loss: loss.item() > 2, lambda loss: loss > 2, lambda loss: int(loss)])
+def test_what_is_decided_by_an_unknown_number_is_refused_with_its_line(model, decide):
+    def step(batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        if decide(loss):
+            raise AssertionError
+
+    assert "test_questions.py:" in refused(model, step)
+
+
+def test_a_mask_of_unknown_contents_is_refused(model):
+    def step(batch):
+        h = model(batch)
+        h[h > 0].sum().backward()
+
+    assert "depends on a mask" in refused(model, step)
+    assert "test_questions.py:" in refused(model, step)
+
+
+def test_arrays_of_unknown_contents_are_refused_and_lists_hold_unknown_numbers(model):
+    assert "contents of a tensor" in refused(model, lambda batch: model(batch).detach().numpy())
+    assert "decides by a number" in refused(model, lambda batch: max(model(batch)[0].tolist()))
+
+
+def test_health_is_assumed_and_noted(model):
+    def step(batch):
+        loss = model(batch).square().mean()
+        if torch.isnan(loss) or not torch.isfinite(loss):
+            raise AssertionError
+        if torch.isinf(model[0].weight).any():
+            raise AssertionError
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    foreseen = lowtide.foresee(model, step, BATCH)
+    assert len(foreseen.assumed) == 3  # lines
+    assert all(note.endswith("no NaN or infinity") for note in foreseen.assumed)
+
+
+def test_what_follows_from_the_batch_is_known(model):
+    lengths = []
+
+    def step(batch):
+        x, mask = batch
+        if not mask.all():
+            lengths.append(int(mask.sum(-1).max()))
+        rows = mask.any(-1).nonzero().squeeze(1)
+        assert rows.shape == (3,)
+        assert mask[0].tolist() == [True, False]
+        h = model(x)[mask.any(-1)]
+        assert h.shape == (3, 4)
+        h.sum().backward()
+        assert lengths[-1] == 2
+
+    mask = torch.tensor([[True, False], [False, False], [True, True], [False, True]])
+    assert lowtide.foresee(model, step, (torch.randn(4, 16), mask)).assumed == ()
+
+
+def test_a_value_written_over_is_not_known_any_longer(model):
+    def step(batch):
+        x, count = batch
+        total = count + 1
+        assert total.item() == 4
+        total += model(x).sum().long()
+        return range(int(total))
+
+    assert "test_questions.py:" in refused(model, step, (BATCH, torch.tensor(3)))
+
+
+def test_gradient_scaling_and_schedules_work_and_come_back(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    losses, count = [], 0
+
+    def step(batch):
+        nonlocal count
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss)
+        count += 1
+
+    foreseen = lowtide.foresee(model, step, BATCH)
+    assert foreseen.static.optimizer > 0  # the scaler found no overflow, and the optimizer stepped
+    assert (losses, count, scaler._scale, schedule.last_epoch) == ([], 0, None, 0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.state

@@ -1,0 +1,93 @@
+"""What single operators allocate inside: the rules and the trials against the CPU's own allocator."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide import _torch
+from lowtide.foresight import trials
+from lowtide.foresight.scratch import Scratch
+from lowtide.foresight.trials import Trials
+from lowtide.memory.cpu import CpuRecorder
+from lowtide.memory.events import Timeline
+
+aten = torch.ops.aten
+
+
+def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def attention(length: int, keys: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    return t(2, 3, length, 32, dtype=dtype), t(2, 3, keys, 32, dtype=dtype), t(2, 3, keys, 32, dtype=dtype)
+
+
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+CONVOLVED = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "add": (aten.add.Tensor, (t(64, 64), t(64, 64, dtype=torch.bfloat16))),
+    "mul of integers": (aten.mul.Tensor, (t(64, 64), t(64, 64, dtype=torch.int64))),
+    "quotient of integers": (aten.div.Tensor, (t(64, 64, dtype=torch.int64), t(64, 64, dtype=torch.int64))),
+    "sum in place": (aten.add_.Tensor, (t(64, 64), t(64, 64, dtype=torch.bfloat16))),
+    "safe softmax": (aten._safe_softmax.default, (t(8, 4, 64, 64), -1)),
+    "log softmax, strided": (aten._log_softmax.default, (t(64, 32, 16).transpose(1, 2), 1, False)),
+    "layer norm, strided": (aten.native_layer_norm.default, (t(64, 32).t(), [64], None, None, 1e-5)),
+    "roll": (aten.roll.default, (t(64, 32), [1, 1], [0, 1])),
+    "roll of one dimension": (aten.roll.default, (t(64, 32).t(), [1], [0])),
+    "cumulative sum": (aten.cumsum.default, (t(64, 64, dtype=torch.bool), 1)),
+    "embedding": (aten.embedding.default, (t(50, 32), torch.zeros(1, 64, dtype=torch.int64).expand(8, 64))),
+    "nearest": (aten.upsample_nearest2d.default, (t(2, 16, 16, 16), [32, 32])),
+    "flash, short": (FLASH, attention(64, 64)),
+    "flash, long": (FLASH, attention(800, 100)),
+    "convolution": (aten.convolution.default, (t(4, 3, 32, 32), t(20, 3, 3, 3), *CONVOLVED)),
+    "bfloat16 product": (aten.mm.default, (t(256, 96, dtype=torch.bfloat16), t(96, 64, dtype=torch.bfloat16))),
+}  # fmt: skip
+
+
+def measured(func: Any, args: tuple[Any, ...]) -> tuple[int, list[int]]:
+    """Bytes beyond the results at the peak, and those of the results."""
+    before = {_torch.storage_id(a) for a in args if isinstance(a, torch.Tensor)}
+    with CpuRecorder(watch=()) as recorder:
+        out = func(*args)
+    made = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
+    new = [o.untyped_storage().nbytes() for o in made if _torch.storage_id(o) not in before]
+    return Timeline(recorder.stream).peak_bytes - sum(new), new
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_extra_bytes_are_the_measured_ones(name: str) -> None:
+    func, args = CALLS[name]
+    extra, _ = measured(func, args)
+    known = Trials()
+    scratch = Scratch("cpu", known)
+    out = func(*args)
+    made = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    scratch.of(func, args, {}, tensors, made)
+    known.learn()
+    _, found = scratch.of(func, args, {}, tensors, made)
+    assert sum(found) == pytest.approx(extra, abs=64)
+
+
+def test_a_large_convolution_is_learned_from_some_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(20, 3, 3, 3)
+    args = (torch.ones(40, 3, 32, 32), weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    extra, results = measured(aten.convolution.default, args)
+    monkeypatch.setattr(trials, "_table", {})
+    monkeypatch.setattr(trials, "LARGEST_TRIAL", 2**10)
+    known = Trials()
+    assert known.of(aten.convolution.default, args, {}) == ({}, [])
+    known.learn()
+    assert known.of(aten.convolution.default, args, {}) == ({0: results[0]}, [extra])
+
+
+def test_what_is_too_large_to_be_tried_is_listed_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_table", {})
+    monkeypatch.setattr(trials, "LARGEST_TRIAL", 2**10)
+    one = torch.ones(64, 64, dtype=torch.bfloat16)
+    known = Trials()
+    known.of(aten.mm.default, (one, one), {})
+    known.learn()
+    assert known.of(aten.mm.default, (one, one), {}) == ({}, [])
+    assert known.unknown == {"aten.mm.default": 2 * 64 * 64 * 2}
