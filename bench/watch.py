@@ -1,0 +1,56 @@
+"""What watching costs: the step time of the demo's GPT-2 with and without `lowtide.watch`, in turns.
+
+    python bench/watch.py [--layers 6] [--batch-size 8] [--length 256] [--pairs 12]
+
+A pair is one step with the watch and one without, of the same model on the same batch; the ratio is the median over all
+pairs, so that a busy machine changes little. The first steps, which are looked at closely, are said apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+import lowtide
+from lowtide.demo.workloads import workload
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--pairs", type=int, default=12)
+    asked = parser.parse_args()
+    work = workload("gpt2", layers=asked.layers, batch_size=asked.batch_size, length=asked.length)
+
+    def step(number: int) -> float:
+        began = time.perf_counter()
+        work.step(work.batches[number % len(work.batches)])
+        return time.perf_counter() - began
+
+    for number in range(2):
+        step(number)
+    watch = lowtide.watch(work.model)
+    plain: list[float] = []
+    watched: list[float] = []
+    with watch:
+        for number in range(asked.pairs + 5):
+            watched.append(step(number))
+            watch.pause()
+            plain.append(step(number))
+            watch.resume()
+    close, steady = 5, slice(5, None)
+    ratios = [w / p for w, p in zip(watched[steady], plain[steady], strict=True)]
+    print(f"{work.description}, {torch.get_num_threads()} threads")
+    print(f"plain step {1e3 * statistics.median(plain):.1f} ms")
+    print(f"first {close} steps, looked at closely: {sum(watched[:close]) - sum(plain[:close]):+.2f} s in all")
+    print(f"later steps: {statistics.median(ratios):.4f} of a plain step (median of {len(ratios)} pairs; at most 1.03)")
+    print(watch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Where a step ends and the next begins, and which of these boundaries are looked at closely."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+FIRST = 4
+"""Boundaries that are all inspected; after these every power of two is, and where memory has grown."""
+
+MOST_TIME = 0.01
+"""Share of the time since the watch began that inspections may take, the first ones apart."""
+
+_LEAST_GROWTH = 2**20
+
+
+class Boundaries:
+    """A step begins when a place in the code calls a model again and an optimizer has stepped in between.
+
+    That is right for loops with several models, losses, accumulation or optimizers: a graph may well live from one call
+    of a model to another one's, but not around the loop.
+    """
+
+    def __init__(self) -> None:
+        self.first_number = 0
+        """The number of the first graph node after the last optimizer step."""
+        self._n_optimizer_steps = 0
+        self._called: dict[int, int] = {}  # place -> optimizer steps before it was called last
+        self._n = 0
+        self._began = time.perf_counter()
+        self._spent = 0.0
+        self._level = 0
+        self._exempt = 0.0
+
+    def stepped(self, next_number: int) -> None:
+        """An optimizer has stepped."""
+        self._n_optimizer_steps += 1
+        self.first_number = next_number
+
+    def called(self, key: int) -> None:
+        """A model is called at that place, with gradients."""
+        self._called[key] = self._n_optimizer_steps
+
+    def is_next_step(self, key: int) -> bool:
+        """Whether a call at that place begins a new step."""
+        before = self._called.get(key)
+        if before is None or before == self._n_optimizer_steps:
+            return False
+        self._called.clear()
+        self._n += 1
+        return True
+
+    def is_due(self) -> bool:
+        """Whether to inspect at this boundary."""
+        if self._n <= FIRST:
+            self._exempt = self._spent
+            return True
+        grown = _level() - self._level > _LEAST_GROWTH
+        if not grown and self._n & (self._n - 1):
+            return False
+        return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
+
+    def inspected(self, seconds: float) -> None:
+        """An inspection took so long."""
+        self._spent += seconds
+        if self._n <= FIRST:
+            self._exempt = self._spent
+        self._level = _level()
+
+
+def _level() -> int:
+    """Bytes in use: torch's on CUDA, else the process's as far as the system says cheaply."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.memory_allocated()
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0

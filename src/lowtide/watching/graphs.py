@@ -1,0 +1,140 @@
+"""The graphs behind living tensors: which tensors hang together, and what their nodes keep.
+
+Nothing is recomputed and no hook runs. Nodes are referred to only while an inspection lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowtide import _torch
+from lowtide.watching.heap import storage_bytes
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+_LEAF_NUMBERS = 2**63  # nodes that gather gradients have numbers above
+
+
+@dataclass(slots=True)
+class Graph:
+    """Nodes that hang together otherwise than through parameters, and the tensors (by index) that end in them."""
+
+    nodes: list[Node] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    unfreed: dict[int, int] = field(default_factory=dict)
+    """Storage -> bytes, of what is saved for a backward pass."""
+    context: dict[int, int] = field(default_factory=dict)
+    """Storage -> bytes, of the tensors that custom Functions put on their ctx as attributes."""
+    top: int | None = None
+    """The tensor that was made last."""
+    gradient_of: list[int] = field(default_factory=list)
+    """The leaves whose `.grad` ends in this graph."""
+
+
+def nodes_behind(roots: Iterable[Node]) -> list[Node]:
+    """All nodes that `roots` lead to, themselves included; without those that gather the gradients of leaves."""
+    found: list[Node] = []
+    pending = list(roots)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if _torch.sequence_number(node) < _LEAF_NUMBERS:
+            found.append(node)
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in seen:
+                seen.add(upstream)
+                pending.append(upstream)
+    return found
+
+
+def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
+    """Storage -> bytes of what these nodes saved, and of what custom Functions put on their ctx."""
+    saved: dict[int, int] = {}
+    context: dict[int, int] = {}
+    for node in nodes:
+        for kept in _torch.raw_saved(node):
+            if isinstance(kept, Tensor):
+                saved[_torch.storage_id(kept)] = storage_bytes(kept)
+        for kept in _attributes(node):
+            context[_torch.storage_id(kept)] = storage_bytes(kept)
+    return saved, context
+
+
+def graphs_of(
+    tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
+) -> list[Graph]:
+    """The graphs that end in the held tensors or in gradients, without those that began at node `new_from` or later."""
+    roots: list[tuple[int, Node, int | None]] = [
+        (index, node, None) for index in held if (node := producer(tensors[index])) is not None
+    ]
+    roots += [(leaf, node, leaf) for leaf, gradient in gradients if (node := producer(gradient)) is not None]
+    owner: dict[Node, int] = {}
+    merged: list[int] = []  # union-find over the roots
+
+    def find(number: int) -> int:
+        while merged[number] != number:
+            number = merged[number]
+        return number
+
+    for number, (_, root, _) in enumerate(roots):
+        merged.append(number)
+        if root in owner:
+            merged[number] = find(owner[root])
+            continue
+        pending = [root]
+        owner[root] = number
+        while pending:
+            for upstream, _ in pending.pop().next_functions:
+                if upstream is None or _torch.sequence_number(upstream) >= _LEAF_NUMBERS:
+                    continue
+                if upstream not in owner:
+                    owner[upstream] = number
+                    pending.append(upstream)
+                else:
+                    merged[find(owner[upstream])] = find(number)
+    graphs: dict[int, Graph] = {}
+    for node, number in owner.items():
+        graph = graphs.setdefault(find(number), Graph())
+        graph.nodes.append(node)
+    newest: dict[int, int] = {}
+    for number, (index, root, leaf) in enumerate(roots):
+        key = find(number)
+        graph = graphs[key]
+        if leaf is not None:
+            graph.gradient_of.append(leaf)
+            continue
+        graph.tensors.append(index)
+        if _torch.sequence_number(root) >= newest.get(key, -1):
+            newest[key] = _torch.sequence_number(root)
+            graph.top = index
+    for graph in graphs.values():
+        graph.numbers = [n for node in graph.nodes if (n := _torch.sequence_number(node)) < _LEAF_NUMBERS]
+        if graph.numbers:
+            graph.unfreed, graph.context = kept_by(graph.nodes)
+    return [graph for graph in graphs.values() if graph.numbers and min(graph.numbers) < new_from]
+
+
+def producer(tensor: Tensor) -> Node | None:
+    """The node that made a tensor; None for leaves, and where autograd forbids to ask."""
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:
+        return None
+    return node if node is not None and _torch.sequence_number(node) < _LEAF_NUMBERS else None
+
+
+def _attributes(node: Node) -> Iterator[Tensor]:
+    ctx: Any = node
+    if isinstance(ctx, torch.autograd.function.BackwardCFunction):
+        for value in vars(ctx).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from (part for part in value if isinstance(part, Tensor))

@@ -1,0 +1,96 @@
+"""What exists: every tensor that Python knows, the modules and optimizers, and whose the tensors' memory is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.optim import Optimizer
+
+from lowtide import _torch
+
+_KINDS: dict[type, str] = {}  # of a class: "tensor", "module", "optimizer" or ""
+
+
+def _kind(cls: type) -> str:
+    kind = _KINDS.get(cls)
+    if kind is None:
+        if issubclass(cls, Tensor):
+            kind = "tensor" if not issubclass(cls, torch._subclasses.FakeTensor) else ""
+        else:
+            kind = "module" if issubclass(cls, nn.Module) else "optimizer" if issubclass(cls, Optimizer) else ""
+        if len(_KINDS) < 100_000:
+            _KINDS[cls] = kind
+    return kind
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """The size of the memory that a tensor is in, all of it."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+class Heap:
+    """One look at all objects. Valid until the user's code goes on; refers to tensors through `tensors` alone."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        lists: dict[str, list[Any]] = {
+            "tensor": self.tensors,
+            "module": self.modules,
+            "optimizer": self.optimizers,
+        }
+        for thing in gc.get_objects():
+            kind = _kind(type(thing))
+            if kind:
+                lists[kind].append(thing)
+        self.standing: set[int] = set()
+        """Storages of parameters, their gradients, buffers and optimizer state."""
+        self.buffers: dict[int, str] = {}
+        """Tensors (by id) that are buffers of a module, and their names there."""
+        parameters = (p for m in self.modules for p in m.__dict__.get("_parameters", {}).values())
+        leaves = [t for t in self.tensors if isinstance(t, nn.Parameter)]
+        self._stand(t for group in (parameters, leaves) for t in group)
+        for module in self.modules:
+            buffers = {name: b for name, b in module.__dict__.get("_buffers", {}).items() if b is not None}
+            self._stand(buffers.values())
+            self.buffers |= {id(buffer): f"{type(module).__name__}.{name}" for name, buffer in buffers.items()}
+        for optimizer in self.optimizers:
+            states = list(getattr(optimizer, "state", {}).values())
+            self._stand(t for state in states if isinstance(state, dict) for t in state.values())
+            self._stand(p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+
+    def _stand(self, tensors: Iterable[object]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self.standing.add(_torch.storage_id(tensor))
+                if tensor.is_leaf and tensor.grad is not None:
+                    self.standing.add(_torch.storage_id(tensor.grad))
+
+
+class Known:
+    """Storages by when they were first seen; weak, so that a storage's end is noticed and its number can come again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+
+    def note(self, tensors: Iterable[Tensor], when: int) -> None:
+        """These exist at time `when`."""
+        self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
+        for tensor in tensors:
+            number = _torch.storage_id(tensor)
+            if number and number not in self._seen:
+                self._seen[number] = (weakref.ref(tensor.untyped_storage()), when)
+
+    def since(self, number: int) -> int | None:
+        """When the storage of that number was first seen; None if it was not."""
+        entry = self._seen.get(number)
+        return None if entry is None or entry[0]() is None else entry[1]

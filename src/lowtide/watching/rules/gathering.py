@@ -1,0 +1,62 @@
+"""Lists and sums that gather graphs or outputs step by step."""
+
+from itertools import pairwise
+
+from lowtide.watching.finding import Past, Rule
+from lowtide.watching.inspection import Survivor
+
+GROWTHS = 3
+"""Inspections in a row at which a list must have grown."""
+
+
+def _is_list_of_graphs(survivor: Survivor, past: Past) -> bool:
+    holder = survivor.holder
+    return survivor.has_graph and holder is not None and holder.entries is not None and holder.kind == "variable"
+
+
+def _is_sum(survivor: Survivor, past: Past) -> bool:
+    sites = [call.stats.site.key for call in survivor.calls]
+    return survivor.has_graph and survivor.is_scalar and len(sites) > len(set(sites))
+
+
+def _is_growing(survivor: Survivor, past: Past) -> bool:
+    holder = survivor.holder
+    if survivor.has_graph or holder is None or holder.entries is None:
+        return False
+    sizes = past.held_bytes[-GROWTHS:]
+    return len(sizes) == GROWTHS and all(a < b for a, b in pairwise(sizes))
+
+
+LIST_OF_GRAPHS = Rule(
+    code="LT008",
+    name="list of tensors that have a graph",
+    what="A list, dict or set holds tensors whose graph has not been freed.",
+    why="Each entry holds the whole graph of its step.",
+    bad="losses.append(criterion(model(x), y))",
+    good="losses.append(criterion(model(x), y).item())",
+    fix="put numbers in `{name}`: `.item()`, or `.detach()` for small tensors",
+    matches=_is_list_of_graphs,
+)
+
+SUM_OF_GRAPHS = Rule(
+    code="LT009",
+    name="running sum of tensors that have a graph",
+    what="A running total was added to over several forwards without a backward pass that frees their graphs.",
+    why="The sum's graph is the graphs of all its summands. After an ordinary `loss.backward()` the same line costs "
+    "nothing.",
+    bad="total = total + criterion(model(x), y)",
+    good="total = total + criterion(model(x), y).detach()",
+    fix="add numbers to `{name}`: `.detach()` or `.item()`",
+    matches=_is_sum,
+)
+
+GROWING_LIST = Rule(
+    code="LT021",
+    name="list that grows by tensors without a graph",
+    what="A list holds more tensors at each inspection; they have no graph, and their own memory counts.",
+    why="It grows without end. `.detach()` does not help: the values are the memory.",
+    bad="predictions.append(model(x).detach())",
+    good="predictions.append(model(x).argmax(-1).cpu())",
+    fix="put less in `{name}`: a metric, an index, or a copy on the host",
+    matches=_is_growing,
+)

@@ -1,0 +1,31 @@
+"""A hook that stores activations."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ROWS, WIDTH = 64, 256
+ACTIVATION = 4 * ROWS * WIDTH  # bytes
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)) for _ in range(5)]
+
+
+def store(features):
+    def hook(module, args, output):
+        features.append(output)
+
+    return hook
+
+
+model[1].register_forward_hook(store([]))  # holder
+for x, y in data:
+    optimizer.zero_grad()
+    loss = F.l1_loss(model(x), y)  # made
+    loss.backward()
+    optimizer.step()
+
+print("holder", "forward hook registered at")
+print("bytes", 5 * ACTIVATION)

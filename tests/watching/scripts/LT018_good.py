@@ -1,0 +1,18 @@
+"""Gradients set to None."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ROWS, WIDTH = 64, 256
+ACTIVATION = 4 * ROWS * WIDTH  # bytes
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)) for _ in range(5)]
+
+for x, y in data:
+    optimizer.zero_grad()  # made
+    F.l1_loss(model(x), y).backward()
+    optimizer.step()

@@ -1,0 +1,36 @@
+"""A buffer that is given values with a graph."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ROWS, WIDTH = 64, 256
+ACTIVATION = 4 * ROWS * WIDTH  # bytes
+
+torch.manual_seed(0)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(ROWS, WIDTH))
+
+    def forward(self, x):
+        hidden = self.layer(x).tanh()
+        self.mean = 0.9 * self.mean + 0.1 * hidden.exp()
+        return hidden - self.mean.detach()
+
+
+model = nn.Sequential(Normed(), nn.Linear(WIDTH, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)) for _ in range(5)]
+
+for x, y in data:
+    optimizer.zero_grad()
+    loss = F.l1_loss(model(x), y)  # made
+    loss.backward()
+    optimizer.step()
+
+print("holder", "Sequential.0.mean")
+print("bytes", 5 * ACTIVATION)

@@ -1,0 +1,197 @@
+"""The watch itself: it keeps nothing alive, changes nothing, and leaves torch as it was."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from conftest import RunPython
+from lowtide import _torch
+from lowtide.errors import LowtideError
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+
+
+BATCHES = 6
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(64, 64) for _ in range(BATCHES)]
+
+
+def train(model: nn.Module, data: list[Tensor], *, retain: bool = False) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x in data:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=retain)
+        optimizer.step()
+
+
+def test_as_a_context_manager(model: nn.Module) -> None:
+    with lowtide.watch(model) as watched:
+        train(model, batches(), retain=True)
+    (finding,) = watched.findings
+    assert (finding.code, finding.since_step) == ("LT003", 1)
+    assert "local variable 'loss'" in finding.holder
+    assert str(watched).startswith("LT003 retain_graph keeps the graph: ")
+    assert json.loads(watched.to_json())["steps"] == BATCHES
+
+
+def test_around_a_loop_the_findings_are_logged(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    with caplog.at_level(logging.WARNING, "lowtide"):
+        for x in lowtide.watch(model, batches()):
+            loss = model(x).square().mean()
+            losses.append(loss)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "LT008" in caplog.text
+    assert "list 'losses' [6 entries]" in caplog.text
+
+
+def test_the_name_of_a_part_begins_at_the_model() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last_hidden = self.layer(x).tanh()
+            return self.last_hidden
+
+    model = nn.ModuleDict({"encoder": Encoder(), "head": nn.Linear(256, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x in batches():
+            optimizer.zero_grad()
+            model["head"](model["encoder"](x)).square().mean().backward()
+            optimizer.step()
+    assert [(f.code, f.holder) for f in watched.findings] == [("LT014", "model.encoder.last_hidden")]
+
+
+def test_nothing_is_kept_alive(model: nn.Module) -> None:
+    kept: list[weakref.ref[torch.UntypedStorage]] = []
+    model[1].register_forward_hook(lambda m, a, output: kept.append(weakref.ref(output.untyped_storage())))
+    data = batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gc.collect()
+    gc.disable()
+    try:
+        with lowtide.watch(model):
+            for x in data:
+                optimizer.zero_grad()
+                output = model(x)
+                loss = output.square().mean()
+                loss.backward(retain_graph=True)
+                assert kept[-1]() is not None
+                optimizer.step()
+                del output, loss
+                assert [storage() for storage in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+def test_training_is_the_same_bit_by_bit(model: nn.Module) -> None:
+    data = batches()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, data)
+    plain = [p.detach().clone() for p in model.parameters()]
+    model.load_state_dict(start)
+    random = torch.get_rng_state()
+    with lowtide.watch(model):
+        train(model, data)
+    assert all(map(torch.equal, plain, model.parameters()))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_torch_is_left_as_it_was(model: nn.Module) -> None:
+    def now() -> tuple[object, ...]:
+        hooks = nn.modules.module
+        engine = getattr(torch.autograd, _torch.ENGINE)
+        tables = len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)
+        return engine, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, *tables
+
+    before = now()
+    with lowtide.watch(model):
+        assert now() != before
+    assert now() == before
+
+
+def test_torch_is_left_as_it_was_by_a_loop_that_raises(model: nn.Module) -> None:
+    engine = getattr(torch.autograd, _torch.ENGINE)
+    with pytest.raises(RuntimeError), lowtide.watch(model):
+        model(torch.ones(3, 3))
+    assert getattr(torch.autograd, _torch.ENGINE) is engine
+
+
+def test_one_watch_at_a_time(model: nn.Module) -> None:
+    with lowtide.watch(model) as watched:
+        with pytest.raises(LowtideError, match="a watch is running already"):
+            lowtide.watch(model).__enter__()
+        train(model, batches())
+    with pytest.raises(LowtideError, match="a watch watches once"):
+        watched.__enter__()
+    with pytest.raises(LowtideError, match="give the batches"):
+        next(iter(lowtide.watch(model)))
+
+
+def test_a_failing_forward_ends_nothing(model: nn.Module) -> None:
+    with lowtide.watch(model) as watched:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 3))
+        train(model, batches(), retain=True)
+    assert [finding.code for finding in watched.findings] == ["LT003"]
+
+
+def test_without_a_model_every_model_is_watched(model: nn.Module) -> None:
+    with lowtide.watch() as watched:
+        train(model, batches())
+    assert (watched.findings, watched.n_steps) == ((), BATCHES)
+    assert str(watched) == f"nothing found in {BATCHES} steps"
+
+
+SCRIPT = """
+import sys
+from helper import answer
+if __name__ == "__main__":
+    print(sys.argv[1:], answer, __file__.endswith("train.py"))
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 0), ("3", 2)])
+def test_a_script_runs_as_it_would_alone(code: str, expected: int, tmp_path: Path, run_python: RunPython) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "helper.py").write_text("answer = 42\n", encoding="utf-8")
+    done = run_python("-m", "lowtide", "watch", str(tmp_path / "train.py"), code, "--lr", "0.1")
+    assert done.stdout == f"['{code}', '--lr', '0.1'] 42 True\n"
+    assert "lowtide watch: nothing found in 0 steps" in done.stderr
+    assert done.returncode == expected
+
+
+def test_a_script_that_raises(tmp_path: Path, run_python: RunPython) -> None:
+    (tmp_path / "train.py").write_text("def f():\n    raise ValueError('no data')\n\nf()\n", encoding="utf-8")
+    done = run_python("-m", "lowtide", "watch", str(tmp_path / "train.py"))
+    assert done.returncode == 2
+    assert "line 2, in f\nValueError: no data" in re_joined(done.stderr)
+    assert "watching/script.py" not in done.stderr
+
+
+def re_joined(text: str) -> str:
+    """A traceback without the source lines and their markers."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
