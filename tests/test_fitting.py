@@ -99,6 +99,21 @@ def test_a_plan_for_something_else_is_refused_with_the_differences(fitted):
         lowtide.fit(same_model.model, same_model.step, shorter, budget="70%", profile=fitted.profile)
 
 
+def test_a_plan_holds_for_smaller_batches_and_shorter_sequences():
+    planned, plain = build("gpt2"), build("gpt2")
+    with lowtide.fit(planned.model, planned.step, planned.batch, budget="60%") as fitted:
+        for rows, length in [(4, 64), (2, 64), (4, 24), (1, 7)]:
+            torch.manual_seed(7)
+            expected = plain.step({key: tensor[:rows, :length] for key, tensor in plain.batch.items()})
+            torch.manual_seed(7)
+            with lowtide.measure() as memory:
+                loss = planned.step({key: tensor[:rows, :length] for key, tensor in planned.batch.items()})
+            assert torch.equal(loss, expected)
+            assert fitted.profile.static.total + memory.peak_bytes <= fitted.plan.budget_bytes
+        assert not fitted.applied.drifted
+    assert same(state(plain), state(planned))
+
+
 @pytest.mark.parametrize("budget", [0, -1, "0%", "some", "8 parsecs", 3.5, None])
 def test_a_budget_of_nonsense_is_refused_before_anything_runs(budget):
     def never(batch):

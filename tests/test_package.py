@@ -19,14 +19,21 @@ LAYERS = [
     ["lowtide.memory", "lowtide.planner"],
     ["lowtide.identity"],
     ["lowtide.remat"],
+    ["lowtide.graphs", "lowtide.batches"],
+    ["lowtide.averages"],
+    ["lowtide.accumulation"],
     ["lowtide.rehearsal"],
+    ["lowtide.foresight"],
     ["lowtide.verification"],
+    ["lowtide.watching", "lowtide.releasing"],
     ["lowtide.report"],
-    ["lowtide.fitting"],
+    ["lowtide.fitting", "lowtide.oom"],
+    ["lowtide.script"],
     ["lowtide.demo"],
     ["lowtide.cli", "lowtide.__main__"],
 ]
 TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._require", "lowtide.planner", "lowtide.lint"]
+TORCH_FREE += ["lowtide.oom.explanation"]
 
 
 def modules() -> dict[str, ast.Module]:

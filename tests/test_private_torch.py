@@ -1,5 +1,8 @@
 """That the private names of torch in `lowtide._torch` exist and do what Lowtide relies on."""
 
+import sys
+import weakref
+
 import pytest
 import torch
 from torch.autograd.profiler import profile
@@ -54,6 +57,24 @@ def test_raw_saved_of_a_custom_function() -> None:
     assert list(_torch.raw_saved(y.grad_fn)) == []
 
 
+def test_slots_have_names_and_nodes_are_numbered_in_order() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    y = x.exp()
+    z = torch.stack([y, y]) @ y
+    assert y.grad_fn is not None
+    assert z.grad_fn is not None
+    assert [(name, slot.unpack_hook) for name, slot in _torch.saved_slots(y.grad_fn)] == [("result", None)]
+    assert _torch.sequence_number(y.grad_fn) < _torch.sequence_number(z.grad_fn)
+    leaf = y.grad_fn.next_functions[0][0]
+    assert leaf is not None
+    assert _torch.sequence_number(leaf) == 2**64 - 1
+
+
+def test_the_tensor_arguments_of_an_op() -> None:
+    assert ("self", "mat1", "mat2") in _torch.tensor_arguments("addmm")
+    assert _torch.tensor_arguments("no_such_op") == ()
+
+
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
 
 
@@ -95,3 +116,111 @@ def test_the_allocators_history_carries_our_text() -> None:
     ours = [(e["action"], e["addr"], e["size"], e["user_metadata"]) for e in trace if e["addr"] == address]
     assert ours == [(action, address, 100, "text") for action in ("alloc", "free_requested", "free_completed")]
     assert all(isinstance(e["time_us"], int) for e in trace)
+
+
+# --- fake tensors ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fake_tensor_has_a_storage_that_ends_with_its_last_reference() -> None:
+    with _torch.fake_mode():
+        x = torch.empty(10, 4)
+    assert _torch.is_fake(x)
+    assert _torch.is_strided(x)
+    ended: list[bool] = []
+    end = weakref.ref(x.untyped_storage(), lambda _: ended.append(True))
+    view = x[2:].t()
+    assert _torch.storage_id(view) == _torch.storage_id(x)
+    assert x.untyped_storage().nbytes() == 160
+    del x
+    assert not ended
+    del view
+    assert ended == [True]
+    assert end() is None
+
+
+def test_a_fake_operator_says_when_it_depends_on_contents() -> None:
+    with _torch.fake_mode():
+        x = torch.ones(3)
+        with pytest.raises(_torch.DATA_DEPENDENT):
+            x.nonzero()
+        with pytest.raises(_torch.DATA_DEPENDENT):
+            x.sum().item()
+
+
+def test_modes_can_be_left_out() -> None:
+    with _torch.fake_mode():
+        with _torch.on_real_tensors():
+            assert not _torch.is_fake(torch.ones(3))
+        with _torch.without_modes():
+            assert not _torch.is_fake(torch.ones(3))
+        assert _torch.is_fake(torch.ones(3))
+
+
+def test_what_operators_say_of_themselves() -> None:
+    aten = torch.ops.aten
+    assert _torch.changes_geometry(aten.t_.default)
+    assert not _torch.changes_geometry(aten.add_.Tensor)
+    assert _torch.draws(aten.bernoulli_.float)
+    assert not _torch.draws(aten.add_.Tensor)
+    assert _torch.written_by(aten.add_.Tensor) == (0,)
+    assert _torch.written_by(aten.add.out) == ("out",)
+    assert _torch.written_by(aten.add.Tensor) == ()
+
+
+def test_parameters_change_places_and_stay_themselves() -> None:
+    with torch.device("meta"):
+        layer = torch.nn.LSTM(4, 4)
+    held = layer.weight_ih_l0
+    with _torch.fake_mode(), torch.no_grad():
+        fake = torch.empty(16, 4)
+    _torch.make_parameter(fake, True)
+    _torch.exchange(held, fake)
+    assert held is layer.weight_ih_l0
+    assert isinstance(held, torch.nn.Parameter)
+    assert (_torch.is_fake(held), held.device.type, held.requires_grad) == (True, "cpu", True)
+    _torch.exchange(held, fake)
+    assert (type(held), held.device.type) == (torch.nn.Parameter, "meta")
+
+
+def test_backward_is_called_from_one_place() -> None:
+    frames = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: frames.append(sys._getframe(1).f_code))
+    x.sum().backward()
+    assert frames == [_torch.BACKWARD_CALL]
+
+
+# --- watching -------------------------------------------------------------------------------------------------------
+
+
+def test_next_sequence_number() -> None:
+    first = _torch.next_sequence_number()
+    y = torch.ones(2, requires_grad=True).exp()
+    assert y.grad_fn is not None
+    assert first <= _torch.sequence_number(y.grad_fn) < _torch.next_sequence_number()
+
+
+def test_held_by_python() -> None:
+    x = torch.ones(2, requires_grad=True).exp()
+    tensors = [x.sin()]  # its graph holds x
+    tensors.append(x)
+    with_variable = _torch.held_by_python(tensors[1], 1)  # not inside an assert: pytest keeps what it asserts on
+    del x
+    found = [_torch.held_by_python(tensors[index], 1) for index in range(2)]
+    assert with_variable
+    assert found == [False, False]
+
+
+def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, ...]] = []
+    engine = getattr(torch.autograd, _torch.ENGINE)
+
+    def run(outputs: object, *args: object, **kwargs: object) -> object:
+        seen.append(args[1:3])
+        return engine(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, _torch.ENGINE, run)
+    x = torch.ones(2, requires_grad=True)
+    (x * 2).sum().backward(retain_graph=True)
+    torch.autograd.grad((x * 2).sum(), x)
+    assert seen == [(True, False), (False, False)]

@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lowtide.accumulation import accumulate
+    from lowtide.batches import micro_batches
     from lowtide.errors import (
         BudgetError,
         Infeasible,
@@ -17,13 +19,19 @@ if TYPE_CHECKING:
         TorchMissing,
     )
     from lowtide.fitting import Fitted, fit
+    from lowtide.foresight import Foresight, Largest, Unforeseeable, foresee, largest
+    from lowtide.graphs import graph
     from lowtide.memory.measuring import measure
+    from lowtide.oom.noting import explain_oom
     from lowtide.planner import plan
+    from lowtide.planner.frontier import Frontier, frontier
     from lowtide.planner.records import Plan, Profile
     from lowtide.rehearsal import rehearse
     from lowtide.rehearsal.timeline import timeline
+    from lowtide.releasing import loss_only, release, step
     from lowtide.remat.engine import Applied, apply
     from lowtide.verification import Verdict, verify
+    from lowtide.watching.watch import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -31,7 +39,10 @@ __all__ = [
     "Applied",
     "BudgetError",
     "Fitted",
+    "Foresight",
+    "Frontier",
     "Infeasible",
+    "Largest",
     "LowtideError",
     "OverBudget",
     "Plan",
@@ -39,15 +50,28 @@ __all__ = [
     "RehearsalError",
     "StalePlan",
     "TorchMissing",
+    "Unforeseeable",
     "Verdict",
+    "Watch",
     "__version__",
+    "accumulate",
     "apply",
+    "explain_oom",
     "fit",
+    "foresee",
+    "frontier",
+    "graph",
+    "largest",
+    "loss_only",
     "measure",
+    "micro_batches",
     "plan",
     "rehearse",
+    "release",
+    "step",
     "timeline",
     "verify",
+    "watch",
 ]
 
 # Where each public name lives. tests/test_package.py holds this, __all__ and the imports above to the same set.
@@ -55,7 +79,10 @@ _HOMES = {
     "Applied": "lowtide.remat.engine",
     "BudgetError": "lowtide.errors",
     "Fitted": "lowtide.fitting",
+    "Foresight": "lowtide.foresight",
+    "Frontier": "lowtide.planner.frontier",
     "Infeasible": "lowtide.errors",
+    "Largest": "lowtide.foresight",
     "LowtideError": "lowtide.errors",
     "OverBudget": "lowtide.errors",
     "Plan": "lowtide.planner.records",
@@ -63,14 +90,27 @@ _HOMES = {
     "RehearsalError": "lowtide.errors",
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
+    "Unforeseeable": "lowtide.foresight",
     "Verdict": "lowtide.verification",
+    "Watch": "lowtide.watching.watch",
+    "accumulate": "lowtide.accumulation",
     "apply": "lowtide.remat.engine",
+    "explain_oom": "lowtide.oom.noting",
     "fit": "lowtide.fitting",
+    "foresee": "lowtide.foresight",
+    "frontier": "lowtide.planner.frontier",
+    "graph": "lowtide.graphs",
+    "largest": "lowtide.foresight",
+    "loss_only": "lowtide.releasing",
     "measure": "lowtide.memory.measuring",
+    "micro_batches": "lowtide.batches",
     "plan": "lowtide.planner",
     "rehearse": "lowtide.rehearsal",
+    "release": "lowtide.releasing",
+    "step": "lowtide.releasing",
     "timeline": "lowtide.rehearsal.timeline",
     "verify": "lowtide.verification",
+    "watch": "lowtide.watching.watch",
 }
 
 # Errors and planning work on machines without torch; every other name checks for it first.

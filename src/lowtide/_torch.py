@@ -5,13 +5,17 @@ Each was read in the sources of torch 2.13; those marked so have been there sinc
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
+from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -109,13 +113,36 @@ def in_function_transform() -> bool:
 
 def raw_saved(node: Node) -> Iterator[Any]:
     """What `node` holds for its backward, tensors or what a pack hook made of them; runs no unpack hook. 2.13."""
+    for _, slot in saved_slots(node):
+        yield slot.data
+
+
+def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
+    """Name and slot (see `saved_slot`) of each tensor that `node` holds for its backward; runs no unpack hook. 2.13."""
     for name in _raw_saved_names(type(node)):
         try:
-            slots = getattr(node, name)
+            found = getattr(node, name)
         except RuntimeError:  # a custom Function whose saved tensors were freed
             continue
-        for slot in slots if isinstance(slots, tuple | list) else (slots,):
-            yield slot.data
+        short = name.removeprefix("_raw_saved_")
+        if isinstance(found, tuple | list):
+            yield from ((f"{short}[{index}]", slot) for index, slot in enumerate(found))
+        else:
+            yield short, found
+
+
+def sequence_number(node: Node) -> int:
+    """Nodes are numbered in the order in which a thread makes them; those of leaves have the largest number. 2.13."""
+    return node._sequence_nr()
+
+
+def tensor_arguments(op: str) -> tuple[tuple[str, ...], ...]:
+    """For each overload of `aten.<op>` the names of its tensor arguments; nothing for an op that is not there. 2.13."""
+    packet = getattr(torch.ops.aten, op, None)
+    if packet is None:
+        return ()
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    return tuple(tuple(a.name for a in schema.arguments if "Tensor" in str(a.type)) for schema in schemas)
 
 
 def _raw_saved_names(node_class: type) -> tuple[str, ...]:
@@ -126,6 +153,25 @@ def _raw_saved_names(node_class: type) -> tuple[str, ...]:
 
 
 _names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # weak: each custom Function makes a class
+
+
+def next_sequence_number() -> int:
+    """The number (see `sequence_number`) that the next autograd node made in this thread will have. 2.13, since 1.4."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def held_by_python(tensor: torch.Tensor, known: int) -> bool:
+    """Whether Python refers to `tensor` beside the caller's `known` references; False where only C++ does. 2.13.
+
+    The object of Python stays with its C++ tensor, which owns one reference to it while it has other owners.
+    """
+    owners = int(tensor._use_count())  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor) - 2 - known - (owners > 1) > 0
+
+
+ENGINE = "_engine_run_backward"
+"""Name in `torch.autograd` of what `backward` and `grad` call to run a backward pass: outputs, their gradients,
+retain_graph, create_graph, inputs. 2.13, since 2.3."""
 
 
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
@@ -178,3 +224,82 @@ def snapshot() -> dict[str, Any]:
 def set_metadata(text: str) -> None:
     """Attach `text` to all actions that the CUDA allocator records in this thread from now on. 2.13, since 2.10."""
     torch.cuda.memory._set_memory_metadata(text)
+
+
+# --- fake tensors ---------------------------------------------------------------------------------------------------
+
+DATA_DEPENDENT = (_fake_tensor.DynamicOutputShapeException, _fake_tensor.DataDependentOutputException)
+"""What a fake operator raises whose result's shape, or value, depends on contents. 2.13, since 2.0."""
+
+BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
+"""The last Python function on the way into the autograd engine. 2.13, since 2.3."""
+
+
+def fake_mode() -> _fake_tensor.FakeTensorMode:
+    """A mode under which operators make fake tensors. 2.13, since 1.13."""
+    return _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one. 2.13."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a strided piece of one storage. 2.13."""
+    return tensor.layout is torch.strided and type(tensor) in _WITH_STORAGE
+
+
+_WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+
+
+def changes_geometry(operator: Any) -> bool:
+    """Whether an operator changes size or strides of its first argument itself. 2.13, since 1.12."""
+    return torch.Tag.inplace_view in operator.tags
+
+
+def draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers. 2.13, since 2.0."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def on_real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Operators in this block run past all dispatch modes. 2.13, since 1.13."""
+    return torch._C._DisableTorchDispatch()
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """No dispatch mode is on in this block but those that it enters. 2.13, since 2.0."""
+    return _python_dispatch._disable_current_modes()
+
+
+def make_parameter(fake: torch.Tensor, requires_grad: bool) -> None:
+    """Make a fake tensor pass for an `nn.Parameter`. 2.13, since 2.0."""
+    fake.requires_grad_(requires_grad)
+    fake._is_param = True
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Two tensors change places, each Python object keeping its identity. Neither may be held by a graph. 2.13.
+
+    `torch.utils.swap_tensors`, which refuses tensors with weak references, as recurrent layers have to their weights.
+    """
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+def written_by(operator: Any) -> tuple[int | str, ...]:
+    """Which arguments an operator writes to: places of positional ones, names of keyword-only ones. 2.13, since 1.8."""
+    found = _written.get(operator)
+    if found is None:
+        arguments = operator._schema.arguments
+        found = _written[operator] = tuple(
+            argument.name if argument.kwarg_only else place
+            for place, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+    return found
+
+
+_written: dict[Any, tuple[int | str, ...]] = {}

@@ -88,7 +88,7 @@ def fit(
         measured.append(verdict.measured_peak_bytes)
         over = verdict.measured_peak_bytes - first.budget_bytes
         try:
-            made = replace(plan(profile, made.predicted.peak_bytes - over), budget_bytes=first.budget_bytes)
+            made = replace(plan(profile, max(1, made.predicted.peak_bytes - over)), budget_bytes=first.budget_bytes)
         except Infeasible:
             break
     raise OverBudget(budget_bytes=first.budget_bytes, measured_peak_bytes=min(measured))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.rehearsal.audit import identical
-from lowtide.remat.remake import Builder, CannotRemake, Remake, producer
+from lowtide.rehearsal.trials import identical
+from lowtide.remat.layout import producer
+from lowtide.remat.remake import Builder, CannotRemake, Remake
 from lowtide.remat.values import Handle, Value, register, registered, unpack
 
 
@@ -109,6 +110,14 @@ def through(node: str) -> Callable[[Value], bool]:
 def cheap(value: Value) -> bool:
     """Drop what is remade without a matrix product, a convolution or attention."""
     return not any(maker.recipe.expensive for maker in makers(value))
+
+
+def no_attention(value: Value) -> bool:
+    """Drop what is remade without attention or a convolution: matrix products may be redone."""
+    return all(not maker.recipe.expensive or maker.recipe.node in MATRIX_PRODUCTS for maker in makers(value))
+
+
+MATRIX_PRODUCTS = {"AddmmBackward0", "MmBackward0"}
 
 
 def everything(value: Value) -> bool:

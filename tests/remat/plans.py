@@ -11,11 +11,27 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.remat.engine import Decision, Engine, actions_for
-from lowtide.remat.remake import producer
-from zoo import Block
+from lowtide.remat.layout import producer
+from lowtide.remat.remake import Builder, CannotRemake
+from lowtide.remat.values import Value
+from parts import Block
 
 WAYS = ("keep", "remake", "replay", "nest", "both")
 """Keep all; remake all that has a recipe; replay each block; also each part of a block, inside of it; all at once."""
+
+
+class Choosy(Builder):
+    """Remakes of saved tensors only where `drops` is true of them."""
+
+    def __init__(self, drops: Callable[[Value], bool], builder: Builder):
+        super().__init__(builder.owners)
+        self.drops = drops
+
+    def remake(self, node, output, like=None, depth=0):
+        value = super().remake(node, output, like, depth)
+        if like is not None and not self.drops(value):
+            raise CannotRemake("it shall be kept")
+        return value
 
 
 class RemakeAll(Engine):

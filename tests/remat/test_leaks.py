@@ -1,6 +1,7 @@
 """A step leaves nothing behind: no bytes and no objects, also with the garbage collector off, however it ends."""
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,18 +17,26 @@ from lowtide.remat.engine import Pass, Scope
 from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Handle, Value
+from parts import Language
 from remat.plans import WAYS, in_force
-from zoo import Language
 
 IDS = torch.arange(40).view(4, 10)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_was_there_before_does_not_count() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_garbage_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
+    gc.collect()
 
 
 class Fails(nn.Module):
@@ -137,7 +146,7 @@ def ours() -> list[object]:
     ],
 )  # fmt: skip
 def test_live_bytes_after_many_steps_are_those_after_three(way, step: Callable[[nn.Module], None]):
-    steps = 50 if step in (backward, dropped) else 12
+    steps = 50 if step in (backward, dropped) else 6
     model = Language(layers=2)
     model.blocks[1].mlp.append(Fails())
     if step is twice_differentiated:
@@ -172,6 +181,23 @@ def test_nor_do_caches_of_keys_and_values(way, backward):
         assert ours() == []
     early, late = level_after(recorder.stream, "check")
     assert late == early
+
+
+@pytest.mark.parametrize("way", ["keep", "remake"])
+def test_a_model_that_keeps_its_output_is_freed_without_a_backward(way):
+    class Keeps(Language):
+        def forward(self, ids):
+            self.last = super().forward(ids)
+            return self.last
+
+    model = Keeps(layers=1)
+    with in_force(model, way):
+        model(IDS)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert ours() == []
 
 
 @pytest.mark.parametrize("way", ["remake", "replay", "nest", "both"])

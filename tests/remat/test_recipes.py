@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide.rehearsal import rehearse
-from lowtide.rehearsal.audit import identical
+from lowtide.rehearsal.trials import identical
 from lowtide.remat.recipes import RECIPES, activations, recipe
 from lowtide.remat.recipes.page import renewed
 from remat import recipe_rows
@@ -170,7 +170,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_the_example_on_the_page_is_the_one_in_use() -> None:
     recipe, row = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert recipe in Path(activations.__file__).read_text(encoding="utf-8")
-    assert row in Path(recipe_rows.__file__).read_text(encoding="utf-8")
+    assert row.strip() in Path(recipe_rows.__file__).read_text(encoding="utf-8")
 
 
 # --- a wrong recipe

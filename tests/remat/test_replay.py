@@ -14,14 +14,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lowtide.remat.engine import Engine, actions_for
 from lowtide.remat.replay import ReplayMismatch
+from parts import Block, Language, convolution
 from remat.plans import Ops, differences, in_force, outcome
-from zoo import Block, Language, convolution
 
 
 class Replayed(nn.Module):
@@ -573,6 +574,38 @@ def test_a_cache_that_has_a_prefix(way):
     plain = outcome(model, step)
     with in_force(model, way, GPT2Block):
         assert differences(plain, outcome(model, step)) == []
+
+
+class Windowed(nn.Module):
+    """Attention over a cache that keeps the last few keys only, and counts in tensors how much it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, cache, layer):
+        keys, values = cache.update(x[:, None], self.linear(x)[:, None], layer)
+        return x + F.scaled_dot_product_attention(x[:, None], keys, values.tanh())[:, 0]
+
+
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Windowed() for _ in range(3))
+
+    def forward(self, x):
+        cache = Cache([DynamicSlidingWindowLayer(4) for _ in self.layers])
+        for number, layer in enumerate(self.layers):
+            x = layer(layer(x, cache, number) * 2, cache, number)
+        return x
+
+
+@pytest.mark.parametrize("way", ["remake", "replay", "nest", "both"])
+def test_a_cache_with_a_sliding_window(way):
+    model, x = Windows(), torch.linspace(-1, 1, 2 * 6 * 8).view(2, 6, 8)
+    plain = outcome(model, lambda: model(x).sum().backward())
+    with in_force(model, way, Windowed):
+        assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
 
 
 def test_keys_and_values_of_other_layers_are_not_held():

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowtide.remat import remake
+from parts import WIDTH, Block, Language, LoRA, Swish
 from remat.plans import WAYS, Ops, differences, in_force, outcome
-from zoo import WIDTH, Block, Language, LoRA, Swish
 
 ways = pytest.mark.parametrize("way", WAYS)
 

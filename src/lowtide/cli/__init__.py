@@ -38,6 +38,27 @@ COMMANDS = {
     "demo": Lazy(
         target="lowtide.cli.demo:demo", summary="A real model on real text: its memory before and after, and the proof."
     ),
+    "rehearse": Lazy(
+        target="lowtide.cli.rehearse:rehearse",
+        summary="What a training step of a script needs, and how far down plans can go.",
+        needs_torch=False,  # a profile that was made before can be shown without
+    ),
+    "plan": Lazy(
+        target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
+    ),
+    "run": Lazy(target="lowtide.cli.run:run", summary="Train with a script within a memory budget, or under a plan."),
+    "frontier": Lazy(target="lowtide.cli.frontier:frontier", summary="What each budget would cost.", needs_torch=False),
+    "snapshot": Lazy(
+        target="lowtide.cli.snapshot:snapshot",
+        summary="What a memory snapshot of PyTorch says: the peak, and what was alive there.",
+        needs_torch=False,
+    ),
+    "explain": Lazy(
+        target="lowtide.cli.explain:explain",
+        summary="Why memory ran out, from an error message or a log, and what to do.",
+        needs_torch=False,
+    ),
+    "watch": Lazy(target="lowtide.cli.watch:watch", summary="Run a script and say what it leaves in memory."),
 }
 
 

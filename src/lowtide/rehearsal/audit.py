@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
+from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft, describe
+from lowtide.rehearsal.trials import Flops, identical
 from lowtide.remat import values
 from lowtide.remat.engine import Engine, Pass
-from lowtide.remat.remake import CannotRemake, Remake, producer
+from lowtide.remat.layout import producer
+from lowtide.remat.remake import CannotRemake, Remake
 from lowtide.remat.replay import Frame, ReplayMismatch
 from lowtide.remat.seam import Seam
 from lowtide.remat.values import Geometry, Handle, Maker, Value, register, registered
@@ -35,23 +34,8 @@ if TYPE_CHECKING:
 MIN_BYTES = 4096
 """Smaller saved tensors are always kept."""
 
-BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
-"""Modules of torch.nn that are worth a replay although other modules of it have recipes for all they do."""
-
-
-class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs with torch's own formulas. For trial runs only: under a dispatch mode autograd records other ops."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
-        return out
+SHORT_MS = 20.0
+"""What took less is timed once more."""
 
 
 class Audit(Engine):
@@ -76,6 +60,8 @@ class Audit(Engine):
         )
         self._flops = Flops()
         self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
+        self._saved: set[int] = set()
+        """Values that a slot has had so far; others are arguments of calls, which only a replay would hold."""
         self._open: list[tuple[int, Frame | None]] = []
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._passed_through: list[Value] = []
@@ -105,6 +91,7 @@ class Audit(Engine):
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
         self._handles[len(self.slots)] = value, view
+        self._saved.add(index)
         self.slots.append(slot)
         scope.ordinal += 1
         return Handle(value, view)
@@ -166,10 +153,21 @@ class Audit(Engine):
         spent = self.spent[self._spent_by[maker]]
         draft.needs = self.operands(maker)
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
-        if identical(made, base):
+        if any(map(self.only_given, draft.needs)):
+            draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
+        elif identical(made, base):
             draft.recipe = maker.recipe.node
+            del made
+            if draft.cost_ms < SHORT_MS:
+                maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
+                draft.cost_ms = self.spent[self._spent_by[maker]].cost_ms
         else:
             draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
+
+    def only_given(self, index: int) -> bool:
+        """Whether a value is there, so far, because it was given to a call, or is made of such a one."""
+        draft = self.values[index]
+        return index not in self._saved and (draft.recipe is None or any(map(self.only_given, draft.needs)))
 
     def operands(self, maker: Remake) -> tuple[int, ...]:
         """Indices of a remake's operands, without what is always there; those only passed through are added here."""
@@ -285,65 +283,17 @@ class Audit(Engine):
         recipe = maker.recipe
         cost_ms = (time.perf_counter() - began) * 1000
         size = 0 if recipe.alias else outputs[0].numel() * outputs[0].element_size()
+        flops = self._flops.total - flops
         number = len(self.spent)
         self._mark("made", number)
+        if maker in self._spent_by:
+            before = self.spent[self._spent_by[maker]]
+            cost_ms, flops = min(cost_ms, before.cost_ms), max(flops, before.flops)
         self._spent_by[maker] = number
-        self.spent.append(
-            ValueDraft(bytes=size, node=recipe.node, cost_ms=cost_ms, flops=self._flops.total - flops, spent=number)
-        )
+        self.spent.append(ValueDraft(bytes=size, node=recipe.node, cost_ms=cost_ms, flops=flops, spent=number))
 
 
 def needs_a_replay(maker: Remake) -> bool:
     """Whether a remake would start a replay to get its operands."""
     makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
     return any(isinstance(m, Frame) or (isinstance(m, Remake) and needs_a_replay(m)) for m in makers)
-
-
-def worth_a_replay(module: nn.Module) -> bool:
-    """Whether running `module` again may bring back more than recipes do: it has parts, or is not torch's own."""
-    return any(True for _ in module.children()) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
-
-
-def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
-    """The outermost modules that stand in a list beside another of their class: a transformer's layers."""
-    found: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-        classes = Counter(type(child) for child in module.children())
-        for child in module.children():
-            if in_list and classes[type(child)] > 1 and worth_a_replay(child):
-                found.add(child)
-            else:
-                visit(child)
-
-    visit(model)
-    return frozenset(found)
-
-
-def identical(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same bit for bit (signed zeros and NaNs too), with the same strides."""
-    if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
-        return False
-    bits = _BITS.get(one.dtype)
-    if bits is not None:
-        one, other = one.view(bits), other.view(bits)
-    return torch.equal(one, other)
-
-
-_BITS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.complex64: torch.int64,
-}
-
-
-def describe(tensor: Tensor, node: str) -> str:
-    """`GeluBackward0 [8, 1024, 3072] float32`."""
-    return f"{node or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _torch_own(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,3 +48,8 @@ class CallDraft:
     cost_ms: float = 0.0
     flops: int = 0
     refused: str | None = None
+
+
+def describe(tensor: Tensor, node: str) -> str:
+    """`GeluBackward0 [8, 1024, 3072] float32`."""
+    return f"{node or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

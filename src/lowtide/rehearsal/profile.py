@@ -6,7 +6,6 @@ import bisect
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
@@ -194,7 +193,7 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
 
 
 def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
-    """Give equal work equal times, the median of what was measured: a plan shall not follow the noise of one run."""
+    """Give equal work equal times, the least that was measured: a plan shall not follow the noise of one run."""
     alike: dict[object, list[ValueDraft | CallDraft]] = {}
     for value in values:
         if value.recipe is not None:
@@ -203,7 +202,7 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
     for index, group in groups.items():
         alike.setdefault(group, []).append(calls[index])
     for drafts in alike.values():
-        cost_ms = median(draft.cost_ms for draft in drafts)
+        cost_ms = min(draft.cost_ms for draft in drafts)
         for draft in drafts:
             draft.cost_ms = cost_ms
 

@@ -10,7 +10,7 @@ from lowtide.errors import StalePlan
 from lowtide.identity import device_of, fingerprint, tensors_in
 from lowtide.memory.events import PHASE, Allocate, Category, EventStream, Free, Label, Mark, Timeline
 from lowtide.memory.measuring import recorder_for
-from lowtide.rehearsal.audit import repeated_blocks
+from lowtide.rehearsal.blocks import repeated_blocks
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.trace import Trace, address
 from lowtide.rehearsal.unchanged import Unchanged

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
 
+from lowtide.remat.layout import producer
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.remat.values import Handle
+    from lowtide.remat.values import Handle, Value
 
 Part = Callable[["_Given"], Any]
 """Makes a part of the arguments anew."""
@@ -32,19 +34,28 @@ Part = Callable[["_Given"], Any]
 class Arguments:
     """The arguments of one call."""
 
-    __slots__ = ("_build", "_cached", "_grads", "devices", "generators", "handles")
+    __slots__ = ("_build", "_cached", "_given", "_grads", "devices", "generators", "handles")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Handle]) -> None:
         taken = _Apart()
         self._build = taken.part((args, kwargs))
         self.handles = tuple(hold(tensor) for tensor in taken.tensors)
+        self._given = {
+            id(producer(tensor)[0]): handle.value for tensor, handle in zip(taken.tensors, self.handles, strict=True)
+        }
         self._grads = tuple(tensor.requires_grad for tensor in taken.tensors)
         self._cached: list[_Cached] = taken.cached
         self.devices = {tensor.device for tensor in taken.tensors}
         self.generators = tuple(taken.generators)
 
+    def given(self, base: Tensor) -> Value | None:
+        """The value of a tensor (of its base, for a view) that was given to the call in progress; None for others."""
+        value = self._given.get(id(base))
+        return value if value is not None and value.version == base._version else None
+
     def close(self) -> None:
         """The call is over: let go of what it left alone in caches."""
+        self._given.clear()  # tensors that are alive no longer may have the same ids as others
         for cached in self._cached:
             cached.close()
 
@@ -142,6 +153,9 @@ class _Apart:
     def _tensor(self, tensor: Tensor, now: Callable[[], Any] | None) -> Part:
         self._encounters += 1
         if self._in_cache and now is not None:
+            if not tensor.dim():  # a setting of the cache, or how much of it is filled
+                number = tensor.detach().clone()
+                return lambda given: number.clone()
             cached = _Cached(tensor, now)
             self.cached.append(cached)
             return lambda given: cached.tensor

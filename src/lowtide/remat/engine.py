@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,7 +24,8 @@ from lowtide.identity import fingerprint
 from lowtide.remat import values
 from lowtide.remat.actions import Actions, Decision, actions_for
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
-from lowtide.remat.remake import Builder, CannotRemake, Owners, producer
+from lowtide.remat.layout import producer
+from lowtide.remat.remake import Builder, CannotRemake, Owners
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
@@ -132,7 +133,7 @@ class Engine:
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         now = Pass(self)
-        with saved_tensors_hooks(partial(self.pack, now), unpack), self.now(now):
+        with saved_tensors_hooks(pack_into(now), unpack), self.now(now):
             return now.call(seam, args, kwargs)
 
     @contextlib.contextmanager
@@ -162,10 +163,22 @@ class Engine:
             self._seams.pop().remove()
 
 
+def pack_into(now: Pass) -> Callable[[Tensor], Handle]:
+    """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
+    reference = weakref.ref(now)
+
+    def pack(tensor: Tensor) -> Handle:
+        now = reference()
+        assert now is not None  # while the forward runs
+        return now.engine.pack(now, tensor)
+
+    return pack
+
+
 def without_history(tensor: Tensor, base: Tensor, frame: Frame | None) -> Value:
-    """The value behind a tensor that no node made: kept, unless a replay makes it again or is given it."""
+    """The value behind a tensor that no node made: kept, unless a replay is given it or makes it again."""
     if frame is not None and not frame.is_static(base):
-        return frame.value(tensor, base)
+        return frame.arguments.given(base) or frame.value(tensor, base)
     value = Value(base.detach())
     if isinstance(base, nn.Parameter):
         value.leaf = id(base)
@@ -202,7 +215,8 @@ class Applied:
     def __init__(self, engine: Engine, plan: Plan) -> None:
         self.plan = plan
         self._engine = engine
-        engine.install()
+        if engine.actions:  # a plan that changes nothing costs nothing
+            engine.install()
 
     @property
     def drifted(self) -> frozenset[str]:

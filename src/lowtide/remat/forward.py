@@ -53,7 +53,7 @@ class Here(threading.local):
 class Pass:
     """One run of the model's forward: where in the model it is."""
 
-    __slots__ = ("engine", "frame", "numbers", "scope")
+    __slots__ = ("__weakref__", "engine", "frame", "numbers", "scope")
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

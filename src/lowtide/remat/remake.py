@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import SAVED, any_autocast, base_of, is_plain, output_metadata, saved_slot
+from lowtide._torch import SAVED, any_autocast, is_plain, output_metadata, saved_slot
 from lowtide.remat import values
+from lowtide.remat.layout import contiguous_stride, laid_out
 from lowtide.remat.recipes import FILLED, OUTPUT_CONSTANTS, RECIPES, CannotRemake, Recipe
-from lowtide.remat.values import Geometry, Handle, Value, register, registered
+from lowtide.remat.values import Handle, Value, register, registered
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-__all__ = ["MAX_CHAIN", "Builder", "CannotRemake", "Owners", "Remake", "producer"]
+__all__ = ["MAX_CHAIN", "Builder", "CannotRemake", "Owners", "Remake"]
 
 MAX_CHAIN = 32
 """Nodes that one remake may go through before it meets a value that somebody holds."""
@@ -74,24 +75,10 @@ def certain(value: Value) -> bool:
     return not isinstance(value.maker, Remake) or value.maker.certain
 
 
-def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The same elements with these strides, from the beginning of a storage: what saved geometries refer to.
-
-    A recipe gives another layout than the op did where the op was told one that it does not record (`contiguous()`).
-    """
-    if not tensor.storage_offset():
-        if tensor.stride() == stride:
-            return tensor
-        long = [n for n, size in enumerate(tensor.shape) if size > 1]
-        if all(tensor.stride(n) == stride[n] for n in long):
-            return tensor.as_strided(tensor.shape, stride)
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
 def plain() -> contextlib.AbstractContextManager[Any]:
     """Neither gradients nor autocast: what was recorded is run again as it was, whatever surrounds backward."""
     if not torch.is_grad_enabled() and not any_autocast():
-        return contextlib.nullcontext()
+        return _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
     if any_autocast():
@@ -100,12 +87,7 @@ def plain() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """The base tensor behind views, the node that made it, which output it is, and the geometry of `tensor` in it."""
-    base = base_of(tensor)
-    if base is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() or not is_plain(tensor):
-        return tensor, tensor.grad_fn, tensor.output_nr, None
-    return base, base.grad_fn, base.output_nr, (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+_NOTHING = contextlib.nullcontext()
 
 
 class Builder:
@@ -127,8 +109,7 @@ class Builder:
             raise CannotRemake(f"no recipe for {node.name()}")
         if output and not found.several:
             raise CannotRemake(f"no recipe for output {output} of {node.name()}")
-        device = output_metadata(node, output).device.type
-        if found.device not in (None, device):
+        if found.device is not None and found.device != (device := output_metadata(node, output).device.type):
             raise CannotRemake(f"no recipe for {node.name()} on {device}")
         if depth > MAX_CHAIN:
             raise CannotRemake(f"more than {MAX_CHAIN} nodes in a row hold nothing")
@@ -168,7 +149,7 @@ class _Source:
         self, builder: Builder, node: Node, recipe: Recipe, output: int, like: Tensor | None, depth: int
     ) -> None:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
-        self.output, self.like = output, None if like is None else like.detach()
+        self.output, self.like = output, like
 
     def operand(self, name: str) -> Handle | None:
         saved = self.saved(name)
@@ -208,7 +189,7 @@ class _Source:
             return getattr(output_metadata(self.node, self.output), name.removeprefix("out_"))
         if name in self.recipe.read_off:
             try:
-                return self.recipe.read_off[name](self.like, self)
+                return self.recipe.read_off[name](None if self.like is None else self.like.detach(), self)
             except RuntimeError as error:
                 raise CannotRemake(f"{name} of {self.node.name()} can't be read off: {error}") from None
         try:
@@ -287,14 +268,6 @@ def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
     leaf = getattr(node, "variable", None)
     shape: torch.Size = output_metadata(node, output).shape if leaf is None else leaf.shape
     return shape
-
-
-def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def signed(constant: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide._torch import storage_id
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
-from lowtide.remat.remake import producer
+from lowtide.remat.layout import producer
 from lowtide.remat.surroundings import Surroundings
 from lowtide.remat.values import Geometry, Handle, Value
 

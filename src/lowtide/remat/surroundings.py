@@ -2,8 +2,8 @@
 
 Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the
 kernels that attention may use, training flags and buffers are as they were; afterwards everything is as it was before
-the replay, plain attributes of the modules too. Parameters, and buffers that the call does not write to, are only
-looked at: a replay that would see other ones refuses.
+the replay, plain attributes of the modules too. Parameters, and buffers that the call does not write to, are not
+copied: a replay in which they have other contents refuses.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Surroundings:
         "reach",
         "rng",
         "training",
-        "versions",
     )
 
     def __init__(
@@ -95,13 +94,16 @@ class Surroundings:
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.held = self._held()
-        self.versions = [tensor._version for tensor in self.held]
 
-    def _held(self) -> list[Tensor]:
-        """Parameters, and buffers that are not copied."""
-        parameters = [p for module in self.reach.modules for p in module._parameters.values() if p is not None]
-        buffers = [b for module, name, b in _buffers(self.reach.modules) if (module, name) not in self.buffers]
-        return parameters + buffers
+    def _held(self) -> list[tuple[dict[str, Any], str, Tensor, int]]:
+        """Parameters, and buffers that are not copied: the table where each is, its name there, itself, its version."""
+        return [
+            (table, name, tensor, tensor._version)
+            for module in self.reach.modules
+            for table, copied in ((module._parameters, ()), (module._buffers, self.buffers))
+            for name, tensor in table.items()
+            if tensor is not None and (module, name) not in copied
+        ]
 
     def learn(self) -> None:
         """The first call is over: what it did not touch is not copied for the next ones."""
@@ -117,7 +119,6 @@ class Surroundings:
                 if key not in reach.written and buffer.nbytes > SMALL_BYTES:
                     del self.buffers[key]
             self.held = self._held()
-            self.versions = [tensor._version for tensor in self.held]
         if reach.python is None:
             reach.python = random.getstate() != self.python
         if reach.numpy is None:
@@ -125,40 +126,12 @@ class Surroundings:
         self.python = self.python if reach.python else None
         self.numpy = self.numpy if reach.numpy else None
 
-    def changed(self) -> dict[int, _Changed]:
-        """By `id`, what is to stand for parameters that were changed in place since.
-
-        An optimizer that steps inside of backward changes those which backward is through with; a replay that is only
-        now needed stops before it comes to them, or must not run. Raises RuntimeError if a parameter is another one
-        now, or if a buffer is not what the call saw.
-        """
-        found: dict[int, _Changed] = {}
-        now = self._held()
-        if len(now) != len(self.held) or any(a is not b for a, b in zip(now, self.held, strict=True)):
-            raise RuntimeError("a parameter or buffer of a module that is to be run again was replaced after forward.")
-        versions = [tensor._version for tensor in now]
-        if versions == self.versions:
-            return found
-        for tensor, version, before in zip(now, versions, self.versions, strict=True):
-            if version != before:
-                why = changed_in_place(tensor, before)
-                if not isinstance(tensor, torch.nn.Parameter):
-                    self.reach.forget()
-                    raise RuntimeError(why)
-                found[id(tensor)] = torch.Tensor._make_subclass(_Changed, tensor.detach())
-                found[id(tensor)].why = why
-        return found
-
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Everything as it was when the call began; afterwards as it was before."""
-        changed = self.changed()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_attributes_back(self.reach.modules))
-            if changed:
-                for module in self.reach.modules:
-                    table: dict[str, Any] = module._parameters
-                    table.update({name: changed[id(p)] for name, p in table.items() if id(p) in changed})
+            self._put_back()
             self._draw_again(stack)
             for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
                 if enabled() != then:
@@ -175,6 +148,24 @@ class Surroundings:
                     on, dtype, cache = state
                     stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
             yield
+
+    def _put_back(self) -> None:
+        """The parameters and buffers that the call saw, if others stand in their places now (as of `functional_call`).
+
+        For a parameter that was changed in place since, something that raises when it is used: an optimizer that steps
+        inside of backward changes those which backward is through with, and a replay that is only now needed stops
+        before it comes to them, or must not run. Raises RuntimeError for a buffer that was changed.
+        """
+        for table, name, tensor, version in self.held:
+            if tensor._version != version:
+                why = changed_in_place(tensor, version)
+                if not isinstance(tensor, torch.nn.Parameter):
+                    self.reach.forget()
+                    raise RuntimeError(why)
+                table[name] = changed = torch.Tensor._make_subclass(_Changed, tensor.detach())
+                changed.why = why
+            elif name not in table or table[name] is not tensor:
+                table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
     def _draw_again(self, stack: contextlib.ExitStack) -> None:
         """Set all random numbers back to where the call began."""
@@ -208,7 +199,12 @@ class _Changed(torch.Tensor):
 @contextlib.contextmanager
 def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
     """Attributes, buffers and parameters that are bound or bound anew in this block are afterwards as they were."""
-    tables = [table for module in modules for table in (vars(module), module._buffers, module._parameters) if table]
+    tables = [
+        table
+        for module in modules
+        for table in (vars(module), module._buffers, module._parameters)
+        if table and isinstance(table, dict)  # a scripted module has something else, which nobody can bind anew
+    ]
     before = [dict(table) for table in tables]
     try:
         yield

@@ -1,0 +1,45 @@
+"""Where the elements of a tensor are: the base behind a view, and strides put right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide._torch import base_of, is_plain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.remat.values import Geometry
+
+
+def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
+    """The base tensor behind views, the node that made it, which output it is, and the geometry of `tensor` in it."""
+    base = base_of(tensor)
+    if base is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() or not is_plain(tensor):
+        return tensor, tensor.grad_fn, tensor.output_nr, None
+    return base, base.grad_fn, base.output_nr, (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same elements with these strides, from the beginning of a storage: what saved geometries refer to.
+
+    A recipe gives another layout than the op did where the op was told one that it does not record (`contiguous()`).
+    """
+    if not tensor.storage_offset():
+        if tensor.stride() == stride:
+            return tensor
+        long = [n for n, size in enumerate(tensor.shape) if size > 1]
+        if all(tensor.stride(n) == stride[n] for n in long):
+            return tensor.as_strided(tensor.shape, stride)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
