@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 import lowtide
-from lowtide.batches import spans
+from lowtide.accumulation.batches import spans
 from lowtide.errors import LowtideError
 from models import build
 

@@ -19,8 +19,7 @@ LAYERS = [
     ["lowtide.memory", "lowtide.planner"],
     ["lowtide.identity"],
     ["lowtide.remat"],
-    ["lowtide.graphs", "lowtide.batches"],
-    ["lowtide.averages"],
+    ["lowtide.graphs"],
     ["lowtide.accumulation"],
     ["lowtide.rehearsal"],
     ["lowtide.foresight"],
@@ -33,7 +32,8 @@ LAYERS = [
     ["lowtide.cli", "lowtide.__main__"],
 ]
 TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._require", "lowtide.planner", "lowtide.lint"]
-TORCH_FREE += ["lowtide.oom.explanation"]
+TORCH_FREE += ["lowtide.oom.explanation", "lowtide.memory.allocator", "lowtide.memory.snapshots", "lowtide.memory.cards"]
+TORCH_FREE += ["lowtide.memory.events"]
 
 
 def modules() -> dict[str, ast.Module]:

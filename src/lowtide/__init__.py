@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowtide.accumulation import accumulate
-    from lowtide.batches import micro_batches
+    from lowtide.accumulation.batches import micro_batches
+    from lowtide.accumulation.whole import accumulate
     from lowtide.errors import (
         BudgetError,
         Infeasible,
@@ -93,7 +93,7 @@ _HOMES = {
     "Unforeseeable": "lowtide.foresight",
     "Verdict": "lowtide.verification",
     "Watch": "lowtide.watching.watch",
-    "accumulate": "lowtide.accumulation",
+    "accumulate": "lowtide.accumulation.whole",
     "apply": "lowtide.remat.engine",
     "explain_oom": "lowtide.oom.noting",
     "fit": "lowtide.fitting",
@@ -103,7 +103,7 @@ _HOMES = {
     "largest": "lowtide.foresight",
     "loss_only": "lowtide.releasing",
     "measure": "lowtide.memory.measuring",
-    "micro_batches": "lowtide.batches",
+    "micro_batches": "lowtide.accumulation.batches",
     "plan": "lowtide.planner",
     "rehearse": "lowtide.rehearsal",
     "release": "lowtide.releasing",

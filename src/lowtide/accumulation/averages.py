@@ -1,6 +1,6 @@
 """How a loss averages, read from its own autograd node, and what share of a whole batch each piece of it has.
 
-The reasoning is in `accumulation.py`.
+The reasoning is in `whole.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _torch
-from lowtide.batches import tensors_by_name
+from lowtide.accumulation.batches import tensors_by_name
 from lowtide.errors import LowtideError
 from lowtide.graphs.walk import is_leaf, variable_of
 from lowtide.remat.values import Handle, peek

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lowtide.averages import Shares, average_of, shares_for
-from lowtide.batches import micro_batches, rows_of
+from lowtide.accumulation.averages import Shares, average_of, shares_for
+from lowtide.accumulation.batches import micro_batches, rows_of
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""A large batch in small pieces, with the gradients of the whole."""
