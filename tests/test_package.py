@@ -31,9 +31,8 @@ LAYERS = [
     ["lowtide.demo"],
     ["lowtide.cli", "lowtide.__main__"],
 ]
-TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._require", "lowtide.planner", "lowtide.lint"]
-TORCH_FREE += ["lowtide.oom.explanation", "lowtide.memory.allocator", "lowtide.memory.snapshots", "lowtide.memory.cards"]
-TORCH_FREE += ["lowtide.memory.events"]
+TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._require", "lowtide.planner", "lowtide.oom.explanation"]
+TORCH_FREE += [f"lowtide.memory.{name}" for name in ("allocator", "cards", "events", "snapshots")]
 
 
 def modules() -> dict[str, ast.Module]:

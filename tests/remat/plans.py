@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.remat.actions import DROPOUT_MASK
 from lowtide.remat.engine import Decision, Engine, actions_for
 from lowtide.remat.layout import producer
 from lowtide.remat.remake import Builder, CannotRemake
@@ -35,7 +36,13 @@ class Choosy(Builder):
 
 
 class RemakeAll(Engine):
-    """Tries a recipe for every saved tensor."""
+    """Tries a recipe for every saved tensor, and to draw again every dropout mask outside of replays."""
+
+    def draws(self, scope):
+        return self.here.now.frame is None
+
+    def mask(self, tensor, decision, draws):
+        return super().mask(tensor, Decision(DROPOUT_MASK, ""), draws)
 
     def hold(self, tensor, decision, frame):
         node = producer(tensor)[1]

@@ -20,7 +20,9 @@ from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.trials import Flops, identical
 from lowtide.remat import values
+from lowtide.remat.actions import DROPOUT_MASK
 from lowtide.remat.engine import Engine, Pass
+from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.remake import CannotRemake, Remake
 from lowtide.remat.replay import Frame, ReplayMismatch
@@ -83,11 +85,16 @@ class Audit(Engine):
 
     # --- saved tensors
 
+    def draws(self, scope: Scope) -> bool:
+        return True
+
     def pack(self, now: Pass, tensor: Tensor) -> Handle:
         scope = now.scope
         assert scope is not None
         value, view = self.known(tensor)
         index = self._index[value]
+        if not self.values[index].node:
+            self.try_mask(index, tensor, scope)
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
         self._handles[len(self.slots)] = value, view
@@ -135,6 +142,17 @@ class Audit(Engine):
             self.compare(index, self.builder.remake(node, output, base), base)
         except CannotRemake as why:
             draft.refused = str(why)
+
+    def try_mask(self, index: int, tensor: Tensor, scope: Scope) -> None:
+        """Find out whether a tensor that no node made is a dropout mask, and can be drawn again."""
+        assert scope.draws is not None
+        try:
+            value = scope.draws.value(tensor)
+        except CannotRemake:
+            return
+        self.compare(index, value, tensor)
+        if self.values[index].recipe is not None:
+            self.values[index].node = DROPOUT_MASK
 
     def compare(self, index: int, value: Value, base: Tensor) -> None:
         """Remake `value` and compare it with what it should be."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+DROPOUT_MASK: Final = "DropoutMask"
+"""What plans have in the place of an autograd node for a mask that is drawn again."""
 
 
 class Decision(NamedTuple):
@@ -17,12 +20,14 @@ class Decision(NamedTuple):
 class Actions:
     """What a plan says about one call of one module: which ordinals are remade, and whether it is replayed."""
 
-    __slots__ = ("inputs", "remake", "replay")
+    __slots__ = ("draws", "inputs", "remake", "replay")
 
     def __init__(self) -> None:
         self.remake: dict[int, Decision] = {}
         self.inputs: dict[int, Decision] = {}
         self.replay = False
+        self.draws = False
+        """Whether a dropout mask is drawn again."""
 
 
 NO_ACTIONS = Actions()
@@ -39,6 +44,7 @@ def actions_for(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, d
     for address, node in remake.items():
         call, mark, place = re.split(r"([:@])(?=\d+$)", address)
         (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(node, address)
+        of(call).draws |= node == DROPOUT_MASK
     for call in replay:
         of(call).replay = True
     return table

@@ -22,9 +22,10 @@ from lowtide._torch import CALL, in_backward, in_function_transform, saved_tenso
 from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.remat import values
-from lowtide.remat.actions import Actions, Decision, actions_for
+from lowtide.remat.actions import DROPOUT_MASK, Actions, Decision, actions_for
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
+from lowtide.remat.masks import Draws
 from lowtide.remat.remake import Builder, CannotRemake, Owners
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
@@ -66,7 +67,9 @@ class Engine:
         scope.ordinal = ordinal + 1
         if frame is not None:
             frame.count += 1
-        handle = self.hold(tensor, scope.actions.remake.get(ordinal), frame)
+        decision = scope.actions.remake.get(ordinal)
+        mask = None if scope.draws is None else self.mask(tensor, decision, scope.draws)
+        handle = self.hold(tensor, decision, frame) if mask is None else Handle(mask)
         if values.probe is not None:
             values.probe.packed(handle, tensor)
         return handle
@@ -97,6 +100,21 @@ class Engine:
         value.output = output
         register(node, output, value)
         return Handle(value, view)
+
+    def draws(self, scope: Scope) -> bool:
+        """Whether a call may be told to draw masks again."""
+        return scope.actions.draws
+
+    def mask(self, tensor: Tensor, decision: Decision | None, draws: Draws) -> Value | None:
+        """A dropout mask that is to be drawn again; None for anything else."""
+        wanted = decision is not None and decision.node == DROPOUT_MASK
+        try:
+            value = draws.value(tensor)
+        except CannotRemake:
+            if decision is not None and wanted:
+                self.drift(decision.address)
+            return None
+        return value if wanted else None
 
     def drift(self, address: str) -> None:
         self.drifted.add(address)

@@ -13,6 +13,7 @@ import torch
 from lowtide._torch import saved_tensor_hooks
 from lowtide.remat import values
 from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
+from lowtide.remat.masks import Draws
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Handle, unpack
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 class Scope:
     """A module call in progress."""
 
-    __slots__ = ("actions", "number", "ordinal", "path")
+    __slots__ = ("actions", "draws", "number", "ordinal", "path")
 
     def __init__(self, path: str, number: int, actions: Actions) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.ordinal = 0
         """Tensors saved by the call itself, not by calls inside of it."""
+        self.draws: Draws | None = None
+        """Set where masks are drawn again."""
 
     @property
     def id(self) -> str:
@@ -69,6 +72,8 @@ class Pass:
         self.numbers[seam] = number + 1
         outer = self.scope
         self.scope = scope = Scope(seam.path, number, seam.actions.get(number, NO_ACTIONS))
+        if self.engine.draws(scope):
+            scope.draws = Draws(seam.module)
         try:
             if values.probe is not None:
                 values.probe.entering(seam, args, kwargs)

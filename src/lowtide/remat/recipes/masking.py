@@ -1,4 +1,7 @@
-"""Masks: what is left out, filled in or dropped. Random masks are only ever taken from where the node saved them."""
+"""Masks: what is left out, filled in or dropped. Random masks are taken from where the node saved them.
+
+A mask that no node made, as of dropout on a CPU, is drawn again or kept: `remat/masks.py`.
+"""
 
 from __future__ import annotations
 
