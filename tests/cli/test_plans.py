@@ -10,7 +10,6 @@ import pytest
 from conftest import RunPython
 from lowtide import cli
 from lowtide.planner import plan
-from lowtide.planner.files import write_plan
 from lowtide.planner.frontier import frontier
 from lowtide.planner.records import Plan
 from lowtide.report.frontier import picture
@@ -24,7 +23,7 @@ SMALL, LARGE = plan(PROFILE, "70%"), plan(PROFILE, "90%")
 def files(tmp_path: Path) -> tuple[str, str]:
     paths = str(tmp_path / "small.json"), str(tmp_path / "large.json")
     for made, path in zip((SMALL, LARGE), paths, strict=True):
-        write_plan(made, path)
+        made.to_json(path)
     return paths
 
 
@@ -39,7 +38,7 @@ def test_blocks_of_which_the_same_is_decided_are_shown_as_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     remake = {f"h.{i}.{part}#0:{n}": "MulBackward0" for i in range(8) for part, n in (("ln", 0), ("ln", 1), ("act", 0))}
-    write_plan(replace(SMALL, remake=remake, replay=("h.3.attn#0",)), tmp_path / "plan.json")
+    replace(SMALL, remake=remake, replay=("h.3.attn#0",)).to_json(tmp_path / "plan.json")
     cli.main(["plan", "show", str(tmp_path / "plan.json")])
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "  h.{0-7}: remake act, ln (2)",
@@ -72,8 +71,8 @@ def test_the_difference_of_two_plans(files: tuple[str, str], capsys: pytest.Capt
 
 def test_plans_for_different_models_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = replace(SMALL, fingerprint=replace(SMALL.fingerprint, torch="2.12.0"))
-    write_plan(SMALL, tmp_path / "a.json")
-    write_plan(other, tmp_path / "b.json")
+    SMALL.to_json(tmp_path / "a.json")
+    other.to_json(tmp_path / "b.json")
     assert cli.main(["plan", "diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
     assert capsys.readouterr().out == "torch: made for 2.13.0, found 2.12.0\n"
 

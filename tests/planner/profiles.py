@@ -231,7 +231,7 @@ def transformer(blocks: int, *, width: int = 64) -> Profile:
 def random_profile(seed: int, n_ops: int) -> Profile:
     """Any small step: nested calls, values saved several times, in-place ops, unread slots, two calls of the model."""
     detail = Random(seed)
-    tape = Tape(static_bytes=detail.randrange(50))
+    tape = Tape(static_bytes=detail.randrange(10, 50))
     for _ in range(2 if detail.random() < 0.25 else 1):
         shape = Random(seed + 1)  # the same ops in each call of the model, with sizes and recipes of their own
         with tape.call("model#0", refused=shape.choice([None, "the model itself"]), ms=float(n_ops), flops=n_ops):
@@ -263,7 +263,7 @@ def _body(tape: Tape, shape: Random, detail: Random, live: list[int], n_ops: int
         args = shape.sample(live[-4:], shape.randint(1, min(2, len(live))))
         live.append(
             tape.op(
-                detail.randint(1, 20),
+                detail.choice([0, detail.randint(1, 20)]) if shape.random() < 0.2 else detail.randint(1, 20),
                 *args,
                 saves=[value for value in args if shape.random() < 0.6],
                 saves_result=shape.random() < 0.2,

@@ -21,10 +21,26 @@ def remakeable(profile: Profile) -> set[int]:
     return found
 
 
+def several(profile: Profile) -> set[int]:
+    """Values with bytes of their own that several remakes need, also through views that are only passed through."""
+    can = remakeable(profile)
+    saved = {slot.value for slot in profile.slots if slot.storage is None or not slot.is_input}
+
+    def readers(value: int) -> int:
+        found = 0
+        for index, other in enumerate(profile.values):
+            if value in other.needs and index in can:
+                found += readers(index) if index not in saved and not other.bytes else 1
+        return found
+
+    return {value for value in can - saved if profile.values[value].bytes and readers(value) > 1}
+
+
 class Step:
     def __init__(self, profile: Profile, decisions: Decisions) -> None:
         self.profile, self.end = profile, len(profile.base_bytes)
         self.can = remakeable(profile)
+        self.several = several(profile)
         self.decisions = decisions
         self.replayed = {
             index for index, call in enumerate(profile.calls) if call.id in decisions.replay and call.refused is None
@@ -33,7 +49,9 @@ class Step:
         self.saved = [slot for slot in self.slots if not slot.is_input]
         self.fate = {value: self.fate_of(value) for value in range(len(profile.values))}
         self.made: dict[tuple[str, int], int] = {}
-        self.scratch: Counter[int] = Counter()
+        self.scratch: dict[tuple[str, int], int] = {}
+        self.result: dict[tuple[str, int], int] = {}
+        self.waiting: Counter[int] = Counter()
         self.caught: dict[int, set[int]] = {}
         self.extra_ms, self.extra_flops = 0.0, 0
         self.is_wanted = cache(self._is_wanted)  # the answer for a position does not change while the step is at it
@@ -64,7 +82,9 @@ class Step:
             for slot in self.slots
             if slot.value == value and (not slot.is_input or slot.call in self.replayed)
         ]
-        return "pass" if not actions else "keep" if "keep" in actions else actions[0]
+        if not actions:
+            return "remake" if value in self.several else "pass"
+        return "keep" if "keep" in actions else actions[0]
 
     def foreign(self, value: int) -> bool:
         """Left to a replay, but not born in it."""
@@ -136,14 +156,20 @@ class Step:
         if isinstance(fate, int):
             self.replay(fate, position)
         if fate == "remake":
+            self.result["value", value] = self.profile.values[value].bytes
             operands, on_the_way = self.operands(value)
             for operand in sorted(operands):
                 self.ask(operand, position)
             recipes = [self.profile.values[v] for v in (value, *on_the_way)]
             self.extra_ms += sum(recipe.cost_ms for recipe in recipes)
             self.extra_flops += sum(recipe.flops for recipe in recipes)
-            self.scratch[position] += max(recipe.transient_bytes for recipe in recipes)
-            self.scratch[position] += sum(self.profile.values[v].bytes for v in on_the_way)
+            transient = max(recipe.transient_bytes for recipe in recipes)
+            passing = sum(self.profile.values[v].bytes for v in on_the_way)
+            if any(not self.is_kept(operand) and self.fate[operand] != "pass" for operand in operands):
+                self.waiting[position] += passing  # until the operand has been made
+                self.scratch["value", value] = transient
+            else:
+                self.scratch["value", value] = transient + passing
 
     def replay(self, call: int, position: int) -> None:
         if ("call", call) in self.made:
@@ -157,7 +183,26 @@ class Step:
         self.caught[call] = {v for v in wanted if self.is_wanted("value", v, position)}
         left = {self.profile.values[v].storage for v in self.caught[call]}
         peak = max(self.forward_again(call, left), default=0)
-        self.scratch[position] += max(0, peak - sum(self.profile.storages[s].bytes for s in left if s is not None))
+        self.result["call", call] = sum(self.profile.storages[s].bytes for s in left if s is not None)
+        self.scratch["call", call] = max(0, peak - self.result["call", call])
+
+    def later(self, kind: str, node: int, position: int) -> int:
+        """Bytes of what is made from it, and from that, and so on, at `position`: not there yet when it is made."""
+        if kind == "call":
+            asking = [("value", value) for value, fate in self.fate.items() if fate == node and not self.foreign(value)]
+            return max((self.later(*u, position) for u in asking if self.made.get(u) == position), default=0)
+        readers = [reader for reader in self.readers(node) if self.made.get(reader) == position]
+        return max((self.result[reader] + self.later(*reader, position) for reader in readers), default=0)
+
+    def running(self, position: int) -> int:
+        """The most that a remake or replay allocates at `position`, on top of all results: one runs after the other."""
+        now = [(node, scratch) for node, scratch in self.scratch.items() if self.made[node] == position]
+        return self.waiting[position] + max((scratch - self.later(*node, position) for node, scratch in now), default=0)
+
+    def is_brief(self, value: int, position: int) -> bool:
+        """Made for others only, that all run at this position."""
+        read = any(slot.value == value and slot.need == position for slot in self.saved)
+        return not read and not self.is_wanted("value", value, position + 1)
 
     def forward_again(self, call: int, left: set[int | None]) -> list[int]:
         """What a forward of `call` allocates, position by position, if it leaves the storages in `left`."""
@@ -186,11 +231,16 @@ class Step:
                     self.replay(fate, position)
                 if slot.need == position:
                     self.ask(slot.value, position)
-            found.append(self.profile.base_bytes[position] + self.held(position) + self.scratch[position])
+            made = [value for (kind, value), when in self.made.items() if kind == "value" and when == position]
+            brief = {value for value in made if self.fate[value] == "remake" and self.is_brief(value, position)}
+            self.waiting[position] += sum(self.profile.values[value].bytes for value in brief)
+            base = self.profile.base_bytes[max(position - 1, 0) : position + 1]
+            running = min(base) + self.running(position)
+            found.append(self.held(position, brief) + max(base[-1], running))
         return found
 
-    def held(self, position: int) -> int:
-        """Bytes of storages, remade values and what replays have left, at `position`."""
+    def held(self, position: int, brief: set[int]) -> int:
+        """Bytes of storages, remade values but the `brief` ones, and what replays have left, at `position`."""
         total = 0
         for index, storage in enumerate(self.profile.storages):
             inside = [v for v, value in enumerate(self.profile.values) if value.storage == index]
@@ -199,8 +249,12 @@ class Step:
                 position < storage.dies or any(self.is_wanted("value", v, position) for v in holding)
             ):
                 total += storage.bytes
-        for value, fate in self.fate.items():
-            if fate == "remake" and ("value", value) in self.made and self.is_wanted("value", value, position):
+        for value in self.fate.keys() - brief:
+            if (
+                self.fate[value] == "remake"
+                and ("value", value) in self.made
+                and self.is_wanted("value", value, position)
+            ):
                 total += self.profile.values[value].bytes
         for caught in self.caught.values():
             still = {self.profile.values[v].storage for v in caught if self.is_wanted("value", v, position)}

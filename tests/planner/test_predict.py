@@ -158,6 +158,45 @@ def test_a_chain_of_remakes_lets_go_as_it_is_read_backwards() -> None:
     assert predict(profile, Decisions(remake=frozenset(addresses))).extra_ms == 3
 
 
+@pytest.mark.parametrize(("scratch", "most"), [((5, 40, 3), 3), ((5, 50, 3), 10), ((0, 0, 9), 9)])
+def test_remakes_at_one_position_run_one_after_the_other(scratch: tuple[int, int, int], most: int) -> None:
+    """h1 -> h2 -> h3, 40 bytes each, all made again for the first read: h3 is not there yet when h2 is made."""
+    tape = Tape()
+    with tape.call("model#0"):
+        current = tape.op(10)
+        for bytes_ in scratch:
+            current = tape.op(40, current, saves=[current], recipe="gelu", scratch=bytes_)
+        tape.op(1, current, saves=[current])
+    assert usage(tape.profile(), ["model#0:1", "model#0:2", "model#0:3"])[5:7] == [10 + 120 + most, 10 + 80]
+
+
+def test_what_passes_waits_until_all_that_the_remake_needs_is_there() -> None:
+    """Y needs w, which is remade with 30 bytes of scratch memory, and `passing`, which may be there by then."""
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        w = tape.op(20, x, saves=[x], recipe="gelu", scratch=30)
+        passing = tape.op(50, x, recipe="add")
+        y = tape.op(20, passing, w, saves=[w], recipe="mul", scratch=4)
+        tape.op(1, y, saves=[y])
+    assert usage(tape.profile(), ["model#0:1", "model#0:2"])[5] == 10 + 50 + 20 + 30
+
+
+def test_a_value_that_nobody_saves_is_made_once_for_all_that_need_it() -> None:
+    """Y and z are both made from `passing`: at the read of z it is made, and it waits for the read of y."""
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        passing = tape.op(50, x, saves=[x], recipe="add", ms=1.0)
+        y = tape.op(20, passing, recipe="gelu", ms=2.0)
+        z = tape.op(30, passing, recipe="gelu", ms=2.0)
+        tape.op(1, y, saves=[y])
+        tape.op(1, z, saves=[z])
+    profile = tape.profile()
+    assert usage(profile, ["model#0:1", "model#0:2"])[6:9] == [10 + 50 + 30, 10 + 50 + 20, 10]
+    assert predict(profile, Decisions(remake=frozenset({"model#0:1", "model#0:2"}))).extra_ms == 5.0
+
+
 # --- replays
 
 
@@ -197,8 +236,8 @@ def test_inside_a_replay_a_remake_is_not_caught() -> None:
             h2 = tape.op(40, h1, saves=[h1], recipe="gelu", ms=1.0)
             x = tape.op(10, h2, saves=[h2])
     profile = tape.profile()
-    # The forward again: h1 (caught), h2 and the next x at once are 80 bytes; then h2 is remade.
-    assert usage(profile, ["block#0:2"], ["block#0"])[4:8] == [10 + 80 + 40, 10 + 30, 10, 0]
+    # The forward again: h1 (caught), h2 and the next x at once are 80 bytes; then h2 is remade, in less.
+    assert usage(profile, ["block#0:2"], ["block#0"])[4:8] == [10 + 80, 10 + 30, 10, 0]
     assert predict(profile, Decisions(remake=frozenset({"block#0:2"}), replay=frozenset({"block#0"}))).extra_ms == 6.0
 
 

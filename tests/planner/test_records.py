@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import RunPython
 from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict
 from lowtide.planner.records import Decisions, Fingerprint, Plan, Prediction, Profile, Record, Static
@@ -77,6 +78,11 @@ def test_a_plan_with_another_value_somewhere_is_read_or_refused(field: str, valu
     except LowtideError:
         return
     assert plan == Plan.from_json(plan.to_json())
+
+
+def test_who_only_reads_records_does_not_wait_for_scipy(run_python: RunPython) -> None:
+    code = "import sys, lowtide.planner.frontier, lowtide.report.plans; print({'scipy', 'torch'} & {*sys.modules})"
+    assert run_python("-c", code).stdout.strip() == "set()"
 
 
 def test_fingerprints_say_where_they_differ() -> None:

@@ -128,26 +128,28 @@ def costs_by_budget(profile: Profile, shares: Iterable[int]) -> list[tuple[float
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(profiles(max_ops=24), st.lists(st.integers(0, 1000), min_size=2, max_size=6))
 def test_more_budget_never_costs_more_on_any_step(profile: Profile, shares: list[int]) -> None:
     costs = costs_by_budget(profile, sorted(shares))
-    assert costs == sorted(costs, reverse=True)
+    for kind in zip(*costs, strict=True):  # time, and FLOPs
+        assert list(kind) == sorted(kind, reverse=True)
 
 
-@pytest.mark.parametrize("costs_seed", range(3))
+@pytest.mark.parametrize("costs_seed", range(2))
 def test_more_budget_never_costs_more_with_noisy_costs(costs_seed: int) -> None:
     """Identical blocks are never measured to take identical times."""
     noise = Random(costs_seed)
     noisy = tuple(replace(v, cost_ms=v.cost_ms * noise.uniform(0.7, 1.4)) for v in TRANSFORMER.values)
-    costs = costs_by_budget(replace(TRANSFORMER, values=noisy), range(1000, 400, -60))
-    assert costs == sorted(costs)
+    costs = costs_by_budget(replace(TRANSFORMER, values=noisy), range(1000, 500, -110))
+    for kind in zip(*costs, strict=True):
+        assert list(kind) == sorted(kind)
 
 
 def test_what_was_planned_before_changes_nothing() -> None:
-    asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51, 64, 66)]
+    asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51)]
     for made in asked:
-        assert plan(replace(TRANSFORMER), made.budget_bytes) == made
+        assert plan(Profile.from_json(TRANSFORMER.to_json()), made.budget_bytes) == made
 
 
 def test_the_error_offers_a_budget_that_works() -> None:
@@ -197,6 +199,7 @@ def test_a_plan_is_never_over_its_budget(profile: Profile, percent: int, allow: 
         assert allow == "all" or not costly & set(made.replay)
 
 
+@settings(max_examples=40)
 @given(profiles(max_ops=24), st.integers(30, 100))
 def test_the_same_problem_has_the_same_plan(profile: Profile, percent: int) -> None:
     one, other = attempt(profile, f"{percent}%"), attempt(Profile.from_json(profile.to_json()), f"{percent}%")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, script_arguments, write
@@ -35,24 +37,23 @@ def make(budget: str, cheap: bool, to: str | None, target: str, args: tuple[str,
     profile = profile_of(target, args, is_module=is_module, quiet=to in (None, "-"))
 
     from lowtide.planner import plan as plan_for
-    from lowtide.planner.files import write_plan
     from lowtide.report.plans import show
 
     made = plan_for(profile, budget, allow="cheap" if cheap else "all")
     if to not in (None, "-"):
         click.echo(show(made))
-    write(write_plan(made), to or "-")
+    write(made.to_json(), to or "-")
 
 
 @plan.command("show")
-@click.option("--json", "as_json", is_flag=True, help="Print the whole record, one line a tensor.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.argument("file", type=PLAN_FILE)
 def show_(file: str, as_json: bool) -> None:
     """What the plan in FILE is for, needs, costs and does."""
-    from lowtide.planner.files import read_plan
+    from lowtide.planner.records import Plan
     from lowtide.report.plans import show
 
-    read = read_plan(file)
+    read = Plan.from_json(Path(file))
     click.echo(read.to_json() if as_json else show(read))
 
 
@@ -62,10 +63,10 @@ def show_(file: str, as_json: bool) -> None:
 @click.argument("second", type=PLAN_FILE)
 def diff(first: str, second: str, as_json: bool) -> int:
     """What is not the same in two plan files. Exit code 1: something is."""
-    from lowtide.planner.files import read_plan
+    from lowtide.planner.records import Plan
     from lowtide.report.plans import compare, show_diff
 
-    one, other = read_plan(first), read_plan(second)
+    one, other = Plan.from_json(Path(first)), Plan.from_json(Path(second))
     found = compare(one, other)
     click.echo(found.to_json() if as_json else show_diff(one, other))
     return 0 if found.same else 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import click
 
 from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, say, script_arguments
@@ -38,16 +41,17 @@ def run(
     if budget is not None:
         parse_budget(budget, of=2**40)  # nonsense is refused before the script runs; its peak is not known yet
 
-    from lowtide.planner.files import read_plan, write_plan
+    from lowtide.planner.records import Plan
     from lowtide.script.crews import Applying, Fitting
     from lowtide.script.running import Script
     from lowtide.script.watching import run_watched
 
     script = Script(target=target, args=args, is_module=is_module)
     if plan_file is not None:
-        return run_watched(script, Applying(read_plan(plan_file), say))
+        return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say))
     assert budget is not None
+    importlib.import_module("scipy.optimize")  # the solver: now, while the script has not taken all the memory yet
     crew = Fitting(budget, say)
     if save_to is not None:
-        crew.when_kept = lambda plan: write_plan(plan, save_to)
+        crew.when_kept = lambda plan: plan.to_json(save_to)
     return run_watched(script, crew)

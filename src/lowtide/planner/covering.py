@@ -1,10 +1,12 @@
 """The problem of a profile as a linear program that promises too much and never too little.
 
-For each storage x says that it is dropped, d that it is remade; for each call q says that it runs again. Whatever a
-solver decides gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time than the least
-that these rows allow. What is left out only makes it look cheaper.
+For each storage x says that it is dropped, d that it is remade; for each call q says that it runs again; for each value
+that several remakes need and nobody holds p says that it is made. Whatever a solver decides gives such numbers, 0 or 1,
+that keep to every row below; so no plan can take less time than the least that these rows allow. What is left out only
+makes it look cheaper.
 
     dropped     x <= d + the q that can bring it back; a call that runs brings back all that is saved in it alone
+    passing     d <= p, and p <= p' for what p needs in its turn
     nested      q + q' <= 1 for a call inside another
     capacity    at position t: base + storages alive by themselves + (1 - x) * bytes of what is kept for backward
                 + x * bytes of what backward has read and not let go of + bytes of what is made early <= limit
@@ -13,14 +15,17 @@ that these rows allow. What is left out only makes it look cheaper.
                 a call that runs for one value makes all others that it brings back
 
 Left out: scratch memory, operands kept longer than backward needs them, values that share a storage once they are made
-again, and what is made early of less than `IGNORED` of the limit.
+again; and of what is made early all but the `NEAREST` values that backward asks for next and are worth mentioning.
+The rows of one position have variables of their own, so that a program (`programme.py`) is put together from any
+positions.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
 
 from lowtide.planner.indexed import Ints
 from lowtide.planner.predict import Simulator
@@ -28,18 +33,37 @@ from lowtide.planner.predict import Simulator
 Floats = npt.NDArray[np.float64]
 Row = tuple[dict[int, float], float]
 """Coefficients by variable, and the most that they may add up to."""
-IGNORED = 0.001
+IGNORED = 0.0005
+"""What is made early of less than this share of the plain step's peak is left out."""
+NEAREST = 16
+"""Values whose early making is looked at, for one position."""
+
+
+class Rows(NamedTuple):
+    """Rows of a program, entry by entry. Variables from `Covering.n_fixed` on belong to these rows only."""
+
+    row: Ints
+    variable: Ints
+    value: Floats
+    most: Floats
+    n_own: int
+    """Variables that belong to these rows only."""
 
 
 class Covering:
-    """Rows and costs for one profile. Limits are peaks in bytes beyond `static`; costs are in milliseconds."""
+    """Rows and costs for one profile. Memory is in bytes beyond `static`, costs are in milliseconds."""
 
     def __init__(self, simulator: Simulator) -> None:
         index = self.index = simulator.index
+        self.simulator = simulator
         self.calls = [call for calls in index.calls_of_id for call in calls if index.caught[call]]
         n = self.n_storages = len(index.storage_bytes)
-        self.n_fixed = 2 * n + len(self.calls)
-        self._q = {call: 2 * n + number for number, call in enumerate(self.calls)}
+        self.runs = {call: 2 * n + number for number, call in enumerate(self.calls)}
+        """The variable of each call."""
+        passing = sorted(set().union(*index.passing))
+        self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
+        """The variable of each value that is made once for several remakes."""
+        self.n_fixed = 2 * n + len(self.calls) + len(passing)
 
         rows = np.flatnonzero(~index.slot_is_input)
         pairs = sorted(set(zip(index.slot_storage[rows].tolist(), index.slot_value[rows].tolist(), strict=True)))
@@ -48,6 +72,7 @@ class Covering:
             self._values[storage].append(value)
         self.alone = {storage: values[0] for storage, values in enumerate(self._values) if len(values) == 1}
         """For each storage with one saved value that value."""
+        self._storage_of = {value: storage for storage, value in self.alone.items()}
         self._bring: dict[int, list[int]] = {}
         for call in self.calls:
             for value in sorted(index.caught[call]):
@@ -62,11 +87,20 @@ class Covering:
             for value in index.inputs[call]:
                 self._needing.setdefault(value, []).append(call)
 
-        self._memory(simulator)
-        self.cost, self.upper = self._costs(simulator)
-        self.structure = self._structure()
+        self._memory()
+        self._costs()
+        self.structure = _joined(self._structure(), self.n_fixed)
+        """The rows that hold at every position."""
+        self._early = sorted(
+            (int(index.read[value]), storage, value)
+            for storage, value in self.alone.items()
+            if self.upper[storage]
+            and (value in self._asks or value in self._bring or value in self._needing)
+            and self.copy_bytes[storage] > IGNORED * self.plain
+        )
+        self._at: dict[int, Rows] = {}
 
-    def _memory(self, simulator: Simulator) -> None:
+    def _memory(self) -> None:
         """Bytes by position: of what is there in any case, and by storage if it is kept, and if it is made again."""
         index, n, positions = self.index, self.n_storages, np.arange(self.index.end)[:, None]
         alive = (index.born <= positions) & (positions < index.dies)
@@ -80,27 +114,32 @@ class Covering:
         for storage, value in self.alone.items():
             self.copy_bytes[storage] = min(int(index.storage_bytes[storage]), index.value_bytes[value])
             self.copied[index.read[value] : index.released[value], storage] = self.copy_bytes[storage]
+        self.all_kept: Ints = self.base + self.kept.sum(axis=1)
+        self.plain = max(1, int(self.all_kept.max()))
+        """About the peak of the plain step: rows are written in parts of it."""
 
-    def _costs(self, simulator: Simulator) -> tuple[Floats, Floats]:
-        """What each variable costs, and the most that it can be."""
+    def _costs(self) -> None:
+        """What each variable costs, in ms and in FLOPs, and the most that it can be."""
         index, n = self.index, self.n_storages
-        cost, upper = np.zeros(self.n_fixed), np.ones(self.n_fixed)
+        self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
         for storage, values in enumerate(self._values):
             read = [value for value in values if index.read[value] < index.end]
-            upper[storage] = all(index.remakeable[v] or v in self._bring for v in values) and bool(values)
-            upper[n + storage] = upper[storage] and any(index.remakeable[v] or v not in read for v in values)
+            self.upper[storage] = all(index.remakeable[v] or v in self._bring for v in values) and bool(values)
+            self.upper[n + storage] = self.upper[storage] and any(index.remakeable[v] or v not in read for v in values)
             if len(read) == len(values):
-                costs = [index.recipes[value].ms for value in read if index.remakeable[value]]
-                cost[n + storage] = min(costs, default=0.0)
-        for call, variable in self._q.items():
-            cost[variable] = simulator.profile.calls[call].cost_ms
-        return cost, upper
+                recipes = [index.recipes[value] for value in read if index.remakeable[value]]
+                self.ms[n + storage] = min((recipe.ms for recipe in recipes), default=0.0)
+                self.flops[n + storage] = min((recipe.flops for recipe in recipes), default=0)
+        for call, variable in self.runs.items():
+            self.ms[variable] = self.simulator.profile.calls[call].cost_ms
+            self.flops[variable] = self.simulator.profile.calls[call].flops
+        for value, variable in self.passes.items():
+            self.ms[variable], self.flops[variable] = index.recipes[value].ms, index.recipes[value].flops
 
     def _structure(self) -> list[Row]:
-        """The rows that hold at every position."""
         index, n, found = self.index, self.n_storages, list[Row]()
         for storage, values in enumerate(self._values):
-            bring = {self._q[call] for value in values for call in self._bring.get(value, ())}
+            bring = {self.runs[call] for value in values for call in self._bring.get(value, ())}
             found.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
             found.append(({n + storage: 1.0, storage: -1.0}, 0.0))
         follows = set(index.slot_value[index.follower].tolist())
@@ -113,9 +152,13 @@ class Covering:
             for call in self._bring.get(value, ()) if value not in follows else ():
                 if all(call in index.around[inner] for inner in slot_calls[value]):
                     self.inside[call].append(storage)
-                    found.append(({self._q[call]: 1.0, storage: -1.0}, 0.0))
+                    found.append(({self.runs[call]: 1.0, storage: -1.0}, 0.0))
+        made = [(n + storage, value) for storage, value in self.alone.items() if index.read[value] < index.end]
+        for variable, value in [*made, *((variable, value) for value, variable in self.passes.items())]:
+            found += [({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.passing[value])]
         for call in self.calls:
-            found += [({self._q[call]: 1.0, self._q[o]: 1.0}, 1.0) for o in index.around[call][1:] if o in self._q]
+            outer = [self.runs[around] for around in index.around[call][1:] if around in self.runs]
+            found += [({self.runs[call]: 1.0, variable: 1.0}, 1.0) for variable in outer]
         return found
 
     def usage(self, dropped: Floats) -> Floats:
@@ -123,58 +166,64 @@ class Covering:
         found: Floats = self.base + self.kept @ (1.0 - dropped) + self.copied @ dropped
         return found
 
-    def capacity(self, position: int, limit: int, first: int) -> tuple[list[Row], int]:
-        """The rows for one position, with new variables from number `first` on; and the next free number."""
-        found, early = self._early(position, limit, first)
-        row: dict[int, float] = {}
-        for storage in np.flatnonzero(self.kept[position] | self.copied[position]).tolist():
-            row[storage] = float(self.copied[position, storage] - self.kept[position, storage]) / limit
-        for storage, variable in early.items():
-            row[variable] = float(self.copy_bytes[storage]) / limit
-        room = limit - int(self.base[position]) - int(self.kept[position].sum())
-        return [*found, (row, room / limit)], first + 2 * len(early) + len(self.calls)
+    def at(self, position: int) -> Rows:
+        """The rows for one position. The last is its capacity: at most 0, to which (limit / `plain`) is to be added."""
+        if position not in self._at:
+            rows, early = self._made_early(position)
+            capacity: dict[int, float] = {}
+            for storage in np.flatnonzero(self.kept[position] | self.copied[position]).tolist():
+                capacity[storage] = float(self.copied[position, storage] - self.kept[position, storage]) / self.plain
+            for storage, variable in early.items():
+                capacity[variable] = float(self.copy_bytes[storage]) / self.plain
+            rows.append((capacity, -int(self.all_kept[position]) / self.plain))
+            self._at[position] = _joined(rows, self.n_fixed)
+        return self._at[position]
 
-    def _early(self, position: int, limit: int, first: int) -> tuple[list[Row], dict[int, int]]:
+    def _made_early(self, position: int) -> tuple[list[Row], dict[int, int]]:
         """Rows for what is made before backward reads it, and the variable that says so, by storage."""
-        index, n, rows = self.index, self.n_storages, list[Row]()
+        index, n, rows, first = self.index, self.n_storages, list[Row](), self.n_fixed
         ahead = [
             (storage, value)
-            for storage, value in self.alone.items()
-            if self.upper[storage]
-            and index.dies[storage] <= position < min(index.read[value], index.released[value])
-            and (value in self._asks or value in self._bring or value in self._needing)
-            and self.copy_bytes[storage] > IGNORED * limit
-        ]
+            for read, storage, value in self._early
+            if index.dies[storage] <= position < min(read, index.released[value])
+        ][:NEAREST]
         there = {storage: first + number for number, (storage, _) in enumerate(ahead)}
         remade = {value: first + len(ahead) + number for number, (_, value) in enumerate(ahead)}
-        ran = {call: first + 2 * len(ahead) + number for number, call in enumerate(self.calls)}
-        storage_of = {value: storage for storage, value in self.alone.items()}
+        runs = {call for _, value in ahead for call in (*self._bring.get(value, ()), *self._needing.get(value, ()))}
+        ran = {call: first + 2 * len(ahead) + number for number, call in enumerate(sorted(runs))}
 
         def made(value: int) -> int | None:
             """The variable that says that `value` has been remade by now."""
             if index.read[value] <= position:
-                return n + storage_of[value]
+                return n + self._storage_of[value]
             return remade.get(value)
 
-        for call in self.calls:
+        for call in ran:
             for storage in self.inside[call]:
                 if index.read[self.alone[storage]] <= position:
-                    rows.append(({self._q[call]: 1.0, n + storage: -1.0, ran[call]: -1.0}, 0.0))
+                    rows.append(({self.runs[call]: 1.0, n + storage: -1.0, ran[call]: -1.0}, 0.0))
         for storage, value in ahead:
             asked = [v for u in self._asks.get(value, ()) if (v := made(u)) is not None]
             asked += [ran[call] for call in self._needing.get(value, ())]
             for variable in asked:
                 rows.append(({variable: 1.0, storage: 1.0, there[storage]: -1.0}, 1.0))
                 rows.append(({variable: 1.0, n + storage: 1.0, remade[value]: -1.0}, 1.0))
+                bringing = dict.fromkeys((ran[call] for call in self._bring.get(value, ())), -1.0)
+                rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **bringing}, 1.0))
             for call in self._bring.get(value, ()):
                 if storage in self.inside[call]:
                     rows.append(({ran[call]: 1.0, n + storage: -1.0, there[storage]: -1.0}, 0.0))
         return rows, there
 
 
-def matrix(rows: list[Row], n_variables: int) -> tuple[csr_array, Floats]:
-    """`rows` for a solver: A and b of A @ variables <= b."""
+def _joined(rows: list[Row], n_fixed: int) -> Rows:
     entries = [(number, variable, value) for number, (row, _) in enumerate(rows) for variable, value in row.items()]
-    where, variables, values = zip(*entries, strict=True)
-    most = np.array([most for _, most in rows], np.float64)
-    return csr_array((values, (where, variables)), shape=(len(rows), n_variables)), most
+    row, variable, value = zip(*entries, strict=True) if entries else ((), (), ())
+    variables = np.array(variable, np.int64)
+    return Rows(
+        row=np.array(row, np.int64),
+        variable=variables,
+        value=np.array(value, np.float64),
+        most=np.array([most for _, most in rows], np.float64),
+        n_own=max(0, int(variables.max(initial=0)) + 1 - n_fixed),
+    )

@@ -22,8 +22,10 @@ class Recipe(NamedTuple):
     """Values that have to be there first."""
     ms: float
     flops: int
+    passing_bytes: int
+    """Of the values that exist only until it has run."""
     scratch_bytes: int
-    """Allocated while it runs, beyond its result."""
+    """Allocated while it runs, beyond its result and these."""
     expensive: bool
 
 
@@ -116,8 +118,15 @@ class Index:
 
         unsaved = np.array([index not in saved for index in range(self.n_values)], np.bool_)
         only_input = saved - fixed - {slot.value for slot in slots if not slot.is_input}
+        self.shared = self._shared(saved - only_input)
+        """Values with bytes of their own that no slot is sure to hold and that several remakes need."""
         self.recipes = [self.recipe(value, unsaved) for value in range(self.n_values)]
         """How each value is remade when every value that some slot holds is there."""
+        self.passing = [
+            {need for need in recipe.operands if self.shared[need] and self.value_storage[need] < 0}
+            for recipe in self.recipes
+        ]
+        """Of its operands those that no slot holds and that others need too: made once for all of them."""
         self.optional = [tuple(set(recipe.operands) & only_input) for recipe in self.recipes]
         """Operands that nobody holds unless some replay has them as its input: else `recipes` is not the last word."""
 
@@ -148,7 +157,7 @@ class Index:
         made, operands = [value], dict[int, None]()
         for current in made:  # grows while it runs
             for need in self.needs[current]:
-                if not (passed[need] and self.remakeable[need]):
+                if not (passed[need] and self.remakeable[need]) or self.shared[need]:
                     operands[need] = None
                 elif need not in made:
                     made.append(need)
@@ -157,9 +166,22 @@ class Index:
             operands=tuple(operands),
             ms=sum(part.cost_ms for part in parts),
             flops=sum(part.flops for part in parts),
-            scratch_bytes=sum(part.bytes for part in parts[1:]) + max(part.transient_bytes for part in parts),
+            passing_bytes=sum(part.bytes for part in parts[1:]),
+            scratch_bytes=max(part.transient_bytes for part in parts),
             expensive=any(part.expensive for part in parts),
         )
+
+    def _shared(self, saved: set[int]) -> Flags:
+        """Remakeable values that are not `saved` and that several remakes need, also through views that are not."""
+        needed_by = [0] * self.n_values
+        for value in reversed(range(self.n_values)):
+            is_view = value not in saved and not self.value_bytes[value]
+            for need in self.needs[value] if self.remakeable[value] else ():
+                needed_by[need] += needed_by[value] if is_view else 1
+        counts = np.array(needed_by, np.int64)
+        unsaved = np.array([value not in saved for value in range(self.n_values)], np.bool_)
+        shared: Flags = self.remakeable & unsaved & (counts > 1) & (np.array(self.value_bytes, np.int64) > 0)
+        return shared
 
     def _dependents_first(self) -> Ints:
         asked_by: dict[int, set[int]] = {node: set() for node in range(self.n_values + len(self.inputs))}

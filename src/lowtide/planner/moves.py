@@ -14,8 +14,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from lowtide.planner.fates import Choice
 from lowtide.planner.indexed import Index, Ints
-from lowtide.planner.predict import Choice, Simulator, Sweep
+from lowtide.planner.predict import Simulator, Sweep
 
 Floats = npt.NDArray[np.float64]
 MS_PER_FLOP = 1e-15
@@ -233,7 +234,8 @@ def _groups(index: Index, replays: dict[int, Replay]) -> list[Group]:
         storages = frozenset(number for kind, number in members if kind == "storage")
         rows = [row for storage in storages for row in rows_of[storage]]
         values = sorted({value for value in index.slot_value[rows].tolist() if index.remakeable[value]})
-        recipes = [index.recipes[value] for value in values]
+        passing = set().union(*(index.passing[value] for value in values))
+        recipes = [index.recipes[value] for value in (*values, *sorted(passing))]
         ids = ({index.id_index[index.profile.calls[call].id] for call in around[row]} & replays.keys() for row in rows)
         found.append(
             Group(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from lowtide.planner.bound import lower_bound
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.planner.solve import Solver, solve_greedily
+from lowtide.planner.solve import Solver, solve
 from lowtide.units import parse_budget
 
 
 def plan(
-    profile: Profile, budget: int | str, *, allow: Literal["all", "cheap"] = "all", solver: Solver = solve_greedily
+    profile: Profile, budget: int | str, *, allow: Literal["all", "cheap"] = "all", solver: Solver = solve
 ) -> Plan:
     """What to do with each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
@@ -28,9 +29,11 @@ def plan(
     measured = profile.measured_plain_peak_bytes
     plain_bytes = plain.peak_bytes if measured is None else measured
     budget_bytes = parse_budget(budget, of=plain_bytes)
-    decisions = Decisions()
+    decisions, bound_ms = Decisions(), 0.0
     if plain_bytes > budget_bytes:
-        decisions = solver(simulator_of(profile, allow), budget_bytes)
+        allowed = simulator_of(profile, allow)
+        decisions = solver(allowed, budget_bytes)
+        bound_ms = lower_bound(allowed, budget_bytes)
     predicted = simulator.predict(decisions)
     assert predicted.peak_bytes <= budget_bytes or not decisions.remake | decisions.replay, (
         "the solver's decisions are over the budget"
@@ -40,10 +43,11 @@ def plan(
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
         remake={address: node[address] for address in sorted(decisions.remake)},
-        replay=tuple(id_ for id_ in dict.fromkeys(call.id for call in profile.calls) if id_ in decisions.replay),
+        replay=tuple(sorted(decisions.replay)),
         predicted=predicted,
         plain=plain,
         step_ms=profile.step_ms,
+        bound_ms=bound_ms,
     )
 
 

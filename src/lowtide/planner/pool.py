@@ -1,11 +1,13 @@
-"""The plans found so far of which none is beaten by another, in peak and in extra time at once."""
+"""The plans found so far of which none is beaten by another, and the order among them."""
 
 from __future__ import annotations
 
-import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lowtide.planner.predict import Choice, Sweep
+from lowtide.planner.fates import Choice
+from lowtide.planner.predict import Sweep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,30 +25,50 @@ class Found:
         return self.extra_ms, self.extra_flops
 
 
+class Span(NamedTuple):
+    """What a plan may cost: between two others, in time and in FLOPs."""
+
+    least: Found
+    most: Found
+
+    def holds(self, extra_ms: float, extra_flops: int) -> bool:
+        return (
+            self.least.extra_ms <= extra_ms <= self.most.extra_ms
+            and self.least.extra_flops <= extra_flops <= self.most.extra_flops
+        )
+
+    def is_narrow(self, share: float) -> bool:
+        """Whether the two ends differ by no more than `share` of what they cost."""
+        least, most = self.least, self.most
+        return (most.extra_ms - least.extra_ms <= share * most.extra_ms) and (
+            most.extra_flops - least.extra_flops <= share * most.extra_flops
+        )
+
+
 class Pool:
-    """Choices by peak; each costs less than all with a smaller peak. Of equal ones the first that came stays."""
+    """Choices of which none is beaten by another in peak, time and FLOPs at once. Of equal ones the first stays."""
 
     def __init__(self) -> None:
         self.found: list[Found] = []
 
     def add(self, choice: Choice, sweep: Sweep) -> None:
-        """Take `choice` in unless one in here is as good in both, and drop those that it beats."""
-        new = Found(sweep.peak, sweep.extra_ms, sweep.extra_flops, choice)
-        at = bisect.bisect_right(self.found, new.peak, key=lambda found: found.peak)
-        if at and self.found[at - 1].cost <= new.cost:
-            return
-        end = at
-        while end < len(self.found) and self.found[end].cost >= new.cost:
-            end += 1
-        start = at - 1 if at and self.found[at - 1].peak == new.peak else at
-        self.found[start:end] = [new]
+        """Take `choice` in unless one in here is as good in all, and drop those that it beats."""
+        peak, ms, flops = sweep.peak, sweep.extra_ms, sweep.extra_flops
+        if not any(f.peak <= peak and f.extra_ms <= ms and f.extra_flops <= flops for f in self.found):
+            self.found = [f for f in self.found if f.peak < peak or f.extra_ms < ms or f.extra_flops < flops]
+            self.found.append(Found(peak, ms, flops, choice))
 
-    def best(self, limit: int, *, at_least: tuple[float, int] = (0.0, 0)) -> Found | None:
-        """The cheapest choice with a peak of at most `limit` that costs at least `at_least`, or None.
+    def best(self, limit: int, span: Span) -> Found | None:
+        """The cheapest choice in here with a peak of at most `limit` that costs what `span` allows, or None."""
+        fitting = (f for f in self.found if f.peak <= limit and span.holds(f.extra_ms, f.extra_flops))
+        return min(fitting, key=lambda found: found.cost, default=None)
 
-        More `limit` never gives a costlier one.
-        """
-        at = bisect.bisect_right(self.found, limit, key=lambda found: found.peak)
-        while at and self.found[at - 1].cost < at_least:
-            at -= 1
-        return self.found[at - 1] if at else None
+
+def staircase(found: Iterable[Found], span: Span) -> list[Found]:
+    """Of `found` and `span` a chain with ever larger peaks and ever lower costs, in time and in FLOPs."""
+    chain = [span.most]
+    for each in sorted(found, key=lambda each: (each.peak, each.cost)):
+        less = Span(span.least, chain[-1])
+        if each.peak > chain[-1].peak and each.cost < chain[-1].cost and less.holds(each.extra_ms, each.extra_flops):
+            chain.append(each)
+    return chain

@@ -2,24 +2,26 @@
 
 A profile holds one traced step on its axis of positions, so any plan's memory is a sum over intervals:
 
-    usage[i] = base[i] + storages alive at i + copies made again and still waited for at i + scratch memory at i
+    usage[i] = base[i] + storages alive at i + what was made again and is still waited for at i + scratch memory at i
 
-**What becomes of a value.** A slot is remade if its address is in `remake` and a recipe can; else the replayed module
-call around it brings it back; else it is kept. The slots of a call's inputs count only where that call is replayed, and
-a saved tensor that is an input of a replayed call around it shares what happens to that input. One kept slot keeps its
-value; otherwise the first slot that saves a value decides and later ones share. A value without such a slot passes: it
-exists only while a remake runs.
-
-**When it is there.** Backward asks for a value where it reads a slot of it, a remake asks for its operands, a replay
-for its inputs. Values and calls are the nodes of one graph, visited dependents first; each tells those that it asks:
+What becomes of each value is told by `fates.py`, and when it is there by this file. Backward asks for a value where it
+reads a slot of it, a remake asks for its operands, a replay for its inputs. Values and calls are the nodes of one
+graph, visited dependents first; each tells those that it asks:
 
     made     the first position at which anybody asks: it is made then, once
     wanted   until the last reader has let go of it and all that asked for it have been made
+    later    bytes that are made from it, one from the other, at that same position: not there yet when it is made
     kept     a storage is there from `born` to `dies`, and longer where it is held: by the readers of the kept values in
              it, and by whatever is made from one of them, until nobody wants that any more
 
-What is there in a part of a position counts in all of it, so the sum is an upper bound. A replay allocates again what
-its whole forward did (`_replay_peak`); the engine stops it early and may need less.
+What is there in a part of a position counts in all of it, so the sum is an upper bound; but for what runs:
+
+    usage[i] = results[i] + max(base[i], base at the beginning of i + memory of what runs at i)
+
+Remakes and replays run when backward reads a value, which is what a position begins with: before anything is allocated
+in it. They run one after the other, each before what is made from it: of their scratch memory only the largest counts,
+less what is made later, on top of what waits for the others. A replay allocates again what its whole forward did
+(`_replay_peak`); the engine stops it early and may need less.
 
 Cost: array operations over slots and positions and a loop over what is not kept, about 1 ms for 1000 slots. Not yet:
 replayed calls inside replayed calls.
@@ -27,15 +29,16 @@ replayed calls inside replayed calls.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.planner.indexed import Flags, Index, Ints, Recipe
+from lowtide.planner.fates import KEPT, PASSED, REMADE, REPLAYED, Choice, fates_of
+from lowtide.planner.indexed import Index, Ints, Recipe
 from lowtide.planner.records import Decisions, Prediction, Profile
-
-KEPT, REMADE, REPLAYED, PASSED = range(4)
 
 
 def predict(profile: Profile, decisions: Decisions) -> Prediction:
@@ -45,17 +48,6 @@ def predict(profile: Profile, decisions: Decisions) -> Prediction:
     LowtideError for a profile that contradicts itself. For many predictions of one profile, hold a `Simulator`.
     """
     return Simulator(profile).predict(decisions)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """Decisions as flags: one for each of `Index.addresses` and of `Index.ids`."""
-
-    remake: Flags
-    replay: Flags
-
-    def copy(self) -> Choice:
-        return Choice(self.remake.copy(), self.replay.copy())
 
 
 class Copy(NamedTuple):
@@ -83,6 +75,7 @@ class Sweep:
     ends: Ints
     """For each storage the first position at which it is gone."""
     copies: list[Copy]
+    """What is made again, and one for each position where something runs: what it needs beyond what is there later."""
 
 
 class Simulator:
@@ -96,6 +89,9 @@ class Simulator:
         births = np.zeros(self.index.end + 1, np.int64)
         np.add.at(births, self.index.born, self.index.storage_bytes)
         self._births = births
+        before = np.concatenate((self.index.base[:1], self.index.base[:-1]))
+        self._rise: list[int] = np.maximum(self.index.base - before, 0).tolist()
+        """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
 
     def predict(self, decisions: Decisions) -> Prediction:
         """As `predict`, for this profile."""
@@ -146,53 +142,74 @@ class Simulator:
         """The step under `choice`. Raises ValueError where a call inside a replayed call is replayed."""
         index, calls, never, first_call = self.index, self.profile.calls, self.index.end, self.index.n_values
         replayed = sorted(call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_])
-        states, by_call, foreign = self._states(choice, replayed)
+        states, by_call, foreign = fates_of(index, choice, replayed)
         state, call_of, storage_of = states.tolist(), by_call.tolist(), index.value_storage.tolist()
         made = [*index.read.tolist(), *[never] * len(calls)]
         wanted = [*index.released.tolist(), *[0] * len(calls)]
+        later = [0] * len(made)
         rows = np.flatnonzero(states[index.slot_value] == KEPT)
         ends = index.dies.copy()
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
         held = ends.tolist()
 
-        def ask(node: int, when: int, until: int) -> None:
+        def ask(node: int, when: int, until: int, after: int = 0) -> None:
             if when < made[node]:
-                made[node] = when
+                made[node], later[node] = when, after
+            elif when == made[node] and after > later[node]:
+                later[node] = after
             if until > wanted[node]:
                 wanted[node] = until
 
         for value in foreign.tolist():
             ask(first_call + call_of[value], made[value], wanted[value])
         copies: list[Copy] = []
+        running: dict[int, Copy] = {}
+        waiting: dict[int, int] = defaultdict(int)
         brings_back: dict[int, list[int]] = {call: [] for call in replayed}
-        extra_ms, extra_flops = 0.0, 0
+        times, extra_flops = list[float](), 0
         for node in self._not_kept(states, replayed):
             when, until = made[node], wanted[node]
             if node < first_call and state[node] == REPLAYED:
-                ask(first_call + call_of[node], when, until)
+                ask(first_call + call_of[node], when, until, later[node])
                 brings_back[call_of[node]].append(node)
                 continue
             if node < first_call:
-                operands, ms, flops, scratch_bytes, _ = self._recipe(node, state)
+                operands, ms, flops, passing, scratch, _ = self._recipe(node, state)
             else:
                 call = calls[node - first_call]
-                operands, ms, flops = index.inputs[node - first_call], call.cost_ms, call.flops
+                operands, ms, flops, passing = index.inputs[node - first_call], call.cost_ms, call.flops, 0
+            after = later[node]
             if when < never:
-                extra_ms, extra_flops = extra_ms + ms, extra_flops + flops
-                if node < first_call:
-                    copies.append(Copy(when, until, index.value_bytes[node], node))
-                    copies.append(Copy(when, when + 1, scratch_bytes, node))
-                else:
+                times.append(ms)
+                extra_flops += flops
+                if node >= first_call:
                     left = [(storage_of[value], wanted[value]) for value in brings_back[node - first_call]]
-                    copies += self._bring_back(node - first_call, when, left)
+                    caught, scratch = self._bring_back(node - first_call, when, left)
+                    copies += caught
+                    size = sum(copy.bytes for copy in caught)
+                else:
+                    size = index.value_bytes[node]
+                    stays = until > when + 1 or index.read[node] == when  # else it is gone when the others have run
+                    copies.append(Copy(when, until, size if stays else 0, node))
+                    waiting[when] += 0 if stays else size
+                if any(state[operand] in (REMADE, REPLAYED) for operand in operands):
+                    waiting[when] += passing  # until the operand has been made
+                else:
+                    scratch += passing
+                if when not in running or scratch - after > running[when].bytes:
+                    running[when] = Copy(when, when + 1, scratch - after, node)
+                after += size
             for operand in operands:
                 if state[operand] == REMADE or state[operand] == REPLAYED:
-                    ask(operand, when, when + 1 if when < never else until)
+                    ask(operand, when, when + 1 if when < never else until, after)
                 else:  # kept; or nobody's and without a recipe, then it is held like what is kept
                     held[storage_of[operand]] = max(held[storage_of[operand]], until)
 
         ends = np.array(held, np.int64)
+        for when, copy in running.items():
+            copies.append(copy._replace(bytes=max(0, copy.bytes + waiting[when] - self._rise[when])))
         usage = self._usage(ends, copies)
+        extra_ms = math.fsum(times)  # exact, so that equal work in another order takes the same time
         return Sweep(usage, int(usage.max()), extra_ms, extra_flops, state, ends, copies)
 
     def _not_kept(self, states: Ints, replayed: list[int]) -> list[int]:
@@ -203,49 +220,14 @@ class Simulator:
         order: list[int] = self.index.order[active[self.index.order]].tolist()
         return order
 
-    def _states(self, choice: Choice, replayed: list[int]) -> tuple[Ints, Ints, Ints]:
-        """For each value what becomes of it and the replayed call around its first slot; and the foreign values.
-
-        A foreign value is saved in a replayed call but born elsewhere, and not as an input: somebody else holds it, so
-        it costs no memory, but reading it runs the replay.
-        """
-        index = self.index
-        owner = np.full(len(index.within), -1, np.int64)
-        for call in replayed:  # outer calls come first
-            if owner[call] >= 0:
-                outer, inner = (self.profile.calls[c].id for c in (owner[call], call))
-                raise ValueError(f"{inner} is inside {outer}: a replayed call inside a replayed call is not supported")
-            owner[index.within[call]] = call
-        inside = owner[index.slot_call]
-
-        active = ~index.slot_is_input | (inside == index.slot_call)
-        remake = active & choice.remake[index.slot_address] & index.slot_remakeable
-        replay = (inside >= 0) & ~index.slot_is_input & ~remake
-        following = inside[index.follower] == index.followed_in
-        remake[index.follower[following]] = remake[index.followed[following]]
-        replay[index.follower[following]] = False
-
-        state = np.full(index.n_values, PASSED, np.int64)
-        by_call = np.full(index.n_values, -1, np.int64)
-        rows = np.flatnonzero(active)[::-1]  # backwards, so that the first slot of a value is the last to write
-        state[index.slot_value[rows]] = np.where(remake[rows], REMADE, np.where(replay[rows], REPLAYED, KEPT))
-        by_call[index.slot_value[rows]] = inside[rows]
-        state[index.slot_value[active & ~remake & ~replay]] = KEPT
-
-        values = np.flatnonzero(state == REPLAYED)
-        born = index.born[index.value_storage[values]]
-        foreign = values[(born < index.enter[by_call[values]]) | (born >= index.exit[by_call[values]])]
-        state[foreign] = KEPT
-        return state, by_call, foreign
-
     def _recipe(self, value: int, state: list[int]) -> Recipe:
         for operand in self.index.optional[value]:
             if state[operand] == PASSED and self.index.remakeable[operand]:
                 return self.index.recipe(value, np.array(state) == PASSED)
         return self.index.recipes[value]
 
-    def _bring_back(self, call: int, when: int, wanted: list[tuple[int, int]]) -> list[Copy]:
-        """What a replay of `call` at `when` allocates, if it brings back (storage, until) for each of `wanted`."""
+    def _bring_back(self, call: int, when: int, wanted: list[tuple[int, int]]) -> tuple[list[Copy], int]:
+        """What a replay of `call` at `when` brings back, if (storage, until) are `wanted`, and its scratch memory."""
         ends: dict[int, int] = {}
         for storage, until in wanted:
             if until > when:
@@ -253,7 +235,7 @@ class Simulator:
         node = self.index.n_values + call
         caught = [Copy(when, until, int(self.index.storage_bytes[storage]), node) for storage, until in ends.items()]
         beyond = self._replay_peak(call, tuple(sorted(ends))) - sum(copy.bytes for copy in caught)
-        return [*caught, Copy(when, when + 1, max(beyond, 0), node)]
+        return caught, max(beyond, 0)
 
     def _replay_peak(self, call: int, caught: tuple[int, ...]) -> int:
         """The most bytes that one more forward of `call` allocates at once, if it leaves the storages in `caught`."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from lowtide.errors import LowtideError
+from lowtide.planner.folding import Block, fold, unfold
 
 FORMAT = 1
 
@@ -24,7 +25,7 @@ class Record:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """This record as JSON text; also written to `path` where one is given."""
-        text = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        text = msgspec.json.format(msgspec.json.encode(self._written()), indent=1).decode()
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
         return text
@@ -39,7 +40,7 @@ class Record:
         name = cls.__name__
         try:
             text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-            record = msgspec.json.decode(text.encode(), type=cls)
+            record = cls._read(text.encode())
             if (found := getattr(record, "format", FORMAT)) != FORMAT:
                 raise ValueError(f"it has format {found}")
         except OSError as error:
@@ -49,6 +50,14 @@ class Record:
                 f"this is not a {name} of format {FORMAT}: {error}. Write it again with `{name.lower()}.to_json(path)`."
             ) from error
         return record
+
+    def _written(self) -> object:
+        """What the JSON text says."""
+        return self
+
+    @classmethod
+    def _read(cls, text: bytes) -> Self:
+        return msgspec.json.decode(text, type=cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +221,10 @@ class Prediction(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Record):
-    """What to do with each saved slot so that a step's peak stays within `budget_bytes`."""
+    """What to do with each saved slot so that a step's peak stays within `budget_bytes`.
+
+    In its JSON text `remake` and `replay` are `decisions`, written once for blocks that are alike (`folding.py`).
+    """
 
     fingerprint: Fingerprint
     budget_bytes: int
@@ -223,9 +235,24 @@ class Plan(Record):
     predicted: Prediction
     plain: Prediction
     step_ms: float
+    bound_ms: float = 0.0
+    """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
     @property
     def decisions(self) -> Decisions:
         return Decisions(remake=frozenset(self.remake), replay=frozenset(self.replay))
+
+    def _written(self) -> object:
+        fields: dict[str, object] = msgspec.to_builtins(self)
+        first = {name: fields.pop(name) for name in ("format", "fingerprint", "budget_bytes")}
+        del fields["remake"], fields["replay"]
+        return {**first, "decisions": fold(self.remake, self.replay), **fields}
+
+    @classmethod
+    def _read(cls, text: bytes) -> Self:
+        fields = msgspec.json.decode(text, type=dict[str, Any])
+        decisions = msgspec.convert(fields.pop("decisions", None), dict[str, Block])
+        fields["remake"], fields["replay"] = unfold(decisions)
+        return msgspec.convert(fields, cls)

@@ -1,67 +1,77 @@
-"""Decisions that keep a step's peak within a budget at little extra time; more budget never costs more.
+"""Decisions that keep a step's peak within a budget, and never cost more where the budget is larger.
 
-The problem is a covering problem with one row for each position: take enough bytes off every position that is over the
-budget. The greedy rule for it takes the move with the most covered bytes for its cost, and counts at no position more
-than is still missing there (Dobson 1982, doi 10.1287/moor.7.4.515). A move that only shifts the peak covers little by
-that measure, and what a move covers is always simulated, never guessed. Then what turned out to be unnecessary is taken
-back, most costly first. The same is done from other starts, and the cheapest plan wins.
+Branch and bound (`exact.py`) and, where it leaves a gap or is not asked for, greedy searches (`greedy.py`); the
+cheapest of all that was simulated on the way wins.
 
-**More budget never costs more time.** A greedy search alone may have bad luck with the larger of two budgets. So it is
-run on the rungs of a ladder that the asked budget has no part in: the smallest peak, the plain peak, and the middles
-between them, halved again and again towards the asked budget. A rung is solved once the rungs on both sides of it are,
-and takes the cheapest choice seen that fits it, that of the rung below being one; choices cheaper than the rung above
-are left out. By induction costs fall from rung to rung, and a rung's plan is the same whichever budget led to it. A
-budget between two rungs chooses among what was seen on the way to those two rungs, costs between theirs. That is the
-same set for every budget between them, and a larger budget fits no less of it.
+**More budget never costs more**, neither time nor FLOPs. A search alone may have bad luck with the larger of two
+budgets. So it is run on the rungs of a ladder that the asked budget has no part in: the smallest peak, the plain peak,
+and the middles between them, halved again and again towards the asked budget for as long as the costs on both sides of
+it differ. A rung is solved once the rungs on both sides of it are, and takes the cheapest choice seen that fits it and
+costs no less than the rung above and no more than the rung below. By induction costs fall from rung to rung, and a
+rung's plan is the same whichever budget led to it. A budget between two rungs is given a step of the staircase between
+them: choices seen on the way to those two rungs, each with a larger peak and lower costs than the last. That is the
+same staircase for every budget between the two.
 
-Deterministic. Not optimal: `bound.py` says how far off it can be at most. What is given up for the order: at most one
-of 2 ** HALVINGS parts of the budget's range, and now and then a lucky find.
+Deterministic. What is given up for the order: `NEAR` of the cost or one of `2 ** HALVINGS` parts of the budget's range,
+and now and then a lucky find. Not yet: fewer rungs are solved for very deep models, so that planning stays quick.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
-from collections.abc import Callable, Iterator, Sequence
-from weakref import WeakKeyDictionary
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lowtide.errors import Infeasible
-from lowtide.planner.indexed import Flags
-from lowtide.planner.moves import Move, Moves, Replay
-from lowtide.planner.pool import Found, Pool
-from lowtide.planner.predict import REMADE, Choice, Simulator, Sweep
+from lowtide.planner.exact import Bytes, Exact
+from lowtide.planner.fates import Choice
+from lowtide.planner.greedy import MANY, Search
+from lowtide.planner.moves import Moves
+from lowtide.planner.pool import Found, Pool, Span, staircase
+from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Prediction, Profile
 
 Solver = Callable[[Simulator, int], Decisions]
 """From a simulator and a budget in bytes to decisions whose predicted peak is within it. Raises Infeasible."""
 
-GOOD_ENOUGH = 0.9
-"""A move is made that is worth this share of the most that any other can be worth."""
-MOST_TRIED = 6
-"""Moves that are simulated for one choice, unless none of them helps."""
-HALVINGS = 5
-"""Rungs that are solved on the way to one budget."""
+HALVINGS = 12
+"""Rungs that are solved on the way to one budget, at most."""
+NEAR = 0.01
+"""Between two rungs whose costs are this close no further ones are solved."""
+DEPTH = 400
+"""With more storages than this it is one less, and one less again each time that there are twice as many."""
+DEEP = 1.1
+"""Below so many times the smallest peak branch and bound takes long and gains little: greedy searches, if quick."""
+GOOD = 1.05
+"""Branch and bound that comes this close to its bound is not compared with greedy searches."""
 
 
-def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
+def solve(simulator: Simulator, budget_bytes: int) -> Decisions:
     """Decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
 
     What was found stays with the simulator: further budgets take less long. Raises Infeasible, with the smallest peak
     that was found.
     """
-    ladder = ladder_of(simulator)
-    found = ladder.best(simulator, budget_bytes - simulator.profile.static.total)
+    return _solve(ladder_of(simulator), budget_bytes)
+
+
+def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
+    """As `solve`, without branch and bound."""
+    return _solve(Ladder(simulator, exact=False), budget_bytes)
+
+
+def _solve(ladder: Ladder, budget_bytes: int) -> Decisions:
+    simulator = ladder.simulator
+    found = ladder.best(budget_bytes - simulator.profile.static.total)
     if found is None:
         raise infeasible(simulator, budget_bytes, ladder.bottom.choice)
-    return simulator.decisions(Search(simulator).tidied(found.choice))
+    return simulator.decisions(Search(ladder.moves).tidied(found.choice))
 
 
 def smallest_peak(profile: Profile) -> tuple[Decisions, Prediction]:
-    """The decisions with the smallest peak that the greedy search finds, and what they need."""
+    """The decisions with the smallest peak that the search finds, and what they need."""
     simulator = Simulator(profile)
-    decisions = simulator.decisions(Search(simulator).tidied(ladder_of(simulator).bottom.choice))
+    ladder = ladder_of(simulator)
+    decisions = simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
     return decisions, simulator.predict(decisions)
 
 
@@ -77,202 +87,92 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rung:
+    """The plan for one limit, what was seen in looking for it, and what `exact.py` has to know for the next one."""
+
+    found: Found
+    pool: Pool
+    left_out: Bytes
+
+
 class Ladder:
     """Plans for peaks between the smallest and the plain one, found when they are asked for."""
 
-    def __init__(self, search: Search) -> None:
-        self._rungs: dict[int, tuple[Found, Pool]] = {}
+    def __init__(self, simulator: Simulator, *, exact: bool = True) -> None:
+        self.simulator = simulator
+        self.moves = Moves(simulator)
+        self.exact = Exact(simulator, self.moves) if exact else None
+        self._rungs: dict[int, Rung] = {}
+        search = Search(self.moves)
         smallest = search.smallest()
-        search.pruned(smallest, search.sweep(smallest).peak)
-        search.sweep(search.simulator.nothing())
-        self.bottom, self.top = search.seen.found[0], search.seen.found[-1]
-        self._seen = search.seen
+        peak = search.sweep(smallest).peak
+        self._quick = self.exact is None or len(self.moves.moves) <= MANY
+        """Whether greedy searches take little time here, or are all that there is."""
+        for choice in (smallest, *(search.attempts(peak) if self._quick else ())):
+            search.pruned(choice, peak)
+        search.sweep(simulator.nothing())
+        self.bottom = min(search.seen.found, key=lambda found: (found.peak, found.cost))
+        self.top = min(search.seen.found, key=lambda found: (found.cost, found.peak))
+        self._first = Rung(self.bottom, search.seen, {})
+        self._halvings = HALVINGS
+        storages = len(simulator.index.storage_bytes)
+        while storages > DEPTH and self._halvings > 1:
+            storages, self._halvings = storages // 2, self._halvings - 1
 
-    def best(self, simulator: Simulator, limit: int) -> Found | None:
+    def best(self, limit: int) -> Found | None:
         """The plan for peaks of at most `limit`, or None below the smallest. See the top of this file."""
         if limit < self.bottom.peak:
             return None
         if limit >= self.top.peak:
             return self.top
-        low, below, high, above, seen = self.bottom.peak, self.bottom, self.top.peak, self.top, [self._seen]
-        for _ in range(HALVINGS):
+        low, high, span, way = self.bottom.peak, self.top.peak, Span(self.top, self.bottom), [self._first]
+        for _ in range(self._halvings):
             middle = (low + high) // 2
-            if middle == low:
+            if middle == low or span.is_narrow(NEAR):
                 break
             if middle not in self._rungs:
-                self._rungs[middle] = _solved(Search(simulator), middle, below, above, seen)
-            found, pool = self._rungs[middle]
-            seen.append(pool)
+                self._rungs[middle] = self._solved(middle, span, way)
+            rung = self._rungs[middle]
+            way.append(rung)
             if middle <= limit:
-                low, below = middle, found
+                low, span = middle, Span(span.least, rung.found)
             else:
-                high, above = middle, found
-        return _cheapest(limit, below, above, seen)
+                high, span = middle, Span(rung.found, span.most)
+        steps = staircase([span.least, *(found for rung in way for found in rung.pool.found)], span)
+        return [step for step in steps if step.peak <= limit][-1]
+
+    def _solved(self, limit: int, span: Span, way: list[Rung]) -> Rung:
+        """The rung `limit`, whose cost is to be in `span`; `way` leads to it."""
+        search, seen = Search(self.moves), [rung.pool for rung in way]
+        bound, left_out = 0.0, way[-1].left_out
+        if self.exact is not None and limit > DEEP * self.bottom.peak:
+            bound, left_out = self.exact.search(search, limit, span, left_out)
+        found = _cheapest(limit, span, [*seen, search.seen])
+        if self._quick and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
+            starts = [*search.attempts(limit), found.choice]
+            for choice in {(choice.remake.tobytes(), choice.replay.tobytes()): choice for choice in starts}.values():
+                search.pruned(choice, limit)
+            found = _cheapest(limit, span, [*seen, search.seen])
+        return Rung(found, search.seen, left_out)
 
 
-def _solved(search: Search, limit: int, below: Found, above: Found, seen: list[Pool]) -> tuple[Found, Pool]:
-    """The plan for the rung `limit`, between those `below` and `above`, and what was seen in looking for it."""
-    starts = [*search.attempts(limit), _cheapest(limit, below, above, seen).choice]
-    for choice in {(choice.remake.tobytes(), choice.replay.tobytes()): choice for choice in starts}.values():
-        search.pruned(choice, limit)
-    return _cheapest(limit, below, above, [*seen, search.seen]), search.seen
+def _cheapest(limit: int, span: Span, seen: Sequence[Pool]) -> Found:
+    """Of all that was `seen` the cheapest that fits and costs what `span` allows."""
+    if span.least.peak <= limit:
+        return span.least
+    found = (pool.best(limit, span) for pool in seen)
+    return min((span.most, *(each for each in found if each is not None)), key=lambda each: each.cost)
 
 
-def _cheapest(limit: int, below: Found, above: Found, seen: Sequence[Pool]) -> Found:
-    """Of `below`, `above` and all that was `seen` the cheapest that fits and does not cost less than `above`."""
-    if above.peak <= limit:
-        return above
-    found = (pool.best(limit, at_least=above.cost) for pool in seen)
-    return min((below, *(each for each in found if each is not None)), key=lambda each: each.cost)
-
-
-_LADDERS: WeakKeyDictionary[Simulator, Ladder] = WeakKeyDictionary()
+_RECENT: list[Ladder] = []
 
 
 def ladder_of(simulator: Simulator) -> Ladder:
-    """The one ladder of `simulator`."""
-    if simulator not in _LADDERS:
-        _LADDERS[simulator] = Ladder(Search(simulator))
-    return _LADDERS[simulator]
-
-
-class Search:
-    """Greedy searches on one profile. Limits are peaks in bytes beyond `static`."""
-
-    def __init__(self, simulator: Simulator) -> None:
-        self.simulator = simulator
-        self.moves = Moves(simulator)
-        self.seen = Pool()
-        """The best of all choices that were looked at, also on the way to others."""
-
-    def sweep(self, choice: Choice) -> Sweep:
-        sweep = self.simulator.sweep(choice)
-        self.seen.add(choice, sweep)
-        return sweep
-
-    def cost(self, choice: Choice) -> float:
-        return self.moves.cost(self.sweep(choice))
-
-    def fits(self, choice: Choice, limit: int) -> bool:
-        return self.sweep(choice).peak <= limit
-
-    def attempts(self, limit: int) -> Iterator[Choice]:
-        """Choices that fit: greedy from nothing, from all cheap remakes; and replays of the first calls of a level."""
-        cheap = self.moves.remade(expensive=False)
-        for start in (self.simulator.nothing(), cheap):
-            if self.fits(choice := self.reduced(start, limit), limit):
-                yield choice
-        for level in self.moves.levels():
-            # The early calls, because what they hold is held longest. The peak falls with each, but for small bumps.
-            prefixes = range(1, len(level) + 1)
-            count = bisect.bisect_left(prefixes, True, key=lambda n: self.fits(_replayed(cheap, level[:n]), limit))
-            if count < len(level):
-                yield _replayed(cheap, level[: count + 1])
-
-    def reduced(self, choice: Choice, limit: int) -> Choice:
-        """`choice`, with moves made until it fits or no move helps."""
-        in_vain: set[Move] = set()
-        sweep = self.sweep(choice)
-        while sweep.peak > limit:
-            worth = self.moves.worth(choice, sweep, np.maximum(sweep.usage - limit, 0))
-            likely = [(float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0]
-            here = (choice, sweep, limit)
-            move = (
-                self._best(*here, [pair for pair in likely if pair[1] not in in_vain], in_vain)
-                or self._best(*here, [pair for pair in likely if pair[1] in in_vain], set())
-                or self._best(*here, [(math.inf, move) for move in self.moves.detours(choice, sweep)], set())
-            )
-            if move is None:
-                break
-            choice = move.after(choice)
-            sweep = self.sweep(choice)
-        return choice
-
-    def _best(
-        self, choice: Choice, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], in_vain: set[Move]
-    ) -> Move | None:
-        """Of `moves`, given with the most that each can be worth and the best first, one that is worth most."""
-        missing, cost = _missing(sweep, limit), self.moves.cost(sweep)
-        best, most = None, 0.0
-        for tried, (bound, move) in enumerate(moves):
-            if best is not None and (most >= GOOD_ENOUGH * bound or (tried >= MOST_TRIED and bound < math.inf)):
-                break
-            after = self.sweep(move.after(choice))
-            covered = missing - _missing(after, limit)
-            if covered <= 0:
-                in_vain.add(move)
-                continue
-            worth = covered / max(self.moves.cost(after) - cost, 1e-9)
-            if worth > most:
-                best, most = move, worth
-        return best
-
-    def pruned(self, choice: Choice, limit: int) -> Choice:
-        """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones."""
-        sweep = self.sweep(choice)
-        full = self._unkeepable(sweep, limit)
-        for move in self.moves.undoing(choice):
-            if any(full[list(g.storages)].any() and not choice.replay[list(g.inside)].any() for g in move.keep):
-                continue
-            less = move.after(choice)
-            after = self.sweep(less)
-            if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
-                choice, sweep = less, after
-                full = self._unkeepable(sweep, limit)
-        return choice
-
-    def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
-        """Storages for which there is no room between the end of forward and their remake: no simulation needed."""
-        index = self.simulator.index
-        back = np.full(len(index.dies), index.end, np.int64)
-        for copy in sweep.copies:
-            if copy.node < index.n_values:
-                storage = index.value_storage[copy.node]
-                back[storage] = min(back[storage], copy.start)
-        back[back == index.end] = 0
-        room = [limit - int(sweep.usage[start:end].max(initial=0)) for start, end in zip(index.dies, back, strict=True)]
-        full: Flags = index.storage_bytes > np.array(room, np.int64)
-        return full
-
-    def tidied(self, choice: Choice) -> Choice:
-        """`choice` without decisions that change nothing."""
-        index, sweep = self.simulator.index, self.sweep(choice)
-        effective = np.array(sweep.state)[index.slot_value] == REMADE
-        needed = np.zeros_like(choice.remake)
-        needed[index.slot_address[effective]] = True
-        tidy = Choice(choice.remake & needed, choice.replay)
-        same = self.sweep(tidy)
-        return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
-
-    def smallest(self) -> Choice:
-        """The choice with the smallest peak: of everything done at once, and of greedy searches for less and less."""
-        moves = self.moves
-        starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
-        starts += [_replayed(start, level) for start in starts for level in moves.levels()]
-        best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
-        other, step = self.simulator.nothing(), (peak - self._floor()) // 2
-        while step > peak // 200:
-            other = self.reduced(other, peak - step)
-            choice = min(self.reduced(best, peak - step), other, key=lambda choice: self.sweep(choice).peak)
-            if self.fits(choice, peak - step):
-                best, peak = choice, self.sweep(choice).peak
-            else:
-                step //= 2
-        return best
-
-    def _floor(self) -> int:
-        """A peak that no choice can beat: nothing held, nothing remade."""
-        index = self.simulator.index
-        changes = np.zeros(index.end + 1, np.int64)
-        np.add.at(changes, index.born, index.storage_bytes)
-        np.subtract.at(changes, index.dies, index.storage_bytes)
-        return int((index.base + changes.cumsum()[:-1]).max())
-
-
-def _missing(sweep: Sweep, limit: int) -> int:
-    """Bytes over the limit, added up over all positions."""
-    return int(np.maximum(sweep.usage - limit, 0).sum())
-
-
-def _replayed(choice: Choice, replays: Sequence[Replay]) -> Choice:
-    return Move(replay=tuple(replays)).after(choice)
+    """The ladder of `simulator`: one of the last few where it was among them, with what was found on it."""
+    for ladder in _RECENT:
+        if ladder.simulator is simulator:
+            return ladder
+    _RECENT.append(Ladder(simulator))
+    del _RECENT[:-4]
+    return _RECENT[-1]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lowtide.planner.files import fold, join
+from lowtide.planner.folding import fold, join
 from lowtide.planner.records import Plan, Record
 from lowtide.report.text import decisions
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time

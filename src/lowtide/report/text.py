@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from lowtide.planner.folding import ranges
 from lowtide.units import format_bytes, format_change, format_ratio
 
 if TYPE_CHECKING:
@@ -17,10 +18,17 @@ if TYPE_CHECKING:
 def summary(plan: Plan, verdict: Verdict) -> str:
     """One plan and what it did, in two or three lines."""
     change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
-    extra = f", {format_ratio(plan.predicted.extra_ms / plan.step_ms, signed=True)} time" if plan.step_ms else ""
-    lines = [f"{change} peak (budget {format_bytes(plan.budget_bytes)}){extra} predicted", decisions(plan)]
+    lines = [f"{change} peak (budget {format_bytes(plan.budget_bytes)}){extra_time(plan)}", decisions(plan)]
     lines.append(proof(verdict))
     return "\n".join(lines)
+
+
+def extra_time(plan: Plan) -> str:
+    """What the plan takes, and the least that any takes: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
+    if not plan.step_ms:
+        return ""
+    extra, bound = (format_ratio(ms / plan.step_ms, signed=True) for ms in (plan.predicted.extra_ms, plan.bound_ms))
+    return f", {extra} time predicted" + (f", bound {bound}" if plan.remake or plan.replay else "")
 
 
 def proof(verdict: Verdict) -> str:
@@ -86,19 +94,7 @@ def merged(paths: Iterable[str]) -> list[str]:
             families[f"{path[: first.start()]}{{}}{path[first.end() :]}"].add(int(first[0]))
         else:
             plain.append(path)
-    return plain + [family.replace("{}", _ranges(sorted(n)), 1) for family, n in families.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`[0, 1, 2, 5]` -> `{0-2,5}`; a single number stays bare."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return text if len(numbers) == 1 else f"{{{text}}}"
+    return plain + [family.replace("{}", ranges(n), 1) for family, n in families.items()]
 
 
 def _op(node: str) -> str:

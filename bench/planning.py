@@ -1,0 +1,68 @@
+"""How long planning takes and how far plans are from their bound: milliseconds, and per cent of the bound.
+
+    python bench/planning.py                     # transformers of 12 and 100 blocks, 12 saved tensors a block
+    python bench/planning.py --real              # also GPT-2, BERT, Llama and ResNet, rehearsed at small sizes
+    python bench/planning.py profile.json ...    # profiles that `profile.to_json(path)` wrote
+
+Each budget is planned from a copy of the profile, so that nothing found for another one counts. Budgets are parts of
+the way from the smallest peak that a plan reaches to the plain one. The gap is what the plan takes beyond the bound
+that is printed with it; close to the smallest peak it is wide, because the bound leaves out scratch memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from lowtide.planner import plan, predict, smallest_peak
+from lowtide.planner.records import Decisions, Profile
+from planner.profiles import transformer
+
+PARTS = (10, 25, 40, 55, 70, 85)
+"""Per cent of the way from the smallest peak to the plain one."""
+
+
+def rehearsed() -> Iterator[tuple[str, Profile]]:
+    """Real models at the sizes of the tests."""
+    import models
+    from lowtide.rehearsal import rehearse
+
+    for name in models.MODELS:
+        case = models.build(name)
+        yield name, rehearse(case.model, case.step, case.batch, optimizer=case.optimizer)
+
+
+def rows(name: str, profile: Profile) -> Iterator[str]:
+    """One line for each budget."""
+    low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
+    for part in PARTS:
+        fresh = replace(profile)
+        began = time.perf_counter()
+        made = plan(fresh, low + (high - low) * part // 100)
+        took_ms = (time.perf_counter() - began) * 1000
+        gap = f"{100 * (made.predicted.extra_ms / made.bound_ms - 1):8.1f} %" if made.bound_ms else "       -  "
+        extra = f"{100 * made.predicted.extra_ms / made.step_ms:+8.2f} %" if made.step_ms else "       -  "
+        yield f"{name:24}{100 * made.budget_bytes / high:8.1f} %{took_ms:9.0f} ms{extra:>12}{gap:>12}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profiles", nargs="*", type=Path)
+    parser.add_argument("--real", action="store_true")
+    asked = parser.parse_args()
+    print(f"{'profile':24}{'budget':>10}{'planning':>12}{'extra time':>12}{'over bound':>12}")
+    named = [(path.stem, Profile.from_json(path)) for path in asked.profiles]
+    for name, profile in named or [(f"{n} blocks", transformer(n)) for n in (12, 100)]:
+        print(*rows(name, profile), sep="\n", flush=True)
+    for name, profile in rehearsed() if asked.real else ():
+        print(*rows(name, profile), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Decisions from branch and bound: the covering problem in whole numbers, until the simulator agrees.
+
+HiGHS gives the cheapest decisions for the rows of `covering.py`. Those rows leave out what depends on everything else
+(scratch memory, copies made for others), so the decisions are simulated; where they are over the limit, what was left
+out there is taken off the room of that position and the programme is solved again. What is still a little over is
+mended by greedy moves.
+
+Optimal for the rows; what the rows leave out is all that lies between a choice and the bound (`bound.py`).
+Deterministic: stopped by numbers of nodes and rounds. Not yet: memory left out is charged to a position whatever else
+is decided there, which is too careful at the smallest budgets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtide.planner.covering import Covering, Floats, Row
+from lowtide.planner.fates import Choice
+from lowtide.planner.greedy import Search
+from lowtide.planner.moves import Moves
+from lowtide.planner.pool import Found, Span
+from lowtide.planner.predict import Simulator
+from lowtide.planner.programme import Programme
+
+Bytes = dict[int, float]
+"""Bytes by position."""
+ROUNDS = 3
+"""Programmes in whole numbers that are solved for one limit."""
+TIGHT = 0.97
+"""Positions that come this close to the limit are looked at from the start for the next one."""
+TIE = 0.01
+"""Times are not measured better than to this share: FLOPs decide between what is closer."""
+
+
+class Exact:
+    """The covering problem of one profile, to be solved for any limit."""
+
+    def __init__(self, simulator: Simulator, moves: Moves) -> None:
+        index = simulator.index
+        self.simulator = simulator
+        self.moves = moves
+        covering = self.covering = Covering(simulator)
+        ms, flops = float(covering.ms.sum()), float(covering.flops.sum())
+        self.tie = TIE * ms / flops if flops else 0.0
+        self.cost: Floats = covering.ms + self.tie * covering.flops
+        self._call_ids = [(v, index.id_index[simulator.profile.calls[call].id]) for call, v in covering.runs.items()]
+        self._groups = [[covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups]
+        """The variables that say that a group is remade."""
+        calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
+        self._together: list[Row] = []
+        """A group is remade as a whole, and a call runs again in every call of the model."""
+        for first, *others in filter(None, [*self._groups, *calls]):
+            for other in others:
+                self._together += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
+
+    def search(self, search: Search, limit: int, span: Span, left_out: Bytes) -> tuple[float, Bytes]:
+        """Look for choices that fit `limit` and cost what `span` allows; they are then in the pool of `search`.
+
+        `left_out` are the positions that mattered for a limit like this one, and what the rows left out there. Returns
+        the same for this limit, and the least that any choice costs which fits, FLOPs included; infinite if none does.
+        """
+        programme = Programme(self.covering, limit, self.cost, list(left_out), rows=list(self._together))
+        relaxed = programme.relaxed()
+        if relaxed.variables is None:
+            return relaxed.bound, left_out
+        programme.more = dict(left_out)
+        choice, fits = search.simulator.nothing(), False
+        for _ in range(ROUNDS):
+            answer = programme.decisions()
+            if answer.variables is None:
+                programme.more, answer = {}, programme.decisions() if programme.more else answer
+            if answer.variables is None:
+                break
+            choice = self.choice(answer.variables)
+            sweep = search.sweep(choice)
+            left_out = {
+                position: programme.more.get(position, 0.0)
+                for position, usage in answer.usage.items()
+                if usage > TIGHT * limit
+            }
+            fits = sweep.peak <= limit
+            if fits and span.holds(sweep.extra_ms, sweep.extra_flops):
+                break
+            if fits:
+                programme.rows += self._within(span)
+            for position in programme.positions:
+                if (over := float(sweep.usage[position])) > limit:
+                    more = programme.more.get(position, 0.0) + over - answer.usage[position]
+                    programme.more[position] = max(more, 0.0)
+            programme.add(sweep.usage.astype(np.float64))
+        if not fits:
+            search.reduced(choice, limit)
+        return relaxed.bound, left_out
+
+    def cost_of(self, found: Found) -> float:
+        """What is minimised, for a choice that was simulated."""
+        return found.extra_ms + self.tie * found.extra_flops
+
+    def choice(self, variables: Floats) -> Choice:
+        """The decisions that the variables stand for."""
+        choice = self.simulator.nothing()
+        for group, of_storages in zip(self.moves.groups, self._groups, strict=True):
+            if variables[of_storages].max() > 0.5:
+                choice.remake[group.addresses] = True
+        for variable, id_ in self._call_ids:
+            if variables[variable] > 0.5:
+                choice.replay[id_] = True
+        return choice
+
+    def _within(self, span: Span) -> list[Row]:
+        """Rows that keep to `span`, each in parts of the most that there can be."""
+        found: list[Row] = []
+        costs = (
+            (self.covering.ms, span.least.extra_ms, span.most.extra_ms),
+            (
+                self.covering.flops,
+                span.least.extra_flops,
+                span.most.extra_flops,
+            ),
+        )
+        for cost, least, most in costs:
+            total = float(cost.sum())
+            if total:
+                row = {variable: float(cost[variable]) / total for variable in cost.nonzero()[0].tolist()}
+                found += [(row, most / total), ({v: -share for v, share in row.items()}, -least / total)]
+        return found

@@ -1,0 +1,107 @@
+"""Decisions written once for identical blocks: what a plan's JSON says, so that a person can read, review and edit it.
+
+    "transformer.h.{0-7}": {
+     "remake": {"mlp.act#0:0": "GeluBackward0", "ln_2#0:1": "NativeLayerNormBackward0"}
+    },
+    "transformer.h.{0-2}": {
+     "replay": ["attn#0"]
+    }
+
+A key is the path of a block, or of several that differ in one number; what follows is below each of them. A block may
+be in several keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+Block = dict[str, dict[str, str] | list[str]]
+"""`remake`: address below the block -> autograd node. `replay`: calls below the block."""
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A component of a path that is a number."""
+_RANGES = re.compile(r"\{([\d,-]+)\}")
+
+
+def fold(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, Block]:
+    """Decisions by block: each is written once for all the blocks, alike but for one number, of which it is taken."""
+    numbers: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    for kind, decisions in (("remake", remake), ("replay", dict.fromkeys(replay, ""))):
+        for address, node in decisions.items():
+            family, number, below = _split(address)
+            numbers[family, kind, below, node] += number
+    remade: dict[str, dict[str, str]] = defaultdict(dict)
+    replayed: dict[str, list[str]] = defaultdict(list)
+    for (family, kind, below, node), found in sorted(numbers.items()):
+        block = family.replace("{}", ranges(found))
+        if kind == "remake":
+            remade[block][below] = node
+        else:
+            replayed[block].append(below)
+    blocks: dict[str, Block] = {}
+    for block in sorted(remade.keys() | replayed.keys(), key=_natural):
+        both = {"remake": remade.get(block), "replay": replayed.get(block)}
+        blocks[block] = {kind: made for kind, made in both.items() if made}
+    return blocks
+
+
+def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The decisions one by one, each under its whole address, in order. Raises ValueError for what is no decision."""
+    remake: dict[str, str] = {}
+    replay: dict[str, None] = {}
+    for block, made in blocks.items():
+        if unknown := made.keys() - {"remake", "replay"}:
+            raise ValueError(f"{block!r} has {', '.join(sorted(unknown))}; it can have remake and replay")
+        remade, replayed = made.get("remake", {}), made.get("replay", [])
+        if not isinstance(remade, dict) or not isinstance(replayed, list):
+            raise ValueError(f"{block!r} must have an object of nodes by address as remake, a list of calls as replay")
+        for path in _expand(block):
+            remake |= {join(path, below): node for below, node in remade.items()}
+            replay |= dict.fromkeys(join(path, below) for below in replayed)
+    return dict(sorted(remake.items())), tuple(sorted(replay))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` -> `{0-2,5}`; a single number stays bare."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return text if text.isdigit() else f"{{{text}}}"
+
+
+def join(block: str, below: str) -> str:
+    """The whole address of what stands under a block."""
+    return block + below if not block or below.startswith("#") else f"{block}.{below}"
+
+
+def _split(address: str) -> tuple[str, list[int], str]:
+    """An address, cut behind the first number in its path: `h.3.mlp#0:1` -> `h.{}`, [3], `mlp#0:1`."""
+    number = _NUMBER.search(address.partition("#")[0])
+    if number is None:
+        return "", [], address
+    return address[: number.start()] + "{}", [int(number[0])], address[number.end() :].removeprefix(".")
+
+
+def _expand(block: str) -> Iterator[str]:
+    found = _RANGES.search(block)
+    if found is None:
+        yield block
+        return
+    for run in found[1].split(","):
+        first, _, last = run.partition("-")
+        numbers = range(int(first), int(last or first) + 1) if first else ()
+        if not numbers:
+            raise ValueError(f"{block!r} is no block: numbers are written as {{0-7}} or {{0-2,5}}")
+        for number in numbers:
+            yield f"{block[: found.start()]}{number}{block[found.end() :]}"
+
+
+def _natural(block: str) -> tuple[list[str], list[int]]:
+    """Sorts by name, then by number: `h.2` before `h.10`."""
+    return re.split(r"[\d,{}-]+", block), [int(n) for n in re.findall(r"\d+", block)]

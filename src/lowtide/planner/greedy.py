@@ -1,0 +1,178 @@
+"""Greedy searches: take what is worth most, then take back what turned out to be unnecessary.
+
+The problem is a covering problem with one row for each position: take enough bytes off every position that is over the
+limit. The greedy rule for it takes the move with the most covered bytes for its cost, and counts at no position more
+than is still missing there (Dobson 1982, doi 10.1287/moor.7.4.515). A move that only shifts the peak covers little by
+that measure, and what a move covers is always simulated, never guessed. Then what turned out to be unnecessary is taken
+back, most costly first. The same is done from other starts.
+
+Deterministic. Not optimal: `exact.py` is better wherever its rows say nearly all; this one finds the smallest peaks,
+where they do not, mends what is a little over, and needs no solver.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lowtide.planner.fates import REMADE, Choice
+from lowtide.planner.indexed import Flags
+from lowtide.planner.moves import Move, Moves, Replay
+from lowtide.planner.pool import Pool
+from lowtide.planner.predict import Simulator, Sweep
+
+GOOD_ENOUGH = 0.9
+"""A move is made that is worth this share of the most that any other can be worth."""
+MOST_TRIED = 6
+"""Moves that are simulated for one choice, unless none of them helps."""
+MANY = 600
+"""With more moves than this the smallest peak is looked for from one start only."""
+
+
+class Search:
+    """Greedy searches on one profile. Limits are peaks in bytes beyond `static`."""
+
+    def __init__(self, moves: Moves) -> None:
+        self.simulator: Simulator = moves.simulator
+        self.moves = moves
+        self.seen = Pool()
+        """The best of all choices that were looked at, also on the way to others."""
+
+    def sweep(self, choice: Choice) -> Sweep:
+        sweep = self.simulator.sweep(choice)
+        self.seen.add(choice, sweep)
+        return sweep
+
+    def cost(self, choice: Choice) -> float:
+        return self.moves.cost(self.sweep(choice))
+
+    def fits(self, choice: Choice, limit: int) -> bool:
+        return self.sweep(choice).peak <= limit
+
+    def attempts(self, limit: int) -> Iterator[Choice]:
+        """Choices that fit: greedy from nothing, from all cheap remakes; and replays of the first calls of a level."""
+        cheap = self.moves.remade(expensive=False)
+        for start in (self.simulator.nothing(), cheap):
+            if self.fits(choice := self.reduced(start, limit), limit):
+                yield choice
+        for level in self.moves.levels():
+            # The early calls, because what they hold is held longest. The peak falls with each, but for small bumps.
+            prefixes = range(1, len(level) + 1)
+            count = bisect.bisect_left(prefixes, True, key=lambda n: self.fits(_replayed(cheap, level[:n]), limit))
+            if count < len(level):
+                yield _replayed(cheap, level[: count + 1])
+
+    def reduced(self, choice: Choice, limit: int) -> Choice:
+        """`choice`, with moves made until it fits or no move helps."""
+        in_vain: set[Move] = set()
+        sweep = self.sweep(choice)
+        while sweep.peak > limit:
+            worth = self.moves.worth(choice, sweep, np.maximum(sweep.usage - limit, 0))
+            likely = [(float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0]
+            here = (choice, sweep, limit)
+            move = (
+                self._best(*here, [pair for pair in likely if pair[1] not in in_vain], in_vain)
+                or self._best(*here, [pair for pair in likely if pair[1] in in_vain], set())
+                or self._best(*here, [(math.inf, move) for move in self.moves.detours(choice, sweep)], set())
+            )
+            if move is None:
+                break
+            choice = move.after(choice)
+            sweep = self.sweep(choice)
+        return choice
+
+    def _best(
+        self, choice: Choice, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], in_vain: set[Move]
+    ) -> Move | None:
+        """Of `moves`, given with the most that each can be worth and the best first, one that is worth most."""
+        missing, cost = _missing(sweep, limit), self.moves.cost(sweep)
+        best, most = None, 0.0
+        for tried, (bound, move) in enumerate(moves):
+            if best is not None and (most >= GOOD_ENOUGH * bound or (tried >= MOST_TRIED and bound < math.inf)):
+                break
+            after = self.sweep(move.after(choice))
+            covered = missing - _missing(after, limit)
+            if covered <= 0:
+                in_vain.add(move)
+                continue
+            worth = covered / max(self.moves.cost(after) - cost, 1e-9)
+            if worth > most:
+                best, most = move, worth
+        return best
+
+    def pruned(self, choice: Choice, limit: int) -> Choice:
+        """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones."""
+        sweep = self.sweep(choice)
+        full = self._unkeepable(sweep, limit)
+        for move in self.moves.undoing(choice):
+            if any(full[list(g.storages)].any() and not choice.replay[list(g.inside)].any() for g in move.keep):
+                continue
+            less = move.after(choice)
+            after = self.sweep(less)
+            if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
+                choice, sweep = less, after
+                full = self._unkeepable(sweep, limit)
+        return choice
+
+    def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
+        """Storages for which there is no room between the end of forward and their remake: no simulation needed."""
+        index = self.simulator.index
+        back = np.full(len(index.dies), index.end, np.int64)
+        for copy in sweep.copies:
+            if copy.node < index.n_values and index.value_storage[copy.node] >= 0:
+                storage = index.value_storage[copy.node]
+                back[storage] = min(back[storage], copy.start)
+        back[back == index.end] = 0
+        room = [limit - int(sweep.usage[start:end].max(initial=0)) for start, end in zip(index.dies, back, strict=True)]
+        full: Flags = index.storage_bytes > np.array(room, np.int64)
+        return full
+
+    def tidied(self, choice: Choice) -> Choice:
+        """`choice` without decisions that change nothing."""
+        index, sweep = self.simulator.index, self.sweep(choice)
+        calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
+        effective = np.array(sweep.state)[index.slot_value] == REMADE
+        effective &= ~index.slot_is_input | np.isin(index.slot_call, calls)
+        needed = np.zeros_like(choice.remake)
+        needed[index.slot_address[effective]] = True
+        tidy = Choice(choice.remake & needed, choice.replay)
+        same = self.sweep(tidy)
+        return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
+
+    def smallest(self) -> Choice:
+        """The choice with the smallest peak: of everything done at once, and of greedy searches for less and less."""
+        moves = self.moves
+        starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
+        starts += [_replayed(start, level) for start in starts for level in moves.levels()]
+        best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
+        other, step = self.simulator.nothing(), (peak - self._floor()) // 2
+        while step > peak // 200:
+            choice = self.reduced(best, peak - step)
+            if len(moves.moves) <= MANY:
+                other = self.reduced(other, peak - step)
+                choice = min(choice, other, key=lambda choice: self.sweep(choice).peak)
+            if self.fits(choice, peak - step):
+                best, peak = choice, self.sweep(choice).peak
+            else:
+                step //= 2
+        return best
+
+    def _floor(self) -> int:
+        """A peak that no choice can beat: nothing held, nothing remade."""
+        index = self.simulator.index
+        changes = np.zeros(index.end + 1, np.int64)
+        np.add.at(changes, index.born, index.storage_bytes)
+        np.subtract.at(changes, index.dies, index.storage_bytes)
+        return int((index.base + changes.cumsum()[:-1]).max())
+
+
+def _missing(sweep: Sweep, limit: int) -> int:
+    """Bytes over the limit, added up over all positions."""
+    return int(np.maximum(sweep.usage - limit, 0).sum())
+
+
+def _replayed(choice: Choice, replays: Sequence[Replay]) -> Choice:
+    return Move(replay=tuple(replays)).after(choice)

@@ -1,0 +1,180 @@
+"""Rows of a covering problem, put together and given to HiGHS: as shares of decisions, and as decisions.
+
+HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) is stopped by the number of branch-and-bound nodes, never
+by a clock: the same programme has the same answer each time. Before it branches, decisions that are settled are taken
+out: where the reduced cost of a variable at its bound is more than `CORE` of the cost of the relaxation, an answer with
+the variable elsewhere costs at least that much more (Dantzig, Fulkerson and Johnson 1954, doi 10.1287/opre.2.4.393).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lowtide.planner.covering import Covering, Floats, Row
+from lowtide.planner.indexed import Flags
+from lowtide.planner.quiet import without_noise
+
+AT_ONCE = 4
+"""Positions that are added from one round to the next."""
+ROUNDS = 8
+"""Relaxations that are solved, at most, until no position is over the limit."""
+NODES = 10
+"""Nodes of the search tree that are looked at, at most."""
+NEAR_ENOUGH = 2e-3
+"""Share of the cost at which the search for decisions ends."""
+CORE = 0.1
+"""Share of the relaxation's cost within which decisions are looked for at first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What HiGHS found. `variables` are the fixed ones of the covering problem; None if nothing was found."""
+
+    variables: Floats | None
+    bound: float
+    """No answer to these rows costs less; infinite if there is none."""
+    usage: dict[int, float]
+    """Bytes at the positions of the programme, corrections included."""
+
+
+NOTHING = Answer(None, 0.0, {})
+IMPOSSIBLE = Answer(None, np.inf, {})
+
+
+@dataclass(slots=True)
+class Programme:
+    """One limit, the positions that matter for it, and whatever else an answer shall keep to."""
+
+    covering: Covering
+    limit: int
+    cost: Floats
+    """For each fixed variable."""
+    positions: list[int] = field(default_factory=list)
+    more: dict[int, float] = field(default_factory=dict)
+    """Bytes by position that the covering problem leaves out and that a simulation found there."""
+    rows: list[Row] = field(default_factory=list)
+    """Rows in the fixed variables, beyond those of the covering problem."""
+
+    def add(self, usage: Floats) -> bool:
+        """Take in the positions at which `usage` is most over the limit; whether there was a new one."""
+        new = binding(usage, self.limit, self.positions)
+        self.positions += new
+        return bool(new)
+
+    def relaxed(self) -> Answer:
+        """Shares of decisions at the least cost, with positions added until none is over the limit."""
+        covering = self.covering
+        if not self.positions:
+            self.add(covering.usage(np.zeros(covering.n_storages)))
+        best = Answer(np.zeros(covering.n_fixed), 0.0, {})
+        for _ in range(ROUNDS if self.positions else 0):
+            answer = _Rows(self).shares()[0]
+            if answer.variables is None:
+                return answer if answer.bound == np.inf else best
+            best = answer
+            if not self.add(covering.usage(answer.variables[: covering.n_storages])):
+                break
+        return best
+
+    def decisions(self) -> Answer:
+        """Decisions at the least cost for the positions so far."""
+        rows = _Rows(self)
+        shares, settled = rows.shares()
+        if shares.variables is None:
+            return shares
+        found, least = rows.whole(settled), shares.bound * (1 + CORE)
+        if found.variables is not None and found.bound <= least:
+            return found
+        everything = rows.whole(None)
+        if everything.variables is None and everything.bound < np.inf:
+            everything = found  # stopped before it found anything
+        return Answer(everything.variables, max(everything.bound, min(found.bound, least)), everything.usage)
+
+
+class _Rows:
+    """A programme as A @ variables <= b. Imports SciPy where it solves: who only reads records need not wait for it."""
+
+    def __init__(self, programme: Programme) -> None:
+        from scipy.sparse import csr_array
+
+        self.programme = programme
+        covering = self.covering = programme.covering
+        rows, variables, values, most = [], [], [], []
+        n_rows, n_own, n_fixed = 0, 0, covering.n_fixed
+        self.capacity: list[int] = []
+        """The rows that say how much memory there is, one for each position."""
+        for part in (covering.structure, *map(covering.at, programme.positions)):
+            rows.append(part.row + n_rows)
+            variables.append(np.where(part.variable >= n_fixed, part.variable + n_own, part.variable))
+            values.append(part.value)
+            most.append(part.most)
+            n_rows, n_own = n_rows + len(part.most), n_own + part.n_own
+            self.capacity.append(n_rows - 1)
+        del self.capacity[0]
+        for row, limit in programme.rows:
+            rows.append(np.full(len(row), n_rows))
+            variables.append(np.array(list(row), np.int64))
+            values.append(np.array(list(row.values()), np.float64))
+            most.append(np.array([limit]))
+            n_rows += 1
+        self.n = n_fixed + n_own
+        entries = np.concatenate(values), (np.concatenate(rows), np.concatenate(variables))
+        self.matrix = csr_array(entries, shape=(n_rows, self.n))
+        self.most: Floats = np.concatenate(most)
+        room = [programme.limit - programme.more.get(position, 0.0) for position in programme.positions]
+        self.most[self.capacity] += np.array(room, np.float64) / covering.plain
+        self.cost = np.concatenate([programme.cost, np.zeros(n_own)])
+        self.upper = np.concatenate([covering.upper, np.ones(n_own)])
+
+    def shares(self) -> tuple[Answer, tuple[Flags, Flags]]:
+        """The relaxation, and which variables it settles: at nothing, and at all."""
+        from scipy.optimize import linprog
+
+        bounds = np.column_stack((np.zeros(self.n), self.upper))
+        found = linprog(self.cost, A_ub=self.matrix, b_ub=self.most, bounds=bounds, method="highs")
+        none = np.zeros(self.n, np.bool_)
+        if found.status != 0:
+            return IMPOSSIBLE if found.status == 2 else NOTHING, (none, none)
+        fixed, slack = np.arange(self.n) < self.covering.n_fixed, CORE * found.fun
+        settled = fixed & (found.lower.marginals > slack), fixed & (-found.upper.marginals > slack)
+        return self._answer(found.x, float(found.fun)), settled
+
+    def whole(self, settled: tuple[Flags, Flags] | None) -> Answer:
+        """Decisions, with what is `settled` left as it is."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        lower, upper = np.zeros(self.n), self.upper
+        if settled is not None:
+            lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
+        with without_noise():
+            found = milp(
+                self.cost,
+                integrality=np.arange(self.n) < self.covering.n_fixed,
+                bounds=Bounds(lower, upper),
+                constraints=LinearConstraint(self.matrix, -np.inf, self.most),
+                options={"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH},
+            )
+        if found.x is None:
+            return IMPOSSIBLE if found.status == 2 else NOTHING
+        return self._answer(found.x, float(found.mip_dual_bound))
+
+    def _answer(self, variables: Floats, bound: float) -> Answer:
+        slack = (self.matrix @ variables - self.most)[self.capacity]
+        usage = slack * self.covering.plain + self.programme.limit
+        at = dict(zip(self.programme.positions, usage.tolist(), strict=True))
+        return Answer(variables[: self.covering.n_fixed], max(0.0, bound), at)
+
+
+def binding(usage: Floats, limit: int, known: list[int]) -> list[int]:
+    """Positions over the limit that are not `known`: each the worst around it, the worst of all first."""
+    over = np.array(usage, np.float64) - limit * (1 + 1e-7)
+    over[known] = 0
+    found: list[int] = []
+    reach = max(1, len(usage) // 50)
+    while len(found) < AT_ONCE and over.max() > 0:
+        worst = int(over.argmax())
+        found.append(worst)
+        over[max(0, worst - reach) : worst + reach + 1] = 0
+    return found

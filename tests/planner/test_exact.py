@@ -1,0 +1,127 @@
+"""Branch and bound: as good as trying everything where its rows say all, and close to the bound on deep models."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.errors import Infeasible
+from lowtide.planner import plan, predict, smallest_peak
+from lowtide.planner.bound import lower_bound
+from lowtide.planner.exact import Exact
+from lowtide.planner.greedy import Search
+from lowtide.planner.moves import Moves
+from lowtide.planner.pool import Found, Pool, Span, staircase
+from lowtide.planner.predict import Simulator
+from lowtide.planner.quiet import NOISE, without_noise
+from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.solve import solve_greedily
+from planner import bruteforce
+from planner.profiles import chain, profiles, transformer
+
+
+def searched(profile: Profile, limit: int) -> tuple[float, Found | None]:
+    """The bound and the best choice that one search by branch and bound finds for `limit` bytes beyond `static`."""
+    moves = Moves(Simulator(profile))
+    search = Search(moves)
+    nothing = Found(limit, 0.0, 0, moves.simulator.nothing())
+    anything = Found(0, float("inf"), 1 << 60, moves.simulator.nothing())
+    span = Span(nothing, anything)
+    bound, _ = Exact(moves.simulator, moves).search(search, limit, span, {})
+    return bound, search.seen.best(limit, span)
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_one_search_finds_what_trying_everything_finds(inner: int) -> None:
+    profile = chain(3, inner=inner)
+    outcomes = bruteforce.outcomes(profile)
+    for limit in sorted({outcome.peak_bytes for outcome in outcomes}):
+        _, found = searched(profile, limit)
+        assert found is not None
+        assert found.extra_ms == min(outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= limit)
+
+
+def test_what_cannot_be_has_an_infinite_bound() -> None:
+    assert searched(chain(3), 20) == (float("inf"), None)
+
+
+@given(profiles(max_ops=20), st.integers(20, 99))
+def test_what_a_search_finds_fits_and_is_predicted_rightly(profile: Profile, percent: int) -> None:
+    limit = (predict(profile, Decisions()).peak_bytes - profile.static.total) * percent // 100
+    _, found = searched(profile, limit)
+    if found is not None:
+        simulator = Simulator(profile)
+        prediction = simulator.predict(simulator.decisions(found.choice))
+        assert prediction.peak_bytes - profile.static.total == found.peak <= limit
+        assert (prediction.extra_ms, prediction.extra_flops) == (found.extra_ms, found.extra_flops)
+
+
+@pytest.mark.parametrize("percent", [85, 70, 60, 50, 40])
+def test_plans_of_a_transformer_are_close_to_the_bound_that_they_carry(percent: int) -> None:
+    made = plan(transformer(8), f"{percent}%")
+    assert 0 < made.bound_ms <= made.predicted.extra_ms <= 1.15 * made.bound_ms
+
+
+def test_the_bound_of_a_plan_is_that_of_its_budget() -> None:
+    profile = transformer(4)
+    made = plan(profile, "60%")
+    assert made.bound_ms == lower_bound(Simulator(profile), made.budget_bytes)
+    assert plan(profile, "100%").bound_ms == 0
+
+
+def test_branch_and_bound_beats_greedy_searches_on_a_transformer() -> None:
+    profile = transformer(6)
+    both = [
+        (plan(profile, f"{p}%").predicted.extra_ms, plan(profile, f"{p}%", solver=solve_greedily).predicted.extra_ms)
+        for p in (80, 60, 45)
+    ]
+    assert sum(exact for exact, _ in both) <= sum(greedy for _, greedy in both)
+
+
+@settings(max_examples=30)
+@given(profiles(max_ops=20), st.integers(30, 99))
+def test_inputs_are_remade_only_where_their_call_is_replayed(profile: Profile, percent: int) -> None:
+    try:
+        made = plan(profile, f"{percent}%")
+    except Infeasible:
+        return
+    assert {address.partition("@")[0] for address in made.remake if "@" in address} <= set(made.replay)
+
+
+def test_a_measured_plain_peak_within_the_budget_asks_for_nothing() -> None:
+    profile = transformer(3)
+    peak = predict(profile, Decisions()).peak_bytes
+    measured = replace(profile, measured_plain_peak_bytes=peak - 10)
+    assert plan(measured, peak - 10).decisions == Decisions()
+
+
+def test_the_smallest_peak_can_be_planned_for() -> None:
+    profile = transformer(5)
+    _, smallest = smallest_peak(profile)
+    assert plan(replace(profile), smallest.peak_bytes).predicted.peak_bytes == smallest.peak_bytes
+
+
+def found(peak: int, ms: float, flops: int) -> Found:
+    return Found(peak, ms, flops, Simulator(chain(1)).nothing())
+
+
+def test_a_staircase_falls_in_time_and_flops() -> None:
+    span = Span(found(100, 1.0, 10), found(50, 9.0, 90))
+    seen = [found(60, 5.0, 95), found(70, 5.0, 50), found(80, 4.0, 60), found(90, 3.0, 40), found(95, 0.5, 20)]
+    assert [step.peak for step in staircase([span.least, *seen], span)] == [50, 70, 90, 100]
+
+
+def test_a_pool_keeps_what_is_best_in_anything() -> None:
+    pool, simulator = Pool(), Simulator(chain(1))
+    sweep = simulator.sweep(simulator.nothing())
+    for peak, ms, flops in ((50, 9.0, 9), (50, 9.0, 9), (60, 5.0, 9), (60, 9.0, 1), (70, 5.0, 9), (40, 8.0, 8)):
+        pool.add(simulator.nothing(), replace(sweep, peak=peak, extra_ms=ms, extra_flops=flops))
+    assert [(f.peak, f.extra_ms, f.extra_flops) for f in pool.found] == [(60, 5.0, 9), (60, 9.0, 1), (40, 8.0, 8)]
+
+
+def test_only_the_line_that_nobody_asked_for_is_held_back(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_noise():
+        os.write(1, NOISE + b" tmpSolver.run();\nanswer\n")
+    assert capfd.readouterr().out == "answer\n"

@@ -1,0 +1,20 @@
+"""What is printed with a plan."""
+
+from dataclasses import replace
+
+from lowtide.planner import plan
+from lowtide.report.text import extra_time
+from planner.profiles import chain, transformer
+
+
+def test_extra_time_is_printed_with_its_bound() -> None:
+    made = replace(plan(chain(6, inner=1), 191), bound_ms=2.84)  # 3 ms of 100
+    assert extra_time(made) == ", +3 % time predicted, bound +2.8 %"
+
+
+def test_a_plan_that_keeps_everything_has_no_bound() -> None:
+    assert extra_time(plan(transformer(2), "100%")) == ", +0 % time predicted"
+
+
+def test_without_a_time_of_the_step_nothing_is_said() -> None:
+    assert extra_time(replace(plan(transformer(2), "70%"), step_ms=0.0)) == ""
