@@ -1,6 +1,6 @@
 """What watching costs: the step time of the demo's GPT-2 with and without `lowtide.watch`, in turns.
 
-    python bench/watch.py [--layers 6] [--batch-size 8] [--length 256] [--pairs 12]
+    python bench/watch.py [--layers 6] [--batch-size 8] [--length 128] [--pairs 12]
 
 A pair is one step with the watch and one without, of the same model on the same batch; the ratio is the median over all
 pairs, so that a busy machine changes little. The first steps, which are looked at closely, are said apart.
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=12)
     asked = parser.parse_args()
     work = workload("gpt2", layers=asked.layers, batch_size=asked.batch_size, length=asked.length)

@@ -10,8 +10,7 @@ import pytest
 
 from conftest import RunPython
 from lowtide import cli
-from lowtide.planner.files import read_plan
-from lowtide.planner.records import Profile
+from lowtide.planner.records import Plan, Profile
 
 TRAIN = """
 import argparse, hashlib, torch
@@ -87,7 +86,7 @@ def test_a_script_within_a_budget_trains_to_the_same_bits(
     assert (within.code, within.out) == (0, plain)
     assert "peak predicted (budget " in within.err
     assert within.err.count("within the budget") == 1
-    assert read_plan(saved).remake
+    assert Plan.from_json(saved).remake
 
     again = run("run", "--plan", saved, train)
     assert (again.code, again.out) == (0, plain)
@@ -258,7 +257,7 @@ def test_a_module_is_run_by_its_name(
         (("run", "--budget", "8GiB", "none.py"), "none.py is not a file"),
         (("run", "--budget", "8GiB", "--plan", __file__, "train.py"), "either --budget or --plan"),
         (("run", "--plan", __file__, "--save", "x.json", "train.py"), "--save goes with --budget"),
-        (("run", "--plan", __file__, __file__), "is not a plan file"),
+        (("run", "--plan", __file__, __file__), "not a Plan of format 1"),
         (("rehearse", "--json", "no/such/folder/x.json", "train.py"), "is not a folder to write to"),
         (("plan", "make", "train.py"), "Missing option '--budget'"),
         (("plan", "make", "--budget", "8GiB", "none.json"), "no Profile could be read"),
@@ -274,8 +273,8 @@ def test_a_wrong_command_line_is_refused_before_anything_runs(args: tuple[str, .
 def test_a_cheap_plan_redoes_no_matrix_product(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert run("plan", "make", "--budget", "92%", "--cheap", "-o", str(plan), script(TRAIN)).code == 0
-    assert read_plan(plan).remake
-    assert read_plan(plan).predicted.extra_flops == 0
+    assert Plan.from_json(plan).remake
+    assert Plan.from_json(plan).predicted.extra_flops == 0
 
 
 TOO_LARGE = """

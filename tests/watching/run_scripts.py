@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch._dynamo  # noqa: F401  which optimizers import late
 
-import lowtide.watching.script  # noqa: F401
+import lowtide.script.running
+import lowtide.watching.watch  # noqa: F401
 from lowtide.cli import main
 
 

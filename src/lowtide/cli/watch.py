@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
+from lowtide.cli.source import OWN_OPTIONS_FIRST, script_arguments
 
-@click.command("watch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+
+@click.command("watch", context_settings=OWN_OPTIONS_FIRST)
 @click.option(
     "--json",
     "json_to",
@@ -15,17 +17,18 @@ import click
     metavar="FILE",
     help="Write what was found to FILE.",
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def watch(json_to: str | None, script: str, arguments: tuple[str, ...]) -> int:
-    """Run SCRIPT with its ARGUMENTS, and say what it leaves in memory.
+@script_arguments()
+def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> int:
+    """Run SCRIPT with its ARGS, and say what it leaves in memory.
 
     Finds graphs and tensors that stay although nobody needs them: bytes, since which step, who holds them, which line
     made them, and how to mend it. The findings go to stderr. Exit code 1: there are some; 2: the script failed.
     """
-    from lowtide.watching.script import watch_script
+    from lowtide.script.running import Script
+    from lowtide.watching.watch import Watch
 
-    watched, exit_code = watch_script(script, arguments)
+    watched = Watch(None, None)
+    exit_code = Script(target=target, args=args, is_module=is_module).run(within=watched)
     click.echo(f"\nlowtide watch: {watched}", err=True)
     if json_to is not None:
         watched.to_json(Path(json_to))

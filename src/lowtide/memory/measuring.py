@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import units
 from lowtide.errors import RehearsalError
-from lowtide.memory import cpu
+from lowtide.memory import cpu, dels
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.cuda import CudaRecorder
+from lowtide.memory.dels import Del, Looks
 from lowtide.memory.events import Category, EventStream, Label, Recorder, Timeline
 
 _TOP_BLOCKS = 5
+_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables are nobody's to delete
 
 
 def recorder_for(device: torch.device | str | int) -> Recorder:
@@ -34,11 +39,13 @@ def recorder_for(device: torch.device | str | int) -> Recorder:
 class Memory:
     """What `measure` saw. Each attribute raises RehearsalError until the with-block has ended.
 
-    `print` it for a table: the peak, what is alive there by category, the largest blocks.
+    `print` it for a table: the peak, what is alive there by category, the largest blocks, and what each `del` would
+    save.
     """
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
+        self._dels: tuple[Del, ...] = ()
         self._peak_bytes = 0
         self.reserved_peak_bytes: int | None = None
         """CUDA: the most bytes that the allocator held from the device at once, entry included. None on CPU."""
@@ -59,6 +66,18 @@ class Memory:
         """The events themselves."""
         return self._known("stream").stream
 
+    def dels(self) -> tuple[Del, ...]:
+        """For each variable of the function that measures, what `del` would free and save: CPU only, else nothing.
+
+        Looked at are variables bound to tensors, to model outputs and to containers; the moments are before backward,
+        after it (when the optimizer steps) and at the end of the block. That last one also counts what is left over
+        from the step before, in variables that the block binds anew. Where memory goes only with several variables,
+        they have a row together. Bytes are exact; what a checkpoint or another saved-tensor hook holds is not counted.
+        Whether the code still needs the variable is not known here.
+        """
+        self._known("dels")
+        return self._dels
+
     def __repr__(self) -> str:
         return "Memory(still measuring)" if self._timeline is None else f"Memory(peak_bytes={self._peak_bytes})"
 
@@ -70,8 +89,11 @@ class Memory:
             raise RehearsalError(f"{asked} is known when the with-block of measure() has ended, and not before.")
         return self._timeline
 
-    def _finish(self, stream: EventStream, labels: dict[int, Label], peak_bytes: int | None = None) -> None:
+    def _finish(
+        self, stream: EventStream, labels: dict[int, Label], peak_bytes: int | None, dels: tuple[Del, ...]
+    ) -> None:
         self._timeline = Timeline(stream, labels)
+        self._dels = dels
         self._peak_bytes = self._timeline.peak_bytes if peak_bytes is None else peak_bytes
 
 
@@ -87,6 +109,8 @@ def measure(
     else the current CUDA device if CUDA is in use, else the CPU. Nothing is kept alive. On CUDA, torch's own peak
     counters start anew.
 
+    Around one step of a plain loop, `memory.dels()` says what each `del` would save.
+
     On CPU a `measure` inside another works, except inside a backward pass; on CUDA it is refused, since torch keeps one
     history. Raises RehearsalError then, and while another profiler runs.
     """
@@ -101,6 +125,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         self._recorder: Recorder | None = None
         self._n_before = 0  # events that the outer recorder had seen at entry
         self._entry_bytes = 0
+        self._looks: Looks | None = None
 
     def __enter__(self) -> Memory:
         self._outer = cpu.running() if self._device.type == "cpu" else None
@@ -112,11 +137,18 @@ class _Measuring(AbstractContextManager[Memory, None]):
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
                 self._entry_bytes = torch.cuda.memory_allocated(self._device)
+        recorder = self._outer or self._recorder
+        frame = _measuring_frame() if self._device.type == "cpu" else None
+        if recorder is not None and frame is not None:
+            self._looks = Looks(frame, recorder.mark)
+            self._looks.begin()
         return self._memory
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._looks is not None:
+            self._looks.end(has_failed=error is not None)
         peak_bytes = None
         if self._device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._entry_bytes
@@ -128,7 +160,17 @@ class _Measuring(AbstractContextManager[Memory, None]):
             assert self._recorder is not None
             self._recorder.__exit__(kind, error, traceback)
             stream = self._recorder.stream
-        self._memory._finish(stream, _labels(stream, self._model, self._optimizer), peak_bytes)
+        found = () if self._looks is None else self._looks.result(stream)
+        stream = dels.without_marks(stream)
+        self._memory._finish(stream, _labels(stream, self._model, self._optimizer), peak_bytes, found)
+
+
+def _measuring_frame() -> FrameType | None:
+    """The function with the `with` block, unless it is Lowtide's own."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == contextlib.__file__:  # an ExitStack
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
 
 
 def _device(model: nn.Module | None, asked: torch.device | str | int | None) -> torch.device:
@@ -193,6 +235,7 @@ def _table(memory: Memory, timeline: Timeline) -> Iterator[str]:
     yield from _columns("largest blocks there", [(block.category, block.bytes, block.name) for block in largest])
     if memory.reserved_peak_bytes is not None:
         yield f"held from the device at most: {units.format_bytes(memory.reserved_peak_bytes)}, entry included"
+    yield from dels.table(memory.dels())
 
 
 def _columns(title: str, rows: list[tuple[str, int, str]]) -> Iterator[str]:

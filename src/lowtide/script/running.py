@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import importlib.util
 import os
-import runpy
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.abc import InspectLoader
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from lowtide.errors import LowtideError
 
@@ -29,17 +32,15 @@ class Script:
                 f"{self.target} is not a file. Give the path of a Python script; for a module, use -m {self.target}."
             )
 
-    def run(self) -> int:
+    def run(self, within: AbstractContextManager[object] | None = None) -> int:
         """Run it as the main program; gives its exit code. An exception of its own is shown as Python would show it.
 
-        LowtideError and KeyboardInterrupt pass through.
+        `within` is entered before the script begins and left while its variables are still there. LowtideError and
+        KeyboardInterrupt pass through.
         """
-        with self._as_main():
+        with self._as_main() as main, within or nullcontext():
             try:
-                if self.is_module:
-                    runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(self.target, run_name="__main__")
+                exec(self._code(main), main.__dict__)
             except SystemExit as end:
                 return _exit_code(end)
             except LowtideError:
@@ -52,16 +53,34 @@ class Script:
                 return 1
         return 0
 
+    def _code(self, main: ModuleType) -> CodeType:
+        """The script's code; `main` is told where it is from."""
+        if not self.is_module:
+            main.__file__ = self.target
+            return compile(Path(self.target).read_bytes(), self.target, "exec", dont_inherit=True)
+        spec = importlib.util.find_spec(self.target)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package is run by its __main__
+            spec = importlib.util.find_spec(f"{self.target}.__main__")
+        code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+        if spec is None or code is None:
+            raise LowtideError(f"there is no module {self.target} to run. Is its folder the current one, or installed?")
+        main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
+        main.__file__ = spec.origin
+        sys.argv[0] = spec.origin or self.target
+        return code
+
     @contextlib.contextmanager
-    def _as_main(self) -> Iterator[None]:
-        argv, path = sys.argv, sys.path[:]
+    def _as_main(self) -> Iterator[ModuleType]:
+        main = ModuleType("__main__")
+        main.__dict__["__builtins__"] = builtins
+        before, argv, path = sys.modules["__main__"], sys.argv, sys.path[:]
         folder = os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.target))
-        sys.argv = [self.target, *self.args]
+        sys.modules["__main__"], sys.argv = main, [self.target, *self.args]
         sys.path.insert(0, folder)
         try:
-            yield
+            yield main
         finally:
-            sys.argv, sys.path[:] = argv, path
+            sys.modules["__main__"], sys.argv, sys.path[:] = before, argv, path
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -72,11 +91,11 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-_OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen runpy>", runpy.__file__)
+_OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen importlib")
 
 
 def _its_own(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from where the script begins: without our frames and runpy's, as far as they come first."""
+    """A traceback from where the script begins: without the frames that come before it."""
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename.startswith(_OURS):
         first = first.tb_next

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide import _torch
 from lowtide.errors import LowtideError
+from lowtide.memory.frames import local_variables
 from lowtide.watching.calls import tensors_in
-from lowtide.watching.variables import local_variables
 
 if TYPE_CHECKING:
     from lowtide.watching.watch import Watch

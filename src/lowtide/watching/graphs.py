@@ -67,6 +67,13 @@ def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
     return saved, context
 
 
+def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
+    """Storage -> bytes of what these nodes keep in any way, less the memory of other tensors."""
+    saved, context = kept_by(nodes)
+    excused = {_torch.storage_id(tensor) for group in others for tensor in group}
+    return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}
+
+
 def graphs_of(
     tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
 ) -> list[Graph]:

@@ -61,6 +61,11 @@ class Survivor:
         """The one at fault; a list before the variable of its last entry."""
         return min(self.holders, key=lambda h: (RANK.index(h.kind), h.entries is None), default=None)
 
+    @property
+    def is_by_exception(self) -> bool:
+        """Whether an exception is at fault."""
+        return self.holder is not None and self.holder.kind == "exception"
+
 
 @dataclass(slots=True, kw_only=True)
 class View:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
+from lowtide.memory.frames import local_variables
 from lowtide.watching.places import Place, line_of_store, origin
 
 _module_variables: dict[tuple[str, str], Place] = {}  # where they were set, for when the module has run
-_LOCALS_ARE_COPIED = sys.version_info < (3, 13)
 
 
 class Variable(NamedTuple):
@@ -78,20 +76,6 @@ class Variables:
                 line = line_of_store(code, name, frame.f_lineno)
                 found = Variable(name, Place(code.co_filename, line), False)
                 self._by_object.setdefault(id(value), []).append(found)
-
-
-@contextmanager
-def local_variables(frame: FrameType) -> Iterator[dict[str, Any]]:
-    """The local variables of a function's frame, without leaving it a copy that would keep their values alive.
-
-    Up to Python 3.12 `f_locals` is a dict that stays with the frame, and is made anew whenever someone asks.
-    """
-    variables = frame.f_locals if _LOCALS_ARE_COPIED else dict(frame.f_locals)
-    try:
-        yield variables
-    finally:
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            variables.clear()
 
 
 def name_in_frame(frame: FrameType, thing: object) -> str | None:

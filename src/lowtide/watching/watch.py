@@ -22,7 +22,7 @@ from lowtide.watching.calls import Backward, Call, Calls, Steps, mark_root, tens
 from lowtide.watching.events import Events
 from lowtide.watching.finding import Finding
 from lowtide.watching.gradients import Gradients
-from lowtide.watching.graphs import kept_by, nodes_behind
+from lowtide.watching.graphs import kept_beside, nodes_behind
 from lowtide.watching.heap import Heap, Known, storage_bytes
 from lowtide.watching.inspection import View, inspect
 from lowtide.watching.ledger import Ledger
@@ -199,7 +199,7 @@ class Watch:
             self._boundaries.called(site.key)
             if sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
                 self._n_exceptions += 1
-                self._inspect(_torch.next_sequence_number(), only=lambda s: _is_by_exception(s))
+                self._inspect(_torch.next_sequence_number(), only=lambda s: s.is_by_exception)
         self._call = self._calls.begin(site, module, self._steps.now)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
@@ -210,15 +210,8 @@ class Watch:
         stats.n_measured += 1
         inside = [n for n in nodes_behind(nodes) if call.first <= _torch.sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=_torch.sequence_number), is_output=False)
-        saved, context = kept_by(inside)
-        kept = {**saved, **context}
-        standing = {_torch.storage_id(t) for group in (module.parameters(), module.buffers()) for t in group}
-        outputs = {_torch.storage_id(t) for t in tensors_in(output)}
-        inputs = {_torch.storage_id(t) for t in self._events.arguments()}
-        excused = standing | outputs | inputs
-        call.graph_bytes = sum(
-            n for number, n in kept.items() if number not in excused and self._known.since(number) != 0
-        )
+        kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), self._events.arguments())
+        call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
         self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
 
@@ -286,10 +279,6 @@ class Watch:
         except Exception as error:
             self._failure = error.with_traceback(None)
             _log.exception("the watch has a fault and goes on no further; the training does")
-
-
-def _is_by_exception(survivor: Any) -> bool:
-    return survivor.holder is not None and survivor.holder.kind == "exception"
 
 
 def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:

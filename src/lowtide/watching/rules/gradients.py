@@ -6,8 +6,8 @@ ZERO_GRAD_LATE = Rule(
     code="LT017",
     name="zero_grad between forward and backward",
     what="`zero_grad()` is called after the forward and before backward.",
-    why="The last step's gradients live through the whole forward, to its end where memory is fullest: 20 % of a "
-    "step's peak.",
+    why="The last step's gradients live through the whole forward, to its end where memory is fullest: as much as "
+    "the parameters.",
     bad="loss = criterion(model(x), y)\noptimizer.zero_grad()\nloss.backward()",
     good="optimizer.zero_grad()\nloss = criterion(model(x), y)\nloss.backward()",
     fix="call `zero_grad()` before the forward, or right after `optimizer.step()`",

@@ -5,7 +5,7 @@ from lowtide.watching.inspection import Survivor
 
 
 def _is_exception(survivor: Survivor, past: Past) -> bool:
-    return survivor.holder is not None and survivor.holder.kind == "exception"
+    return survivor.is_by_exception
 
 
 def _is_notebook(survivor: Survivor, past: Past) -> bool:

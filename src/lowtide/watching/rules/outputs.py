@@ -16,8 +16,8 @@ ALIVE_DURING_BACKWARD = Rule(
     code="LT006",
     name="output alive during backward",
     what="A variable still holds a model's output when backward begins, and the graph itself does not need it.",
-    why="Backward begins at the step's peak, and there the output is dead weight: 9 % of the peak for GPT-2, 19.5 % "
-    "with checkpointing.",
+    why="Backward begins at the step's peak, and there the output is dead weight: 15 % of the peak for a small "
+    "GPT-2, 19 % with checkpointing (bench/retention.py).",
     bad="outputs = model(**batch)\noutputs.loss.backward()",
     good="loss = model(**batch).loss\nloss.backward()",
     fix="drop `{name}` before backward (`loss = model(...).loss`, or `del {name}`); `lowtide.loss_only(model)` does it "

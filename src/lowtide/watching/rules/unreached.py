@@ -13,7 +13,7 @@ BACKWARD_SKIPPED = Rule(
     name="backward skipped",
     what="A training forward whose graph no backward pass came to, and that was still there at the next forward.",
     why="The whole graph of the skipped step lives through the next forward, so two graphs are in memory at once: "
-    "40 to 49 % of a step's peak.",
+    "40 % of the peak for an MLP (bench/retention.py).",
     bad="loss = criterion(model(x), y)\nif not loss.isfinite():\n    continue",
     good="loss = criterion(model(x), y)\nif not loss.isfinite():\n    del loss\n    continue",
     fix="drop what holds the graph before going on: `del {name}`",
