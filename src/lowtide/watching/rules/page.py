@@ -14,7 +14,8 @@ from the rules: `python -m lowtide.watching.rules.page > docs/findings.md`.
 
 ```python
 with lowtide.watch(model) as watched:
-    for batch in loader: ...
+    for batch in loader:
+        ...
 print(watched)
 ```
 
