@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.rehearsal.trials import identical
 from lowtide.remat.layout import producer
+from lowtide.remat.numbers import Numbers
 from lowtide.remat.remake import Builder, CannotRemake, Remake
 from lowtide.remat.values import Handle, Value, register, registered, unpack
 
@@ -40,14 +41,17 @@ class Dropping:
         self.values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._true: dict[Handle, tuple[str, Tensor]] = {}
         self._hooks = saved_tensors_hooks(self.pack, self.unpack)  # type: ignore[arg-type]
+        self._numbers = Numbers(lambda: "")
 
     def __enter__(self) -> Self:
         self._hooks.__enter__()
+        self._numbers.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._numbers.__exit__(kind, error, trace)
         self._hooks.__exit__(kind, error, trace)
 
     def pack(self, tensor: Tensor) -> Handle:

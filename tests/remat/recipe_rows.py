@@ -96,6 +96,14 @@ ELEMENTWISE = [
     row("AddBackward0", torch.add, (4, 6), (4, 6)),
     row("AddBackward0", lambda x, y: torch.add(x, y, alpha=3), (4, 6), (6,), name="broadcast, alpha"),
     row("AddBackward0", lambda x, y: (x * 2).add_(y), (4, 6), (4, 6), name="in place"),
+    row("AddBackward0", lambda x: 1.0 + x, (4, 6), name="number"),
+    row("AddBackward0", lambda x: torch.add(x, other=True, alpha=3), (4, 6), name="number, by name, alpha"),
+    row("AddBackward0", lambda x: x + torch.full((1, 1), 0.3, dtype=torch.double), (4, 6), name="one element"),
+    row("AddBackward0", lambda x: (x * 2).add_(0.3), (4, 6), name="number, in place"),
+    row("AddBackward0", lambda x: (x + 0.3).tanh(), (4, 6), name="number, on the way"),
+    row("SubBackward0", lambda x: x - 0.3, (4, 6), name="number"),
+    row("SubBackward0", lambda x: torch.sub(0.3, x, alpha=2), (4, 6), name="from a number, alpha"),
+    row("RsubBackward1", lambda x: 0.3 - x, (4, 6)),
     row("SubBackward0", lambda x, y: torch.sub(x, y, alpha=2), (4, 6), (4, 1)),
     row("RsubBackward0", lambda x, y: torch.rsub(x, y, alpha=2), (4, 6), (4, 6)),
     row("MulBackward0", torch.mul, (4, 6), (6,)),
@@ -138,6 +146,8 @@ COPIES = [
 
 MASKING = [
     row("WhereBackward0", lambda x, y: torch.where(mask(x, 4, 6), x, y), (4, 6), (6,)),
+    row("WhereBackward0", lambda x: torch.where(mask(x, 4, 6), x, 0.3), (4, 6), name="number"),
+    row("WhereBackward0", lambda x: x.where(mask(x, 4, 6), 1), (4, 6), name="number, method"),
     row("TrilBackward0", lambda x: x.tril(-1), (4, 6)),
     row("TriuBackward0", lambda x: x.triu(1), (4, 6)),
     row("MaskedFillBackward0", lambda x: x.masked_fill(mask(x, 4, 6), -3.7), (4, 6)),

@@ -18,9 +18,10 @@ from torch import nn
 
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft, describe
-from lowtide.rehearsal.trials import Flops, identical
+from lowtide.rehearsal.trials import Meter, identical
+from lowtide.rehearsal.upstream import calls_noting, needs_a_replay
 from lowtide.remat import values
-from lowtide.remat.actions import DROPOUT_MASK
+from lowtide.remat.actions import DROPOUT_MASK, NUMBERS
 from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
@@ -51,24 +52,19 @@ class Audit(Engine):
         self.slots: list[SlotDraft] = []
         self.calls: list[CallDraft] = []
         self.reads = 0
-        self.spent: list[ValueDraft] = []
-        """What each run of a recipe took, in order; the marks `making` and `made` carry the index."""
         self._static = static
-        self._mark = mark
         self._frugal = frugal
         self._blocks = repeated_blocks(model)
         self._around_blocks = frozenset(
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
-        self._flops = Flops()
+        self._meter = Meter(mark)
         self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._saved: set[int] = set()
         """Values that a slot has had so far; others are arguments of calls, which only a replay would hold."""
         self._open: list[tuple[int, Frame | None]] = []
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._passed_through: list[Value] = []
-        self._spent_by: dict[Maker, int] = {}
-        self._begun = (0.0, 0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -86,6 +82,9 @@ class Audit(Engine):
     # --- saved tensors
 
     def draws(self, scope: Scope) -> bool:
+        return True
+
+    def notes(self, scope: Scope) -> bool:
         return True
 
     def pack(self, now: Pass, tensor: Tensor) -> Handle:
@@ -158,27 +157,33 @@ class Audit(Engine):
         """Remake `value` and compare it with what it should be."""
         draft, maker = self.values[index], value.maker
         assert isinstance(maker, Remake)
+        assert self.scope is not None
+        noting = calls_noting(maker)
+        if noting - {self.scope.id}:
+            draft.refused = "it takes a number that an operator was given in another call than the one that saves it"
+            return
         if self._frugal and needs_a_replay(maker):
             draft.refused = "what it is made of is inside a block that is replayed to save memory"
             return
         try:
-            with self._flops:
+            with self._meter.flops:
                 made = maker.make(value)
         except (RuntimeError, TypeError, ValueError) as error:
             draft.refused = f"its recipe failed: {error}".splitlines()[0]
             return
         draft.bytes = base.numel() * base.element_size()
-        spent = self.spent[self._spent_by[maker]]
+        spent = self._meter.of(maker)
         draft.needs = self.operands(maker)
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.needs)):
             draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
         elif identical(made, base):
             draft.recipe = maker.recipe.node
+            draft.node += NUMBERS if noting else ""
             del made
             if draft.cost_ms < SHORT_MS:
                 maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
-                draft.cost_ms = self.spent[self._spent_by[maker]].cost_ms
+                draft.cost_ms = self._meter.of(maker).cost_ms
         else:
             draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
 
@@ -193,7 +198,7 @@ class Audit(Engine):
         for value in (handle.value for handle in maker.operands if handle is not None):
             if value not in self._index and isinstance(value.maker, Remake):
                 upstream = self.operands(value.maker)
-                spent = self.spent[self._spent_by[value.maker]]
+                spent = self._meter.of(value.maker)
                 self._index[value] = len(self.values)
                 self.values.append(replace(spent, needs=upstream, recipe=spent.node))
                 self._passed_through.append(value)
@@ -244,7 +249,7 @@ class Audit(Engine):
         """Hold no tensor any longer: backward begins, or the step has failed."""
         self._handles.clear()
         self._passed_through.clear()
-        self._spent_by.clear()
+        self._meter.forget()
 
     def try_replay(self, call: CallDraft, frame: Frame) -> str | None:
         """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""
@@ -254,20 +259,17 @@ class Audit(Engine):
         if not any(self.values[value].bytes >= MIN_BYTES for value in inside):
             return "it saves little besides its arguments"
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in packed}
-        began, flops = time.perf_counter(), self._flops.total
+        began, flops = time.perf_counter(), self._meter.flops.total
         try:
-            with self._flops:
+            with self._meter.flops:
                 found = frame.catch()
         except (ReplayMismatch, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
         call.cost_ms = (time.perf_counter() - began) * 1000
-        call.flops = self._flops.total - flops
+        call.flops = self._meter.flops.total - flops
         for place, tensor in found.items():
             value, view = self._handles[call.first_slot + place]
-            true = value.get()
-            if not (
-                identical(tensor, true) if view is None else identical(tensor.as_strided(*view), true.as_strided(*view))
-            ):
+            if not identical(tensor, value.get(), view):
                 return f"running it again gives other bits for {self.slots[call.first_slot + place].label}"
         return None
 
@@ -291,27 +293,8 @@ class Audit(Engine):
         self.reads += 1
 
     def making(self, maker: Maker) -> None:
-        self._mark("making", len(self.spent))
-        self._begun = time.perf_counter(), self._flops.total
+        self._meter.making()
 
     def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
-        if not isinstance(maker, Remake):
-            return
-        began, flops = self._begun
-        recipe = maker.recipe
-        cost_ms = (time.perf_counter() - began) * 1000
-        size = 0 if recipe.alias else outputs[0].numel() * outputs[0].element_size()
-        flops = self._flops.total - flops
-        number = len(self.spent)
-        self._mark("made", number)
-        if maker in self._spent_by:
-            before = self.spent[self._spent_by[maker]]
-            cost_ms, flops = min(cost_ms, before.cost_ms), max(flops, before.flops)
-        self._spent_by[maker] = number
-        self.spent.append(ValueDraft(bytes=size, node=recipe.node, cost_ms=cost_ms, flops=flops, spent=number))
-
-
-def needs_a_replay(maker: Remake) -> bool:
-    """Whether a remake would start a replay to get its operands."""
-    makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
-    return any(isinstance(m, Frame) or (isinstance(m, Remake) and needs_a_replay(m)) for m in makers)
+        if isinstance(maker, Remake):
+            self._meter.made(maker, outputs[0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lowtide.remat.actions import NUMBERS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,4 +54,4 @@ class CallDraft:
 
 def describe(tensor: Tensor, node: str) -> str:
     """`GeluBackward0 [8, 1024, 3072] float32`."""
-    return f"{node or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{node.removesuffix(NUMBERS) or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,15 +1,22 @@
-"""What a trial run is judged by: the FLOPs it takes, and whether its results are the same bits."""
+"""What a trial run is judged by: the time and FLOPs it takes, and whether its results are the same bits."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from lowtide.rehearsal.drafts import ValueDraft
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowtide.remat.remake import Remake
+    from lowtide.remat.values import Geometry
 
 FORMULAS = flop_registry | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
 """torch's formulas, and the one that it leaves out."""
@@ -30,8 +37,52 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def identical(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same bit for bit (signed zeros and NaNs too), with the same strides."""
+class Meter:
+    """What each run of a recipe took."""
+
+    def __init__(self, mark: Callable[[str, object], None]) -> None:
+        self.flops = Flops()
+        """In force, it counts."""
+        self._mark = mark
+        self._runs: list[ValueDraft] = []
+        """In order; the marks `making` and `made` carry the index."""
+        self._last: dict[Remake, int] = {}
+        self._begun = (0.0, 0)
+
+    def making(self) -> None:
+        """A recipe is about to run."""
+        self._mark("making", len(self._runs))
+        self._begun = time.perf_counter(), self.flops.total
+
+    def made(self, maker: Remake, result: Tensor) -> None:
+        """It ran. Of several runs of one remake the least time counts, and the FLOPs of the one that counted them."""
+        began, flops = self._begun
+        cost_ms = (time.perf_counter() - began) * 1000
+        flops = self.flops.total - flops
+        number = len(self._runs)
+        self._mark("made", number)
+        if maker in self._last:
+            before = self.of(maker)
+            cost_ms, flops = min(cost_ms, before.cost_ms), max(flops, before.flops)
+        self._last[maker] = number
+        size = 0 if maker.recipe.alias else result.numel() * result.element_size()
+        self._runs.append(ValueDraft(bytes=size, node=maker.recipe.node, cost_ms=cost_ms, flops=flops, spent=number))
+
+    def of(self, maker: Remake) -> ValueDraft:
+        """What a remake took."""
+        return self._runs[self._last[maker]]
+
+    def forget(self) -> None:
+        """Hold no remake any longer."""
+        self._last.clear()
+
+
+def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
+    """Whether two tensors, or this view of both, are the same bit for bit (signed zeros and NaNs too), with the same
+    strides.
+    """
+    if view is not None:
+        one, other = one.as_strided(*view), other.as_strided(*view)
     if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
         return False
     bits = _BITS.get(one.dtype)

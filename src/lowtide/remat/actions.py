@@ -10,6 +10,10 @@ DROPOUT_MASK: Final = "DropoutMask"
 """What plans have in the place of an autograd node for a mask that is drawn again."""
 
 
+NUMBERS: Final = "+numbers"
+"""What plans have behind an autograd node whose recipe takes a number that has to be noted (`numbers.py`)."""
+
+
 class Decision(NamedTuple):
     """A saved tensor, by its address, is to be remade by the recipe of an autograd node, by its name."""
 
@@ -20,7 +24,7 @@ class Decision(NamedTuple):
 class Actions:
     """What a plan says about one call of one module: which ordinals are remade, and whether it is replayed."""
 
-    __slots__ = ("draws", "inputs", "remake", "replay")
+    __slots__ = ("draws", "inputs", "numbers", "remake", "replay")
 
     def __init__(self) -> None:
         self.remake: dict[int, Decision] = {}
@@ -28,6 +32,8 @@ class Actions:
         self.replay = False
         self.draws = False
         """Whether a dropout mask is drawn again."""
+        self.numbers = False
+        """Whether numbers are noted."""
 
 
 NO_ACTIONS = Actions()
@@ -43,8 +49,11 @@ def actions_for(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, d
 
     for address, node in remake.items():
         call, mark, place = re.split(r"([:@])(?=\d+$)", address)
-        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(node, address)
+        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(
+            node.removesuffix(NUMBERS), address
+        )
         of(call).draws |= node == DROPOUT_MASK
+        of(call).numbers |= node.endswith(NUMBERS)
     for call in replay:
         of(call).replay = True
     return table

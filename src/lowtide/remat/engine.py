@@ -105,6 +105,10 @@ class Engine:
         """Whether a call may be told to draw masks again."""
         return scope.actions.draws
 
+    def notes(self, scope: Scope) -> bool:
+        """Whether a call may be told to remake what takes a number that autograd does not record."""
+        return scope.actions.numbers
+
     def mask(self, tensor: Tensor, decision: Decision | None, draws: Draws) -> Value | None:
         """A dropout mask that is to be drawn again; None for anything else."""
         wanted = decision is not None and decision.node == DROPOUT_MASK

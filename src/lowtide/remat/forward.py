@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +14,7 @@ from lowtide._torch import saved_tensor_hooks
 from lowtide.remat import values
 from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
 from lowtide.remat.masks import Draws
+from lowtide.remat.numbers import Numbers
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Handle, unpack
 
@@ -56,20 +57,22 @@ class Here(threading.local):
 class Pass:
     """One run of the model's forward: where in the model it is."""
 
-    __slots__ = ("__weakref__", "engine", "frame", "numbers", "scope")
+    __slots__ = ("__weakref__", "engine", "frame", "notes", "scope", "times")
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.scope: Scope | None = None
         self.frame: Frame | None = None
         """The innermost call in progress that will be replayed."""
-        self.numbers: dict[Seam, int] = {}
+        self.times: dict[Seam, int] = {}
         """Calls of each module so far."""
+        self.notes = False
+        """Whether what operators are given is being noted."""
 
     def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
-        number = self.numbers.get(seam, 0)
-        self.numbers[seam] = number + 1
+        number = self.times.get(seam, 0)
+        self.times[seam] = number + 1
         outer = self.scope
         self.scope = scope = Scope(seam.path, number, seam.actions.get(number, NO_ACTIONS))
         if self.engine.draws(scope):
@@ -77,17 +80,37 @@ class Pass:
         try:
             if values.probe is not None:
                 values.probe.entering(seam, args, kwargs)
-            if seam.replays:
-                return self.framed(seam, scope, args, kwargs)
-            return seam.inner(*args, **kwargs)
+            run = self.framed if seam.replays else self.run
+            if self.engine.notes(scope) and not self.notes:
+                return self.noting(run, seam, args, kwargs)
+            return run(seam, args, kwargs)
         finally:
             if values.probe is not None:
                 values.probe.leaving(seam)
             self.scope = outer
 
-    def framed(self, seam: Seam, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's implementation."""
+        return seam.inner(*args, **kwargs)
+
+    def noting(self, run: Callable[..., Any], seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in which the numbers that operators are given are noted, those in calls inside of it too."""
+        self.notes = True
+        try:
+            with Numbers(self.where):
+                return run(seam, args, kwargs)
+        finally:
+            self.notes = False
+
+    def where(self) -> str:
+        """The call in progress."""
+        assert self.scope is not None
+        return self.scope.id
+
+    def framed(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that the plan may want replayed: then everything it saves is left to that."""
-        outer = self.frame
+        scope, outer = self.scope, self.frame
+        assert scope is not None
         replay = scope.actions.replay and torch.is_grad_enabled() and self.ours(seam)
         if outer is not None:
             outer.nested.append((seam, replay))

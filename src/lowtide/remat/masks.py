@@ -66,7 +66,7 @@ class Draws:
             if torch.equal(drawn(first.shape, first.dtype, state, p), first):
                 left = int(mask.count_nonzero())
                 constants = {"shape": mask.shape, "dtype": mask.dtype, "state": state, "p": p, "left": left}
-                return Value(maker=Remake(_RECIPE, [], constants, mask.stride()))
+                return Value(maker=Remake(_RECIPE, {}, constants, mask.stride()))
         raise CannotRemake("it is no dropout mask that was the first to be drawn in this call, or since the last one")
 
     def _probabilities(self, first: Tensor) -> Iterator[float]:

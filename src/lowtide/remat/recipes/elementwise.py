@@ -1,7 +1,8 @@
 """Arithmetic on each element.
 
-What was added or subtracted is not recorded, nor is there an edge to it unless it is a tensor that needs a gradient:
-else such results are kept. A factor that needs no gradient makes the other one unsaved: it is found on the edge.
+What was added or subtracted is not recorded, nor is there an edge to it unless it is a tensor that needs a gradient. A
+number is noted when the operator is called (`remat/numbers.py`); where a tensor needs no gradient the result is kept.
+A factor that needs no gradient makes the other one unsaved: it is found on the edge.
 """
 
 from __future__ import annotations
@@ -63,19 +64,25 @@ for node, op in UNARY.items():
 
 @recipe("AddBackward0", edges={"self": 0, "other": 1})
 def add(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
-    """Of two tensors that need gradients."""
+    """Of two tensors that need gradients, or of one and a number."""
     return torch.add(self, other, alpha=alpha)
 
 
 @recipe("SubBackward0", edges={"self": 0, "other": 1})
 def sub(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
-    """Of two tensors that need gradients."""
+    """Of two tensors that need gradients, or of one and a number, either way around."""
     return torch.sub(self, other, alpha=alpha)
 
 
 @recipe("RsubBackward0", edges={"self": 0, "other": 1})
 def rsub(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
     """Of two tensors that need gradients."""
+    return torch.rsub(self, other, alpha=alpha)
+
+
+@recipe("RsubBackward1", edges={"self": 0})
+def rsub_scalar(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
+    """A number less a tensor."""
     return torch.rsub(self, other, alpha=alpha)
 
 

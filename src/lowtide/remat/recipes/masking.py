@@ -15,7 +15,7 @@ from lowtide.remat.recipes.registry import CannotRemake, Source, recipe
 
 @recipe("WhereBackward0", edges={"self": 0, "other": 1})
 def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
-    """Of two tensors that need gradients."""
+    """Of two tensors that need gradients, or of one and a number."""
     return torch.where(condition, self, other)
 
 

@@ -1,0 +1,226 @@
+"""Numbers that autograd does not record are noted in each step anew: never last step's number, never a guess."""
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+import lowtide
+from lowtide.planner.records import Profile
+from lowtide.remat.actions import NUMBERS, actions_for
+from lowtide.remat.engine import Engine
+from models import build
+from remat.plans import differences, outcome
+
+WIDTH = 64
+
+
+class Calls(nn.Module):
+    """A module that does what `function` does with a tensor and the module's number."""
+
+    def __init__(self, function, number=0.7):
+        super().__init__()
+        self.function, self.number = function, number
+
+    def forward(self, x):
+        return self.function(x, self.number)
+
+
+class Model(nn.Module):
+    """Calls `inner` between two linear layers. What it gives is saved by the product that follows inside of it."""
+
+    def __init__(self, function, number=0.7):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), Calls(function, number), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.inner(self.first(x)))
+
+
+def x() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * 48 * WIDTH).view(4, 48, WIDTH)
+
+
+class Doubling(TorchFunctionMode):
+    """Somebody else's mode: adds twice what is added."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return func(out, args[1]) if func is torch.Tensor.add else out
+
+
+def under_another_mode(x, number):
+    with Doubling():
+        return (x.tanh() + number) * x
+
+
+NOTED = {
+    "added": lambda x, number: (number + x.tanh()) * x,
+    "subtracted": lambda x, number: (x.tanh() - number) * x,
+    "from which it is subtracted": lambda x, number: (number - x.tanh()) * x,
+    "with alpha": lambda x, number: torch.add(x.tanh(), number, alpha=3) * x,
+    "in place": lambda x, number: x.tanh().mul(2).add_(number) * x,
+    "on the way": lambda x, number: (x + number).exp(),
+    "chosen": lambda x, number: torch.where(x > 0, x.tanh(), number) * x,
+    "a tensor of one element": lambda x, number: (x.tanh() + torch.tensor(number)) * x,
+    "under another mode, once each": under_another_mode,
+}
+KEPT = {
+    "in C++": lambda x, number: torch.ops.aten.add(x.tanh(), number) * x,
+    "a tensor of many": lambda x, number: (x.tanh() + torch.full((WIDTH,), number)) * x,
+    "a view, changed in place": lambda x, number: x.tanh().mul(2)[:, :24].add_(number) * x[:, :24],
+}
+
+
+def step_of(model: nn.Module):
+    def step(batch=None):
+        loss = model(x()).square().sum()
+        loss.backward()
+        return loss
+
+    return step
+
+
+def found(profile: Profile) -> list[str]:
+    """What can be remade only with a number, as plans write it."""
+    return [value.node for value in profile.values if value.node.endswith(NUMBERS)]
+
+
+def remade(profile: Profile) -> dict[str, str]:
+    """Decisions to remake everything."""
+    values = profile.values
+    return {s.address: values[s.value].node for s in profile.slots if values[s.value].recipe and not s.is_input}
+
+
+def rehearsed(model: nn.Module) -> Profile:
+    return lowtide.rehearse(model, step_of(model), {"x": x()})
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_a_number_that_changes_from_step_to_step(name):
+    torch.manual_seed(0)
+    model = Model(NOTED[name]).train()
+    profile = rehearsed(model)
+    assert len(found(profile)) == 1
+    engine = Engine(model, actions_for(remade(profile), []))
+    for number in (0.7, 0.1, 1e-9, -3.0):
+        model.inner.number = number
+        plain = outcome(model, step_of(model))
+        engine.install()
+        assert not differences(plain, outcome(model, step_of(model)))
+        engine.remove()
+    assert not engine.drifted
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_was_not_noted_is_kept(name):
+    torch.manual_seed(0)
+    model = Model(KEPT[name]).train()
+    profile = rehearsed(model)
+    assert not found(profile)
+    engine = Engine(model, actions_for(remade(profile), []))
+    plain = outcome(model, step_of(model))
+    engine.install()
+    assert not differences(plain, outcome(model, step_of(model)))
+    engine.remove()
+
+
+def test_a_tensor_of_one_element_may_change_between_forward_and_backward():
+    torch.manual_seed(0)
+    model = Model(lambda x, number: (x.tanh() + number) * x, torch.tensor(0.5)).train()
+
+    def step():
+        loss = model(x()).square().sum()
+        model.inner.number.add_(1)
+        loss.backward()
+        model.inner.number.sub_(1)
+        return loss
+
+    decisions = remade(rehearsed(model))
+    assert any(node.endswith(NUMBERS) for node in decisions.values())
+    plain = outcome(model, step)
+    engine = Engine(model, actions_for(decisions, []))
+    engine.install()
+    assert not differences(plain, outcome(model, step))
+    engine.remove()
+    assert not engine.drifted
+
+
+def test_a_number_that_becomes_a_tensor_is_kept_and_that_is_said():
+    torch.manual_seed(0)
+    model = Model(NOTED["added"]).train()
+    decisions = remade(rehearsed(model))
+    model.inner.number = torch.linspace(0, 1, WIDTH)
+    plain = outcome(model, step_of(model))
+    engine = Engine(model, actions_for(decisions, []))
+    engine.install()
+    with pytest.warns(UserWarning, match="does not save what the rehearsed one did"):
+        assert not differences(plain, outcome(model, step_of(model)))
+    assert len(engine.drifted) == 1
+    engine.remove()
+
+
+class Outside(nn.Module):
+    """Adds a number to what another module saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.first(x) + 0.5)
+
+
+def test_a_number_of_another_call_is_refused_and_that_is_said():
+    torch.manual_seed(0)
+    profile = rehearsed(Outside().train())
+    assert not found(profile)
+    assert any("in another call" in (value.refused or "") for value in profile.values)
+
+
+def test_operators_are_watched_only_in_the_calls_that_need_it():
+    torch.manual_seed(0)
+    seen = []
+
+    def watch(module, args):
+        seen.append((module, _get_current_function_mode() is not None))
+
+    model = nn.Sequential(Model(NOTED["added"]), nn.Tanh()).train()
+    engine = Engine(model, actions_for(remade(rehearsed(model)), []))
+    hooks = [module.register_forward_pre_hook(watch) for module in model.modules()]
+    engine.install()
+    outcome(model, step_of(model))
+    engine.remove()
+    for hook in hooks:
+        hook.remove()
+    assert [module for module, watched in seen if watched] == [model[0].inner]
+
+
+def test_an_exception_ends_the_watch():
+    torch.manual_seed(0)
+    model = Model(NOTED["added"]).train()
+    engine = Engine(model, actions_for(remade(rehearsed(model)), []))
+    engine.install()
+    model.inner.number = "no number"
+    with pytest.raises(TypeError):
+        model(x())
+    assert _get_current_function_mode() is None
+    model.inner.number = 0.7
+    outcome(model, step_of(model))
+    engine.remove()
+    assert not engine.drifted
+
+
+def test_gpt2_as_it_ships_goes_without_its_activation():
+    """`0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3)))`: all but `x` is remade, and no matrix product is redone."""
+    case = build("gpt2")
+    profile = lowtide.rehearse(case.model, case.step, case.batch)
+    inside = [slot for slot in profile.slots if ".mlp.act#" in slot.address and not slot.is_input]
+    values = {slot.value: profile.values[slot.value] for slot in inside if profile.values[slot.value].bytes > 64}
+    kept = [value for value in values.values() if value.recipe is None]
+    assert not kept
+    assert sum(value.node == f"AddBackward0{NUMBERS}" for value in values.values()) == 3
+    plan = lowtide.plan(profile, "75%", allow="cheap")
+    assert not plan.replay
+    assert plan.predicted.extra_flops == 0
+    assert lowtide.verify(case.model, case.step, case.batch, plan).identical
