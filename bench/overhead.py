@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowtide.remat.actions import NUMBERS
 from lowtide.remat.engine import Engine, actions_for
 
 COUNT = 200
@@ -32,6 +33,15 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(COUNT):
             x = x.tanh()
+        return x
+
+
+class Numbers(nn.Module):
+    """A chain of sums with a number, each of which is saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(COUNT):
+            x = (x + 0.5).sin()
         return x
 
 
@@ -96,16 +106,20 @@ def best(
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    chain, identities, shorts = Chain().train(), Calls(nn.Identity).train(), Calls(Short).train()
+    chain, numbers, identities, shorts = (
+        model.train() for model in (Chain(), Numbers(), Calls(nn.Identity), Calls(Short))
+    )
     all_remade = {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}
+    all_noted = {f"#0:{n}": f"AddBackward0{NUMBERS}" for n in range(1, COUNT)}
     all_replayed = [f"parts.{n}#0" for n in range(COUNT)]
     identity_hooks = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    plain, calls, short = (best(model, nullcontext()) for model in (chain, identities, shorts))
+    plain, sums, calls, short = (best(model, nullcontext()) for model in (chain, numbers, identities, shorts))
     seams = best(shorts, planned(shorts))
     rows = [
         ("hooks that do nothing, a tensor", best(chain, identity_hooks) - plain, None),
         ("kept, a tensor", best(chain, planned(chain)) - plain, 5),
         ("remade, a tensor (its op included)", best(chain, planned(chain, all_remade)) - plain, 15),
+        ("remade with a number, a tensor (two ops)", best(numbers, planned(numbers, all_noted)) - sums, None),
         ("seam, a module call", best(identities, planned(identities)) - calls, None),
         ("seam without gradients, a module call", best_without_gradients(identities), None),
         ("replayed, a call (its three ops included)", best(shorts, planned(shorts, None, all_replayed)) - seams, None),
