@@ -15,7 +15,8 @@ import torch
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
-from torch.utils import _python_dispatch
+from torch.optim.optimizer import _foreach_supported_types as _foreach_types
+from torch.utils import _python_dispatch, backend_registration
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -235,9 +236,26 @@ BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
 """The last Python function on the way into the autograd engine. 2.13, since 2.3."""
 
 
-def fake_mode() -> _fake_tensor.FakeTensorMode:
-    """A mode under which operators make fake tensors. 2.13, since 1.13."""
-    return _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
+"""What a fake operator raises that has no kernel for fake tensors, where `run_on_zeros` is not allowed. 2.13."""
+
+
+def fake_mode(run_on_zeros: bool = True) -> _fake_tensor.FakeTensorMode:
+    """A mode under which operators make fake tensors. 2.13, since 1.13.
+
+    Those that have no kernel for fake tensors run on real zeros, on the device that the fake ones are on.
+    """
+    return _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
+
+
+@contextlib.contextmanager
+def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
+    """Allow a mode to do so in this block. 2.13, since 2.0."""
+    before, mode.allow_fallback_kernels = mode.allow_fallback_kernels, True
+    try:
+        yield
+    finally:
+        mode.allow_fallback_kernels = before
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -303,3 +321,44 @@ def written_by(operator: Any) -> tuple[int | str, ...]:
 
 
 _written: dict[Any, tuple[int | str, ...]] = {}
+
+
+# --- the place for devices of other makers --------------------------------------------------------------------------
+
+DeviceModule = backend_registration._DummyBackendModule
+"""What `torch.<device>` has to answer, answered for one device. 2.13, since 2.9."""
+
+DeviceHook = backend_registration._DummyPrivateUse1Hook
+"""What torch's C++ code asks of such a device, answered likewise. 2.13, since 2.9."""
+
+
+def device_place() -> str | None:
+    """Who has taken the place for devices of other makers (PrivateUse1); None if nobody. 2.13, since 2.1."""
+    name = str(torch._C._get_privateuse1_backend_name())
+    return None if name == "privateuseone" and not hasattr(torch, name) else name
+
+
+def take_device_place(name: str, module: DeviceModule, hook: DeviceHook) -> None:
+    """Take that place, until the process ends. 2.13, since 2.9."""
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, hook=hook)
+
+
+@contextlib.contextmanager
+def constants_made_on_cpu() -> Iterator[None]:
+    """`torch.tensor(..., device=...)` makes its tensor on the CPU in this block, and then moves it in sight. 2.13."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+@contextlib.contextmanager
+def foreach_for_fakes() -> Iterator[None]:
+    """Optimizers take fake parameters for parameters, when they choose their implementation. 2.13, since 2.0."""
+    _foreach_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _foreach_types.remove(FakeTensor)

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 import lowtide
 from models import build, same, state
 
+WHERE: list[dict[str, Any]] = [{}, {"device": "A100-40"}]
+"""On the machine at hand, and on a card that is not there."""
 
+
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("before", ["fresh", "after a step", "with gradients"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_as_it_was(before: str, fails: bool) -> None:
+def test_everything_is_as_it_was(before: str, fails: bool, where: dict[str, Any]) -> None:
     case = build("resnet")
     if before == "after a step":
         case.step(case.batch)
@@ -40,9 +45,9 @@ def test_everything_is_as_it_was(before: str, fails: bool) -> None:
 
     if fails:
         with pytest.raises(KeyError, match="the second step fails"):
-            lowtide.foresee(case.model, step, case.batch)
+            lowtide.foresee(case.model, step, case.batch, **where)
     else:
-        lowtide.foresee(case.model, step, case.batch)
+        lowtide.foresee(case.model, step, case.batch, **where)
     assert steps == 0  # it is the step's, so it is put back as well
     assert same(known, state(case))
     assert all(p.grad is g for p, g in zip(case.model.parameters(), gradients, strict=True))
@@ -54,16 +59,18 @@ def test_everything_is_as_it_was(before: str, fails: bool) -> None:
     assert not any("_compiled_call_impl" in module.__dict__ for module in case.model.modules())
 
 
-def test_no_fake_tensor_is_left() -> None:
+@pytest.mark.parametrize("where", WHERE)
+def test_no_fake_tensor_is_left(where: dict[str, Any]) -> None:
     case = build("gpt2")
-    lowtide.foresee(case.model, case.step, case.batch)
+    lowtide.foresee(case.model, case.step, case.batch, **where)
     gc.collect()
     assert [thing for thing in gc.get_objects() if type(thing) is FakeTensor] == []
 
 
-def test_the_next_real_step_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("where", WHERE)
+def test_the_next_real_step_gives_the_same_bits(where: dict[str, Any]) -> None:
     one, other = build("gpt2"), build("gpt2")
-    lowtide.foresee(one.model, one.step, one.batch)
+    lowtide.foresee(one.model, one.step, one.batch, **where)
     torch.manual_seed(3)
     first = one.step(one.batch)
     torch.manual_seed(3)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+_CPU = torch.device("cpu")
+
 LARGEST_KNOWN = 2**20
 """Elements of integers and booleans up to which contents are known: a batch of tokens, a mask."""
 LARGEST_KNOWN_FLOAT = 2**12
@@ -63,6 +65,12 @@ class Answers:
             with _torch.on_real_tensors():
                 self._learn(twin, real.detach())
 
+    def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
+        """A copy's contents are those of its tensor."""
+        known = self._fresh(tensor)
+        if known is not None:
+            self._learn(copy, known.value, known.assumed)
+
     def value(self, tensor: Tensor) -> Tensor | None:
         """The contents of a fake tensor, if they are known. Not to be written to."""
         known = self._fresh(tensor)
@@ -94,7 +102,8 @@ class Answers:
             elif not (func in _BY_INTEGERS and tensor.dtype.is_floating_point):
                 raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
         real = self._run(func, args, kwargs)
-        return True, tree_map(lambda leaf: self._fake_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, real)
+        device = tensors[0].device
+        return True, tree_map(lambda x: self._fake_like(x, device) if isinstance(x, torch.Tensor) else x, real)
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Indexing by a mask gives as many rows as the mask has: as an index by numbers, if these are known."""
@@ -112,7 +121,7 @@ class Answers:
             with _torch.on_real_tensors():
                 numbers = mask.value.nonzero().unbind(1)
             for number in numbers:
-                fake = self._fake_like(number)
+                fake = self._fake_like(number, index.device)
                 self._learn(fake, number, mask.assumed)
                 indices.append(fake)
         args[1][:] = indices
@@ -125,6 +134,9 @@ class Answers:
                 self._write(gradient)
             return  # what it found stays as it was: nothing
         writes = _torch.written_by(func)
+        if not made:
+            self._written(func, args, kwargs, tensors, writes)
+            return
         known = [self._fresh(tensor) for tensor in tensors]
         if (all(known) or func in _BY_SHAPE) and self._is_worth(func, () if func in _BY_SHAPE else tensors, made):
             real = self._run(func, args, kwargs)
@@ -143,9 +155,25 @@ class Answers:
             elif func in _CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
                 self._learn(made[-1], _evenly(made[-1], count), EVENLY)
 
-    def _fake_like(self, real: Tensor) -> Tensor:
+    def _written(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], writes: tuple[int | str, ...]) -> None:
+        """An operator has run that gives nothing back, as those on lists of tensors in place do: step counters."""
+        targets = _targets(writes, args, kwargs)
+        known = [self._fresh(tensor) for tensor in tensors]
+        values: list[Tensor] = []
+        if all(known) and all(_is_small(tensor) for tensor in tensors):
+            with _torch.on_real_tensors():
+                copies = {id(t): k.value.clone() for t, k in zip(tensors, known, strict=True) if k is not None}
+                args, kwargs = tree_map(lambda x: copies.get(id(x), x), (args, kwargs))
+                func(*args, **kwargs)
+            values = [copies[id(target)] for target in targets]
+        for target in targets:
+            self._write(target)
+        for target, value in zip(targets, values, strict=False):
+            self._learn(target, value)
+
+    def _fake_like(self, real: Tensor, device: torch.device) -> Tensor:
         with self._fakes:
-            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
         if _torch.draws(func):
@@ -167,11 +195,8 @@ class Answers:
         return None
 
     def _note_writes(self, writes: tuple[int | str, ...], args: Any, kwargs: Any) -> None:
-        for place in writes:
-            target = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            for tensor in tree_leaves(target):
-                if isinstance(tensor, torch.Tensor):
-                    self._write(tensor)
+        for target in _targets(writes, args, kwargs):
+            self._write(target)
 
     def _write(self, tensor: Tensor) -> None:
         key = _torch.storage_id(tensor)
@@ -182,6 +207,8 @@ class Answers:
         copy = bool(_torch.written_by(func))
 
         def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return _CPU  # where all contents are
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             value = self.value(leaf)
@@ -232,6 +259,12 @@ _BY_SHAPE = frozenset(
 _CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
 _INDEXING = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
 _MASKS = (torch.bool, torch.uint8)
+
+
+def _targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operator writes to."""
+    places = (kwargs.get(p) if isinstance(p, str) else args[p] if p < len(args) else None for p in writes)
+    return [leaf for place in places for leaf in tree_leaves(place) if isinstance(leaf, torch.Tensor)]
 
 
 def _candidates(func: Any, args: Any) -> int:

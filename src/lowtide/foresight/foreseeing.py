@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 from unittest.mock import patch
 
 from lowtide import _torch
@@ -20,6 +20,7 @@ from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
 from lowtide.foresight.twins import placed
 from lowtide.identity import device_of, fingerprint, tensors_in
+from lowtide.memory.cards import Card, parse_card
 from lowtide.memory.events import Timeline
 from lowtide.planner.records import Static
 from lowtide.rehearsal.checks import check
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from lowtide.foresight.device.outcome import CardForesight
+    from lowtide.memory.allocator.config import AllocatorConfig
     from lowtide.planner.records import Plan
 
 
@@ -58,6 +61,7 @@ class Foresight:
         return "\n".join(table(self))
 
 
+@overload
 def foresee(
     model: nn.Module,
     step: Callable[[Any], Any],
@@ -65,6 +69,31 @@ def foresee(
     *,
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
+) -> Foresight: ...
+
+
+@overload
+def foresee(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    device: str | Card,
+    plan: Plan | None = None,
+    optimizer: Optimizer | None = None,
+    allocator: AllocatorConfig | None = None,
+) -> CardForesight: ...
+
+
+def foresee(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    device: str | Card | None = None,
+    plan: Plan | None = None,
+    optimizer: Optimizer | None = None,
+    allocator: AllocatorConfig | None = None,
 ) -> Foresight:
     """What `step(batch)` will need in memory, without taking it: the peak, and what is alive at each moment.
 
@@ -81,27 +110,20 @@ def foresee(
     that can't be rehearsed; StalePlan for a plan of another model.
     """
     check(model, step)
-    device = device_of(model).replace("meta", "cpu")
-    if plan is not None:
-        found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device)
-        if differences := plan.fingerprint.differences(found):
-            raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
-    actions = actions_for({} if plan is None else plan.remake, () if plan is None else plan.replay)
+    if device is not None:
+        from lowtide.foresight.device.rehearsing import foresee_on  # only who asks for a card needs one
+
+        return foresee_on(parse_card(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
+    own = device_of(model).replace("meta", "cpu")
+    actions = planned(model, batch, plan, own)
     fakes = _torch.fake_mode()
     answers, trials = Answers(fakes), Trials()
-    ledger = Ledger(device, fakes, answers, scratch := Scratch(device, trials))
+    ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    with placed(everything, device, fakes), Kept(model, step, batch, optimizer) as kept:
+    with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept:
         names = Names(Engine(model, actions), ledger.mark)
-        with ledger, Questions(answers, ledger.adopt), _transformers_unaware():
-            _adopt(ledger, everything)
-            step(batch)
-            trials.learn()
-            static = _static(ledger, model, batch, kept.optimizers)
-            ledger.begin()
-            with names.running():
-                step(batch)
-            names.state(kept.optimizers)
+        with ledger, Questions(answers, ledger.adopt), transformers_unaware():
+            static = two_steps(model, step, batch, ledger, names, kept, everything, between=trials.learn)
     scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
     return Foresight(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
@@ -109,6 +131,38 @@ def foresee(
         unknown=(*scratch.unknown, *scratch_unknown),
         assumed=tuple(answers.notes),
     )
+
+
+def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str) -> Any:
+    """What the engine is to do under a plan. Raises StalePlan for a plan of another model."""
+    if plan is None:
+        return actions_for({}, ())
+    found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device)
+    if differences := plan.fingerprint.differences(found):
+        raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
+    return actions_for(plan.remake, plan.replay)
+
+
+def two_steps(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    ledger: Ledger,
+    names: Names,
+    kept: Kept,
+    at_entry: Iterable[Tensor],
+    between: Callable[[], None] = lambda: None,
+) -> Static:
+    """Take the step twice inside of an entered ledger; the second one is its stream. What is there when that begins."""
+    _adopt(ledger, at_entry)
+    step(batch)
+    between()
+    static = _static(ledger, model, batch, kept.optimizers)
+    ledger.begin()
+    with names.running():
+        step(batch)
+    names.state(kept.optimizers)
+    return static
 
 
 def _adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
@@ -127,8 +181,9 @@ def _static(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable[O
         total = 0
         for tensor in tensors:
             if tensor is not None:
-                storage = ledger.adopt(tensor).untyped_storage()
-                if storage._cdata not in seen:
+                twin = ledger.adopt(tensor)
+                storage = twin.untyped_storage()
+                if twin.device.type == ledger.device and storage._cdata not in seen:
                     seen.add(storage._cdata)
                     total += storage.nbytes()
         return total
@@ -143,7 +198,7 @@ def _static(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable[O
 
 
 @contextlib.contextmanager
-def _transformers_unaware() -> Iterator[None]:
+def transformers_unaware() -> Iterator[None]:
     """Hugging Face's models take another path, with more memory, when they see that a tensor is fake."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):

@@ -46,6 +46,11 @@ class Kept:
         """Every optimizer that has stepped."""
         return tuple(self._optimizers.values())
 
+    @property
+    def reached(self) -> tuple[Any, ...]:
+        """Every object that was found so far, from the roots on."""
+        return tuple(self._seen.values())
+
     def __enter__(self) -> Self:
         self._random = RandomState.now()
         self._note(self._roots)

@@ -79,6 +79,8 @@ class Ledger(TorchDispatchMode, Recorder):
         self._fakes, self._twins = fakes, Twins(fakes)
         self._answers, self._scratch = answers, scratch
         self._living: dict[int, _Living] = {}
+        self._entered: list[Event] = []
+        self._earlier: list[Event] = []
         self._events: list[Event] = []
         self._n_blocks = 0
         self._n_entry = 0
@@ -115,9 +117,15 @@ class Ledger(TorchDispatchMode, Recorder):
             raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
         return EventStream(tuple(self._events), self.device)
 
+    @property
+    def whole(self) -> EventStream:
+        """All that was recorded; what existed at entry is allocated first, in the order of adoption."""
+        return EventStream((*self._entered, *self._earlier, *self.stream), self.device)
+
     def begin(self) -> None:
-        """Forget the events so far: what is alive now was there at entry."""
+        """A new stream: what is alive now was there at its entry."""
         self._settle()
+        self._earlier += self._events
         self._events.clear()
 
     def adopt(self, tensor: Tensor) -> Tensor:
@@ -135,19 +143,20 @@ class Ledger(TorchDispatchMode, Recorder):
         if self._given is not None:
             self._settle()
         kwargs = kwargs or {}
-        tensors, any_real = _tensors(args, kwargs)
+        tensors, any_real = tensors_of(args, kwargs)
         if any_real:
             if _torch.changes_geometry(func):
                 raise self._answers.refusal(f"{_name(func)} changes the geometry of a tensor that exists already")
             args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
-            tensors, _ = _tensors(args, kwargs)
+            tensors, _ = tensors_of(args, kwargs)
+        if len(tensors) > 1:
+            args, kwargs, tensors = self._together(func, args, kwargs, tensors)
         answered, out = self._answers.before(func, args, kwargs, tensors)
         if not answered:
             out = self._run(func, args, kwargs)
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
-        if made:
-            self._record(func, args, kwargs, tensors, made)
-            self._answers.after(func, args, kwargs, tensors, made)
+        self._record(func, args, kwargs, tensors, made)
+        self._answers.after(func, args, kwargs, tensors, made)
         return out
 
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
@@ -158,12 +167,16 @@ class Ledger(TorchDispatchMode, Recorder):
             return twin
         return self.adopt(tensor)
 
+    def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+        """The arguments, where they have to be together on one device."""
+        return args, kwargs, tensors
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
         except _torch.DATA_DEPENDENT as error:
             raise self._answers.refusal(f"the size of what {_name(func)} gives depends on contents") from error
-        if func in _CONTIGUOUS:
+        if func in _CONTIGUOUS and self.device == "cpu":
             return tuple(None if t is None else _contiguous(t) for t in out)
         return out
 
@@ -182,6 +195,9 @@ class Ledger(TorchDispatchMode, Recorder):
             self._n_blocks += 1
         for number, n_bytes in enumerate(reversed(extra), 1):
             self._events.append(Free(self._n_blocks - number, n_bytes))
+        for n_bytes in self._scratch.lasting(func, tensors):
+            self._events.append(Allocate(self._n_blocks, n_bytes, 0, op))
+            self._n_blocks += 1
 
     # --- storages
 
@@ -199,6 +215,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if entry:
             self._n_entry += 1
             living = _Living(-self._n_entry, size)
+            self._entered.append(Allocate(living.block, size, key, op))
         else:
             living = _Living(self._n_blocks, size)
             self._n_blocks += 1
@@ -274,7 +291,7 @@ def _name(func: Any) -> str:
     return str(func.__name__).partition(".")[0]
 
 
-def _tensors(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
     """The tensors that an operator is given, and whether any is a real one. Faster than torch's pytrees."""
     found: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:

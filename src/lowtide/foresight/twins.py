@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 class Twins:
     """The fake twin of each real tensor that a rehearsed step meets. Tensors that share memory have twins that do.
 
-    Nothing of a real tensor is ever written to: operators only get to see its twin.
+    Nothing of a real tensor is ever written to: operators only get to see its twin. Twins are on the device of their
+    tensor, or all on `device`.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+    def __init__(self, mode: FakeTensorMode, device: str | None = None) -> None:
+        self._mode, self._device = mode, device
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memory: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         """By the number of a real storage: the storage, held so that the number stays its own, and its twin's bytes."""
@@ -45,7 +46,7 @@ class Twins:
         with _torch.without_modes(), torch.no_grad(), self._mode:
             found = self._memory.get(storage._cdata)
             if found is None:
-                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
+                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._device or tensor.device)
                 self._memory[storage._cdata] = storage, memory
             else:
                 memory = found[1]
@@ -72,7 +73,7 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, torch.nn.Parameter):
                 _torch.make_parameter(fake, tensor.requires_grad)
-            _exchange(tensor, fake)
+            swap(tensor, fake)
             done.append((tensor, fake))
         yield
     except BaseException as error:
@@ -81,10 +82,11 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
     finally:
         for tensor, fake in done:
             tensor.grad = None
-            _exchange(tensor, fake)
+            swap(tensor, fake)
 
 
-def _exchange(tensor: Tensor, fake: Tensor) -> None:
+def swap(tensor: Tensor, fake: Tensor) -> None:
+    """Two tensors change places, each Python object keeping its identity. Raises RehearsalError where they can't."""
     try:
         _torch.exchange(tensor, fake)
     except (RuntimeError, TypeError) as error:

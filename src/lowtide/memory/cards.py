@@ -57,11 +57,13 @@ CARDS: tuple[Card, ...] = (
 """The smallest first."""
 
 
-def parse_card(text: str) -> Card:
+def parse_card(text: str | Card) -> Card:
     """The card that is meant by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a card's full name.
 
     Raises LowtideError for names that fit no card or several, naming the nearest, and for sizes that are none.
     """
+    if isinstance(text, Card):
+        return text
     wanted = text.strip()
     if wanted.lower().startswith("cuda:"):
         wanted = wanted[len("cuda:") :]

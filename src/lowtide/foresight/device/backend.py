@@ -1,0 +1,84 @@
+"""The device that stands for a CUDA card: torch's one place for devices of other makers, filled in Python.
+
+Fake tensors of "cuda" itself can't be had where torch is built without CUDA: the first that needs a gradient ends the
+process. A device of one's own is a full device to autograd, and composite operators choose on it as they do on CUDA.
+Torch has one such place in each process and its name can be given once, so that it stays taken until the process ends;
+between rehearsals it says that it is not available, which is all that anybody can tell of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from lowtide import _torch
+from lowtide.errors import RehearsalError
+from lowtide.foresight.device.kernels import register
+from lowtide.memory.cards import Card
+
+NAME = "cudalike"
+"""Type of the device that tensors on the card show: it begins as "cuda" does, for those who look at its name."""
+
+_in_use: list[Card] = []
+
+
+class _Module(_torch.DeviceModule):
+    """What torch asks of `torch.cudalike`."""
+
+    def is_available(self) -> bool:
+        return False  # fake tensors then initialize nothing
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+class _Hook(_torch.DeviceHook):
+    """What torch's C++ code asks: an accelerator only as long as a rehearsal runs."""
+
+    def is_available(self) -> bool:
+        return bool(_in_use)
+
+    def is_built(self) -> bool:
+        return bool(_in_use)
+
+    def has_primary_context(self, index: int) -> bool:
+        return bool(_in_use)
+
+
+@contextlib.contextmanager
+def card_in_use(card: Card) -> Iterator[None]:
+    """`NAME` is a device like `card` in this block, which is entered in one thread at a time.
+
+    Raises RehearsalError where somebody else has taken torch's place for such devices.
+    """
+    _take_place()
+    if _in_use:
+        raise RehearsalError("one rehearsal of a card runs inside of another. Let the first one end.")
+    _in_use.append(card)
+    try:
+        # the engine's threads don't know of devices that came after them
+        engine = torch.autograd.set_multithreading_enabled(False)
+        with engine, _torch.constants_made_on_cpu(), _torch.foreach_for_fakes():
+            yield
+    finally:
+        _in_use.clear()
+
+
+def card() -> Card:
+    """The card that is being rehearsed."""
+    return _in_use[0]
+
+
+def _take_place() -> None:
+    taken = _torch.device_place()
+    if taken == NAME:
+        return
+    if taken is not None:
+        raise RehearsalError(
+            f"the device {taken!r} has torch's one place for devices of other makers, which a rehearsal for a card "
+            "needs.\n  Rehearse in a process that does not import it."
+        )
+    _torch.take_device_place(NAME, _Module(), _Hook())
+    register()

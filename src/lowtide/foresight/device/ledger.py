@@ -1,0 +1,85 @@
+"""The ledger of a step on a card that is not there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide import _torch
+from lowtide.foresight.ledger import Ledger, tensors_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+_ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default})
+"""Operators whose tensors may be on different devices."""
+
+_CPU = torch.device("cpu")
+
+
+class CardLedger(Ledger):
+    """A ledger that knows of a second device, the CPU, whose memory it does not count.
+
+    A script that was begun on a machine without a card has put its tensors on the CPU. Where one of them meets tensors
+    on the card it is taken to be there as well, as long as it lives.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+    def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+        away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
+        if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
+            return args, kwargs, tensors
+        self._answers.note("a tensor on the CPU is taken to be on the card")
+        args, kwargs = tree_map(self._on_card, (args, kwargs))
+        return args, kwargs, tensors_of(args, kwargs)[0]
+
+    def _on_card(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
+            return leaf
+        found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
+        if found is None:
+            with self._fakes:
+                found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+            self._moved[leaf] = found
+            self._answers.pass_on(leaf, found)
+            self._follow(found, "aten::_to_copy")
+        return found
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super()._run(func, args, kwargs)
+        except _torch.NO_FAKE_KERNEL:
+            return self._run_on_cpu(func, args, kwargs)
+
+    def _run_on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator without a kernel for fake tensors: on the CPU, on zeros, to see the shapes of its results."""
+        back: dict[int, Tensor] = {}
+
+        def there(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return _CPU
+            if not isinstance(leaf, torch.Tensor) or leaf.device == _CPU:
+                return leaf
+            twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_CPU)
+            back[id(twin)] = leaf
+            return twin
+
+        def here(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in back:
+                return back.get(id(leaf), leaf)
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+
+        with self._fakes:
+            args, kwargs = tree_map(there, (args, kwargs))
+        with _torch.running_on_zeros(self._fakes):
+            out = self._fakes.dispatch(func, (), args, kwargs)
+        with self._fakes:
+            return tree_map(here, out)
