@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -362,3 +362,39 @@ def foreach_for_fakes() -> Iterator[None]:
         yield
     finally:
         _foreach_types.remove(FakeTensor)
+
+
+AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
+"""Dispatch keys of that device. 2.13, since 2.0."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(AUTOCAST_KEY))
+
+
+def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> torch.library.Library:
+    """Python functions as kernels of operators, for as long as what is returned lives. 2.13, since 1.13."""
+    library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+    return library
+
+
+def pass_through(key: str) -> torch.library.Library:
+    """Every operator that has no kernel for `key` goes on to the next key. 2.13, since 2.3."""
+    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+    return library
+
+
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Autocast for that device is past in this block, as in a kernel that has cast its arguments. 2.13, since 2.0."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+def attention_allowed(kernel: str) -> bool:
+    """Whether a kernel of attention is switched on: "cudnn", "flash", "efficient". 2.13, since 2.5."""
+    ask = {
+        "cudnn": torch._C._get_cudnn_sdp_enabled,
+        "flash": torch._C._get_flash_sdp_enabled,
+        "efficient": torch._C._get_mem_efficient_sdp_enabled,
+    }
+    return bool(ask[kernel]())

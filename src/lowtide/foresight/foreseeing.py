@@ -55,6 +55,10 @@ class Foresight:
         """The most memory of the step: parameters, gradients, optimizer state and batch included."""
         return self.static.total + self.timeline.peak_bytes
 
+    def more(self) -> Iterator[str]:
+        """Lines that the table has besides."""
+        return iter(())
+
     def __str__(self) -> str:
         from lowtide.foresight.text import table  # made when somebody looks
 

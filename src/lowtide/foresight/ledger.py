@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,14 +190,15 @@ class Ledger(TorchDispatchMode, Recorder):
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
         for number, tensor in enumerate(new):
             self._follow(tensor, op, n_bytes=sizes.get(number))
-        for n_bytes in extra:
-            self._events.append(Allocate(self._n_blocks, n_bytes, 0, op))
-            self._n_blocks += 1
-        for number, n_bytes in enumerate(reversed(extra), 1):
-            self._events.append(Free(self._n_blocks - number, n_bytes))
-        for n_bytes in self._scratch.lasting(func, tensors):
-            self._events.append(Allocate(self._n_blocks, n_bytes, 0, op))
-            self._n_blocks += 1
+        self._inside(extra, op)
+
+    def _inside(self, sizes: Sequence[int], op: str) -> range:
+        """Blocks that an operator takes and gives back. Their numbers."""
+        blocks = range(self._n_blocks, self._n_blocks + len(sizes))
+        self._n_blocks = blocks.stop
+        self._events += [Allocate(*block, 0, op) for block in zip(blocks, sizes, strict=True)]
+        self._events += [Free(*block) for block in zip(reversed(blocks), reversed(sizes), strict=True)]
+        return blocks
 
     # --- storages
 

@@ -43,10 +43,6 @@ class Scratch:
             return {}, []
         return {}, [n for n in rule(args, kwargs, made) if n]
 
-    def lasting(self, func: Any, tensors: list[Tensor]) -> list[int]:
-        """Bytes of each block that this call takes and that stays as long as the process."""
-        return []
-
 
 def _copied(*places: int) -> Rule:
     """The kernel makes these arguments contiguous."""

@@ -28,6 +28,7 @@ def table(foresight: Foresight) -> Iterator[str]:
     yield from _rows("most in each phase", [(p.name, static.total + p.peak_bytes) for p in timeline.phases])
     largest = sorted((b for blocks in alive.values() for b in blocks), key=lambda block: -block.bytes)[:TOP_BLOCKS]
     yield from _rows("largest blocks at the peak", [(f"{b.category} {b.name}", b.bytes) for b in largest])
+    yield from foresight.more()
     for title, lines in (("not counted", foresight.unknown), ("assumed", foresight.assumed)):
         if lines:
             yield f"{title}:"

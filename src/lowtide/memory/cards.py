@@ -57,6 +57,16 @@ CARDS: tuple[Card, ...] = (
 """The smallest first."""
 
 
+def context_bytes(card: Card) -> tuple[int, int]:
+    """What a CUDA context, the libraries' handles and loaded kernels take of a card, at least and at most.
+
+    They are not the allocator's. Reported are 287 MB where kernels are loaded as they are needed and 667 MB where not
+    (github.com/pytorch/pytorch/issues/86509), about 300 MB (107667) and 400 MB (109888), and 426 MiB on an RTX 6000 Ada
+    (github.com/unslothai/unsloth-zoo/issues/1053); it grows with the card's multiprocessors and differs by driver.
+    """
+    return 250 * 2**20, 700 * 2**20
+
+
 def parse_card(text: str | Card) -> Card:
     """The card that is meant by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a card's full name.
 

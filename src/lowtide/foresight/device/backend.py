@@ -15,13 +15,9 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
+from lowtide.foresight.device.current import NAME, in_use
 from lowtide.foresight.device.kernels import register
 from lowtide.memory.cards import Card
-
-NAME = "cudalike"
-"""Type of the device that tensors on the card show: it begins as "cuda" does, for those who look at its name."""
-
-_in_use: list[Card] = []
 
 
 class _Module(_torch.DeviceModule):
@@ -38,13 +34,13 @@ class _Hook(_torch.DeviceHook):
     """What torch's C++ code asks: an accelerator only as long as a rehearsal runs."""
 
     def is_available(self) -> bool:
-        return bool(_in_use)
+        return bool(in_use)
 
     def is_built(self) -> bool:
-        return bool(_in_use)
+        return bool(in_use)
 
     def has_primary_context(self, index: int) -> bool:
-        return bool(_in_use)
+        return bool(in_use)
 
 
 @contextlib.contextmanager
@@ -54,21 +50,16 @@ def card_in_use(card: Card) -> Iterator[None]:
     Raises RehearsalError where somebody else has taken torch's place for such devices.
     """
     _take_place()
-    if _in_use:
+    if in_use:
         raise RehearsalError("one rehearsal of a card runs inside of another. Let the first one end.")
-    _in_use.append(card)
+    in_use.append(card)
     try:
         # the engine's threads don't know of devices that came after them
         engine = torch.autograd.set_multithreading_enabled(False)
         with engine, _torch.constants_made_on_cpu(), _torch.foreach_for_fakes():
             yield
     finally:
-        _in_use.clear()
-
-
-def card() -> Card:
-    """The card that is being rehearsed."""
-    return _in_use[0]
+        in_use.clear()
 
 
 def _take_place() -> None:

@@ -9,10 +9,20 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide import _torch
+from lowtide.foresight.behaviours.products import WORKSPACE
+from lowtide.foresight.device.current import NAME
 from lowtide.foresight.ledger import Ledger, tensors_of
+from lowtide.foresight.scratch import Scratch
+from lowtide.foresight.trials import Trials
+from lowtide.memory.events import Allocate
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lowtide.foresight.answers import Answers
+    from lowtide.foresight.behaviours.behaviour import Inside
+    from lowtide.foresight.device.takes import Takes
 
 aten = torch.ops.aten
 
@@ -29,9 +39,28 @@ class CardLedger(Ledger):
     on the card it is taken to be there as well, as long as it lives.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, fakes: FakeTensorMode, answers: Answers, takes: Takes) -> None:
+        super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()))
+        self._takes = takes
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self.bounds: dict[int, Inside] = {}
+        """Blocks of which only bounds are known, by number."""
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of tensors on the card, now."""
+        return sum(living.bytes for living in self._living.values())
+
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+        super()._record(func, args, kwargs, tensors, made)
+        op = f"aten::{func.__name__.partition('.')[0]}"
+        if found := self._takes.inside(func, args, kwargs, made):
+            blocks = self._inside([inside.bytes for inside in found], op)
+            pairs = zip(blocks, found, strict=True)
+            self.bounds |= {block: inside for block, inside in pairs if inside.least < inside.most}
+        if workspace := self._takes.lasting(func, made):
+            self._events.append(Allocate(self._n_blocks, workspace, 0, WORKSPACE))
+            self._n_blocks += 1
 
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)

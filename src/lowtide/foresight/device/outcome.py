@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from lowtide.foresight.behaviours.behaviour import Inside
+from lowtide.foresight.behaviours.products import WORKSPACE, workspace_bytes
 from lowtide.foresight.foreseeing import Foresight
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import Reserved, simulate
-from lowtide.memory.cards import CARDS, Card
-from lowtide.memory.events import EventStream
-
-MIB = 2**20
-
-CONTEXT_BYTES = (250 * MIB, 700 * MIB)
-"""What a CUDA context with its loaded kernels takes of a card: 287 MiB if modules are loaded lazily, 667 MiB if not
-(github.com/pytorch/pytorch/issues/86509), 426 MiB on an RTX 6000 Ada (github.com/unslothai/unsloth-zoo/issues/1053)."""
+from lowtide.memory.cards import CARDS, Card, context_bytes
+from lowtide.memory.events import Allocate, Event, EventStream, Mark
+from lowtide.units import format_bytes
 
 Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardForesight(Foresight):
-    """A `Foresight` for a card, from the first step on. `print` it for a table."""
+    """A `Foresight` for a card, over both steps and what is there before them. `print` it for a table.
+
+    What is known only within bounds is counted as expected, unless a name says otherwise.
+    """
 
     card: Card
     whole: EventStream
-    """Both steps, and before them what is there at entry, as the allocator sees it."""
+    """Both steps, what exists at entry being allocated first: all that the allocator sees."""
+    bounds: Mapping[int, Inside]
+    """Blocks of `whole` of which only bounds are known, by number."""
     config: AllocatorConfig
     needs: Reserved
-    """Peaks over both steps, on a card without end."""
+    """The peaks, on a card without end."""
+    interval: tuple[int, int]
+    """Bytes reserved at the peak, at least and at most."""
+    verdict: Verdict
+    """Whether it fits on `card` beside a CUDA context; "unknown" where what is not known could matter."""
+    smallest_card: Card | None
+    """The smallest card of the table on which it is sure to fit; None if there is none."""
 
     @property
     def peak_requested_bytes(self) -> int:
-        """The most bytes of tensors."""
+        """The most bytes of tensors and workspaces at a time."""
         return self.needs.peak_requested_bytes
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The same in blocks of the allocator: `torch.cuda.max_memory_allocated`."""
+        """The same in the allocator's blocks: `torch.cuda.max_memory_allocated`."""
         return self.needs.peak_allocated_bytes
 
     @property
@@ -48,31 +56,99 @@ class CardForesight(Foresight):
         return self.needs.peak_reserved_bytes
 
     @property
-    def verdict(self) -> Verdict:
-        """Whether it fits on the card; "unknown" where what is not known could matter."""
-        return verdict_on(self.card, self.whole, self.config)
-
-    @property
     def fits(self) -> bool:
         """Whether it is sure to fit."""
         return self.verdict == "fits"
 
-    @property
-    def smallest_card(self) -> Card | None:
+    def more(self) -> Iterator[str]:
+        """The allocator, and the answer."""
+        least, most = (format_bytes(n) for n in self.interval)
+        within = "" if least == most else f", within {least} and {most}"
+        yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {_IN_WORDS[self.verdict]}"
+        yield f"  {format_bytes(self.peak_requested_bytes)}  requested at the peak of both steps"
+        yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
+        yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
+        context = " to ".join(format_bytes(n) for n in context_bytes(self.card))
+        yield f"  {context}  the CUDA context, which is not the allocator's"
+        smallest = "none of the table" if self.smallest_card is None else self.smallest_card.name
+        yield f"smallest card on which it is sure to fit: {smallest}"
+
+
+_IN_WORDS: dict[Verdict, str] = {
+    "fits": "it fits",
+    "does not fit": "it does not fit",
+    "unknown": "it fits or not by what is not known",
+}
+
+
+class Outcome:
+    """A recorded run on any card: one stream for what is expected, and one for each bound."""
+
+    def __init__(self, whole: EventStream, bounds: Mapping[int, Inside], config: AllocatorConfig) -> None:
+        self._config = config
+        self.whole = whole
+        self._streams = [whole]
+        if bounds:
+            self._streams = [_resized(whole, {block: getattr(b, end) for block, b in bounds.items()}) for end in _ENDS]
+
+    def needs(self) -> tuple[Reserved, tuple[int, int]]:
+        """The peaks expected, and the bounds of the reserved one, on a card without end."""
+        expected = simulate(self.whole, self._config)
+        if len(self._streams) == 1:
+            return expected, (expected.peak_reserved_bytes,) * 2
+        peaks = [simulate(stream, self._config).peak_reserved_bytes for stream in self._streams]
+        peaks.append(expected.peak_reserved_bytes)  # best fit does not promise that less needs less
+        return expected, (min(peaks), max(peaks))
+
+    def on(self, card: Card) -> Verdict:
+        """Whether it fits there, whatever its context and what is not known take."""
+        workspace = workspace_bytes(card)
+        least, most = context_bytes(card)
+        streams = [_resized(stream, _workspaces(stream, workspace)) for stream in self._streams]
+        if self._runs(streams[-1], card, most):
+            return "fits"
+        return "unknown" if any(self._runs(stream, card, least) for stream in streams) else "does not fit"
+
+    def smallest(self) -> Card | None:
         """The smallest card of the table on which it is sure to fit."""
-        return next((card for card in CARDS if verdict_on(card, self.whole, self.config) == "fits"), None)
+        return next((card for card in CARDS if self.on(card) == "fits"), None)
+
+    def _runs(self, stream: EventStream, card: Card, context: int) -> bool:
+        return simulate(stream, self._config, card.total_bytes - context, total=card.total_bytes).fits
 
 
-def verdict_on(card: Card, whole: EventStream, config: AllocatorConfig) -> Verdict:
-    """Whether a run fits on a card, whatever its context takes."""
-    least, most = CONTEXT_BYTES
-    if simulate(whole, config, card.total_bytes - most, total=card.total_bytes).fits:
-        return "fits"
-    if simulate(whole, config, card.total_bytes - least, total=card.total_bytes).fits:
-        return "unknown"
-    return "does not fit"
+_ENDS = ("least", "most")
 
 
-def from_environment() -> AllocatorConfig:
-    """The allocator as the environment sets it."""
-    return AllocatorConfig.from_environment(os.environ)
+def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
+    return {e.block: n_bytes for e in stream if type(e) is Allocate and e.op == WORKSPACE and e.bytes != n_bytes}
+
+
+def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
+    """The same with blocks of other sizes."""
+    if not sizes:
+        return stream
+
+    def resized(event: Event) -> Event:
+        if isinstance(event, Mark) or event.block not in sizes:
+            return event
+        return event._replace(bytes=sizes[event.block])
+
+    return replace(stream, events=tuple(resized(event) for event in stream))
+
+
+def known_within(whole: EventStream, bounds: Mapping[int, Inside]) -> tuple[str, ...]:
+    """A line for each operator of which only bounds are known, with its largest block."""
+    largest: dict[str, Inside] = {}
+    for event in whole:
+        if isinstance(event, Allocate) and event.block in bounds:
+            found = bounds[event.block]
+            if found.most > largest.get(event.op, _NONE).most:
+                largest[event.op] = found
+    return tuple(
+        f"{op}: takes {format_bytes(b.least)} to {format_bytes(b.most)} inside, counted as {format_bytes(b.bytes)}"
+        for op, b in sorted(largest.items(), key=lambda item: -item[1].most)
+    )
+
+
+_NONE = Inside(0, 0, 0)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide import _torch
 from lowtide.foresight.answers import Answers
-from lowtide.foresight.device.backend import NAME, card_in_use
+from lowtide.foresight.device.backend import card_in_use
+from lowtide.foresight.device.cuda import cuda_is_there
+from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME
 from lowtide.foresight.device.ledger import CardLedger
-from lowtide.foresight.device.outcome import CardForesight, from_environment
+from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import belongings, on_card
 from lowtide.foresight.device.takes import Takes
 from lowtide.foresight.foreseeing import planned, transformers_unaware, two_steps
@@ -17,7 +19,7 @@ from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
 from lowtide.foresight.twins import Twins
-from lowtide.memory.allocator.simulation import simulate
+from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Timeline
 from lowtide.remat.engine import Engine
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.memory.allocator.config import AllocatorConfig
     from lowtide.memory.cards import Card
     from lowtide.planner.records import Plan
 
@@ -42,25 +43,37 @@ def foresee_on(
 ) -> CardForesight:
     """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
     actions = planned(model, batch, plan, "cuda")
-    config = from_environment() if allocator is None else allocator
+    config = AllocatorConfig.from_environment() if allocator is None else allocator
     with card_in_use(card):
         fakes = _torch.fake_mode(run_on_zeros=False)
-        answers, takes, twins = Answers(fakes), Takes(card, NAME), Twins(fakes, NAME)
-        ledger = CardLedger(NAME, fakes, answers, takes)
+        answers, twins = Answers(fakes), Twins(fakes, NAME)
+        ledger = CardLedger(fakes, answers, Takes(card))
         with Kept(model, step, batch, optimizer) as kept:
             at_entry = belongings(model, batch, kept.reached)
             with on_card(at_entry, twins, answers):
                 names = Names(Engine(model, actions), ledger.mark)
-                with ledger, Questions(answers, ledger.adopt), transformers_unaware():
+                with cuda_is_there(ledger, answers), ledger, Questions(answers, ledger.adopt), transformers_unaware():
                     static = two_steps(model, step, batch, ledger, names, kept, at_entry)
-    whole = ledger.whole
+    outcome = Outcome(ledger.whole, ledger.bounds, config)
+    needs, interval = outcome.needs()
     return CardForesight(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
         static=static,
-        unknown=takes.unknown,
-        assumed=tuple(answers.notes),
+        unknown=known_within(outcome.whole, ledger.bounds),
+        assumed=(*_about(card), *answers.notes),
         card=card,
-        whole=whole,
+        whole=outcome.whole,
+        bounds=ledger.bounds,
         config=config,
-        needs=simulate(whole, config),
+        needs=needs,
+        interval=interval,
+        verdict=outcome.on(card),
+        smallest_card=outcome.smallest(),
     )
+
+
+def _about(card: Card) -> tuple[str, ...]:
+    if card.capability is not None:
+        return ()
+    major, minor = CAPABILITY_ASSUMED
+    return (f"compute capability {major}.{minor}: only the memory of the card was given",)

@@ -1,51 +1,41 @@
-"""Memory that CUDA's kernels and libraries take from the allocator without being asked by an operator."""
+"""What CUDA's kernels and libraries take from the allocator inside of operators."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lowtide import _torch
-from lowtide.memory.cards import Card, cublas_workspace_bytes
+from lowtide.foresight.behaviours.behaviour import Inside
+from lowtide.foresight.behaviours.products import PRODUCTS, workspace_bytes
+from lowtide.foresight.behaviours.table import INSIDE
+from lowtide.foresight.device.current import NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.foresight.device.backend import NAME  # noqa: F401
-
-aten = torch.ops.aten
-
-PRODUCTS = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
-)
-
-WORKSPACE = "cublas::workspace"
-"""Name of the operator that those blocks are put down to."""
+    from lowtide.memory.cards import Card
 
 
 class Takes:
-    """In the place of `Scratch` for a card."""
+    """Answers for a card what `Scratch` answers for the machine at hand."""
 
-    def __init__(self, card: Card, device: str) -> None:
-        self._device = device
-        workspace = card.cublas_workspace_bytes()
-        self._workspace = cublas_workspace_bytes((8, 0)) if workspace is None else workspace
+    def __init__(self, card: Card) -> None:
+        self._workspace = workspace_bytes(card)
         self._handles: set[bool] = set()
-        self.unknown: tuple[str, ...] = ()
 
-    def of(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
-    ) -> tuple[dict[int, int], list[int]]:
-        """Sizes of results that differ from what their fake storages say, by number, and bytes inside the operator."""
-        return {}, []
+    def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+        """The blocks that an operator on the card takes and gives back."""
+        rule = INSIDE.get(func)
+        return [] if rule is None or not _on_card(made) else rule(args, kwargs, made)
 
-    def lasting(self, func: Any, tensors: list[Tensor]) -> list[int]:
-        """A workspace for each thread's first product: backward runs in a thread of its own on CUDA."""
-        if func not in PRODUCTS or tensors[0].device.type != self._device:
-            return []
+    def lasting(self, func: Any, made: list[Tensor]) -> int:
+        """The workspace that a thread's first product takes. Backward runs in a thread of its own on CUDA."""
         thread = _torch.in_backward()
-        if thread in self._handles:
-            return []
+        if func not in PRODUCTS or thread in self._handles or not _on_card(made):
+            return 0
         self._handles.add(thread)
-        return [self._workspace]
+        return self._workspace
+
+
+def _on_card(made: list[Tensor]) -> bool:
+    return any(tensor.device.type == NAME for tensor in made)

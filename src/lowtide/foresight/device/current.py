@@ -1,0 +1,19 @@
+"""The card that is being rehearsed, for those who behave by it."""
+
+from __future__ import annotations
+
+from lowtide.memory.cards import Card
+
+NAME = "cudalike"
+"""Type of the device that tensors on the card show: it begins as "cuda" does, for those who look at its name."""
+
+CAPABILITY_ASSUMED = (8, 0)
+"""Of a card of which only the memory was given."""
+
+in_use: list[Card] = []
+"""At most one."""
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability to behave by. Only while a card is in use."""
+    return in_use[0].capability or CAPABILITY_ASSUMED
