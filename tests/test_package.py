@@ -22,6 +22,8 @@ LAYERS = [
     ["lowtide.graphs"],
     ["lowtide.accumulation"],
     ["lowtide.rehearsal"],
+    ["lowtide.levers"],
+    ["lowtide.applying"],
     ["lowtide.foresight"],
     ["lowtide.verification"],
     ["lowtide.watching", "lowtide.releasing"],

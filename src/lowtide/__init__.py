@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowtide.accumulation.batches import micro_batches
     from lowtide.accumulation.whole import accumulate
+    from lowtide.applying import Applied, apply
     from lowtide.errors import (
         BudgetError,
         Infeasible,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from lowtide.rehearsal import rehearse
     from lowtide.rehearsal.timeline import timeline
     from lowtide.releasing import loss_only, release, step
-    from lowtide.remat.engine import Applied, apply
     from lowtide.verification import Verdict, verify
     from lowtide.watching.watch import Watch, watch
 
@@ -76,7 +76,7 @@ __all__ = [
 
 # Where each public name lives. tests/test_package.py holds this, __all__ and the imports above to the same set.
 _HOMES = {
-    "Applied": "lowtide.remat.engine",
+    "Applied": "lowtide.applying",
     "BudgetError": "lowtide.errors",
     "Fitted": "lowtide.fitting",
     "Foresight": "lowtide.foresight",
@@ -94,7 +94,7 @@ _HOMES = {
     "Verdict": "lowtide.verification",
     "Watch": "lowtide.watching.watch",
     "accumulate": "lowtide.accumulation.whole",
-    "apply": "lowtide.remat.engine",
+    "apply": "lowtide.applying",
     "explain_oom": "lowtide.oom.noting",
     "fit": "lowtide.fitting",
     "foresee": "lowtide.foresight",

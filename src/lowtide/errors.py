@@ -76,6 +76,7 @@ class Infeasible(LowtideError, ValueError):
         self.budget_bytes = budget_bytes
         self.smallest_peak_bytes = smallest_peak_bytes
         self.parts = dict(parts)
+        self.extra_ratio = extra_ratio
         budget, smallest = units.format_apart(budget_bytes, smallest_peak_bytes)
         extra = "" if extra_ratio is None else f" ({units.format_ratio(extra_ratio, signed=True)} time)"
         super().__init__(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
 from lowtide.identity import fingerprint
+from lowtide.levers import DEFAULT, named
+from lowtide.levers.choosing import Choice, advice, choose, optimizer_of
+from lowtide.levers.lever import Site
 from lowtide.planner import plan
-from lowtide.planner.records import Plan, Profile
+from lowtide.planner.planning import simulator_of
+from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import rehearse
-from lowtide.remat.engine import Applied, apply
 from lowtide.units import parse_budget
 from lowtide.verification import Verdict, verify
 
@@ -60,6 +64,7 @@ def fit(
     budget: int | str,
     optimizer: Optimizer | None = None,
     profile: Profile | None = None,
+    levers: Collection[str] = DEFAULT,
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
@@ -68,30 +73,69 @@ def fit(
     the optimizer if it likes) and is run about eight times here, after which parameters, gradients, buffers, optimizer
     state and random numbers are as they were. A `profile` from `rehearse` of the same step saves three of them.
 
+    `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
+    three more steps: "outputs" (exact; by default), and with your word "fused optimizer", "loss head", "step in
+    backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
+    the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
+
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
     reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned; StalePlan
     for a profile of something else. Then nothing is applied.
     """
     parse_budget(budget, of=sys.maxsize)  # nonsense is refused before anything runs
+    levers = (levers,) if isinstance(levers, str) else levers
+    kinds = [named(name) for name in levers]
     if profile is None:
         profile = rehearse(model, step, batch, optimizer=optimizer)
     elif differences := profile.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this profile is not of this {type(model).__name__} and batch.", differences=differences)
-    first = made = plan(profile, budget)
+    if optimizer is None and any(kind.wants_optimizer for kind in kinds):
+        optimizer = optimizer_of(model, step, batch)
+    site = Site(model, step, batch, optimizer)
+    choice, budget_bytes = _chosen(site, profile, budget, levers)
+    made = _planned(choice, budget_bytes, budget_bytes)
     measured: list[int] = []
     for _ in range(REPAIRS):
         verdict = verify(model, step, batch, made, optimizer=optimizer)
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
-            return Fitted(apply(model, made), profile, made, verdict)
+            return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
-        over = verdict.measured_peak_bytes - first.budget_bytes
+        over = verdict.measured_peak_bytes - budget_bytes
         try:
-            made = replace(plan(profile, max(1, made.predicted.peak_bytes - over)), budget_bytes=first.budget_bytes)
+            made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes)
         except Infeasible:
             break
-    raise OverBudget(budget_bytes=first.budget_bytes, measured_peak_bytes=min(measured))
+    raise OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured))
+
+
+def _chosen(site: Site, profile: Profile, budget: int | str, levers: Collection[str]) -> tuple[Choice, int]:
+    """The levers that pay, and the budget in bytes. Raises Infeasible, which names further levers that may help."""
+    plain = simulator_of(profile).predict(Decisions())
+    measured = profile.measured_plain_peak_bytes
+    budget_bytes = parse_budget(budget, of=plain.peak_bytes if measured is None else measured)
+    if profile.levers:  # they were chosen before
+        choice = Choice(profile, plain)
+    else:
+        choice = choose(site, profile, plain, budget_bytes, levers)
+    try:
+        plan(choice.profile, budget_bytes)
+    except Infeasible as error:
+        raise Infeasible(
+            budget_bytes=error.budget_bytes,
+            smallest_peak_bytes=error.smallest_peak_bytes,
+            parts=error.parts,
+            extra_ratio=error.extra_ratio,
+            nearest=advice(site, levers, error),
+        ) from None
+    return choice, budget_bytes
+
+
+def _planned(choice: Choice, aim_bytes: int, budget_bytes: int) -> Plan:
+    """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
+    made = plan(choice.profile, aim_bytes)
+    return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes))
 
 
 def _not_identical(verdict: Verdict) -> str:

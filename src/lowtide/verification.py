@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lowtide.applying import apply
 from lowtide.errors import StalePlan
 from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.levers import named, put_on
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Plan, Record
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
-from lowtide.remat.engine import apply
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,11 @@ class Verdict(Record):
     differences: dict[str, tuple[str, ...]] | None
     """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names whose bits are not those
     of the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
+    levers: tuple[str, ...] = ()
+    """Levers of the plan that are not exact. Then `differences` are those to the step with the plan's levers alone."""
+    relative_differences: dict[str, float] | None = None
+    """With such levers, how far loss, gradients and parameters are from the plain step's: the Euclidean norm of what
+    all of a kind differ by, over that of what the plain step has. None where there are none, or it does not fit."""
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that were not what the plan expects, and were kept."""
 
@@ -45,7 +51,7 @@ class Verdict(Record):
 
     @property
     def identical(self) -> bool:
-        """Whether nothing was found to differ from the plain step."""
+        """Whether nothing was found to differ from the plain step, or from that with inexact levers alone."""
         return not any((self.differences or {}).values())
 
 
@@ -55,36 +61,52 @@ def verify(
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
     The peak is of a second step, when the optimizer has its state. Everything is as it was afterwards. `model` must not
-    have a plan applied. Raises StalePlan if the plan is for another model, batch or device.
+    have a plan applied. `optimizer` is needed where one of the plan's levers changes it. Where one is not exact, the
+    step is also run with the levers and without the rest of the plan.
+
+    Raises StalePlan if the plan is for another model, batch or device.
     """
     check(model, step)
-    differences = plan.fingerprint.differences(fingerprint(model, batch))
-    if differences:
+    if differences := plan.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)
+    inexact = tuple(lever.name for lever in plan.levers if not lever.exact)
     with Unchanged(model, batch, optimizer) as unchanged:
-        with apply(model, plan) as applied:
-            planned = Outcome.of(model, step, batch)
+        with apply(model, plan, optimizer=optimizer) as applied:
+            planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, _ = static_bytes(model, batch, unchanged.optimizers)
             with recorder_for(device_of(model)) as recorder:
                 began = time.perf_counter()
                 step(batch)
                 planned_ms = (time.perf_counter() - began) * 1000
         unchanged.restore()
-        plain, plain_ms = _plain(model, step, batch)
+        plain, plain_ms = _plain(model, step, batch, copies=bool(inexact))
+        compare_with = plain
+        if inexact:
+            unchanged.restore()
+            with put_on(model, plan.levers, optimizer):
+                compare_with, _ = _plain(model, step, batch)
+    found = None if compare_with is None else compare_with.differences(planned)
+    if found is not None:
+        for kind in {kind for lever in plan.levers for kind in named(lever.name).hides}:
+            del found[kind]
     return Verdict(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         measured_peak_bytes=static.total + Timeline(recorder.stream).peak_bytes,
         planned_ms=planned_ms,
         plain_ms=plain_ms,
-        differences=None if plain is None else plain.differences(planned),
+        differences=found,
+        levers=inexact,
+        relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,
         drifted=tuple(sorted(applied.drifted)),
     )
 
 
-def _plain(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> tuple[Outcome | None, float | None]:
+def _plain(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, *, copies: bool = False
+) -> tuple[Outcome | None, float | None]:
     try:
-        outcome = Outcome.of(model, step, batch)
+        outcome = Outcome.of(model, step, batch, copies=copies)
         began = time.perf_counter()
         step(batch)
         return outcome, (time.perf_counter() - began) * 1000

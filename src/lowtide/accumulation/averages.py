@@ -57,13 +57,25 @@ class Average:
     class_weight: Tensor | None = None
 
 
+_NOTED = "lowtide.average"  # key in the metadata of nodes that do not tell themselves
+
+
+def note_average(loss: Tensor, average: Average) -> None:
+    """Say how `loss` averages, on its node: for one that an operator of ours made."""
+    if loss.grad_fn is not None:
+        _torch.node_metadata(loss.grad_fn)[_NOTED] = average
+
+
 def average_of(loss: Tensor) -> Average | None:
     """How `loss` averages; None where its node does not tell."""
     node = loss.grad_fn
-    while node is not None and node.name() in _SAME_NUMBER:
+    while node is not None and node.name() in _SAME_NUMBER and _NOTED not in _torch.node_metadata(node):
         node = node.next_functions[0][0]
     if node is None:
         return None
+    noted = _torch.node_metadata(node).get(_NOTED)
+    if isinstance(noted, Average):
+        return noted
     name = node.name()
     if name in _NLL:
         return _likelihood(node)

@@ -35,6 +35,7 @@ def plan(
         decisions = solver(allowed, budget_bytes)
         bound_ms = lower_bound(allowed, budget_bytes)
     predicted = simulator.predict(decisions)
+    levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or not decisions.remake | decisions.replay, (
         "the solver's decisions are over the budget"
     )
@@ -44,10 +45,11 @@ def plan(
         budget_bytes=budget_bytes,
         remake={address: node[address] for address in sorted(decisions.remake)},
         replay=tuple(sorted(decisions.replay)),
-        predicted=predicted,
+        predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
         plain=plain,
         step_ms=profile.step_ms,
-        bound_ms=bound_ms,
+        bound_ms=bound_ms + levers_ms,
+        levers=profile.levers,
     )
 
 

@@ -7,7 +7,7 @@ described on that one axis, so that the peak of any plan is a sweep over it (`pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -174,6 +174,25 @@ class Call(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled(Record):
+    """A lever that is on: a change of the step itself (`levers/`), put on together with the plan."""
+
+    name: str
+    """`outputs`, `loss head`, ..."""
+    what: str
+    """What it changes, in words."""
+    exact: bool
+    """Whether the step gives the same bits with it."""
+    settings: dict[str, float] = field(default_factory=dict)
+    """What it was told or found out about the step, for example the number of micro-batches."""
+    bytes: int = 0
+    """How much lower the plain step's peak was measured with it than with only the levers before it; where that peak
+    is elsewhere, how much lower the smallest reachable one is."""
+    extra_ms: float = 0.0
+    """What it costs a step; 0 for what does no more work than the plain step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Record):
     """What one step does with memory, and what each part of it would cost to remake."""
 
@@ -192,6 +211,8 @@ class Profile(Record):
     step_ms: float
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None where it did not fit."""
+    levers: tuple[Pulled, ...] = ()
+    """Levers that were on while all this was measured; the plain step is one with them."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
@@ -237,6 +258,8 @@ class Plan(Record):
     step_ms: float
     bound_ms: float = 0.0
     """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
+    levers: tuple[Pulled, ...] = ()
+    """Put on together with the plan; what they cost is part of `predicted.extra_ms`."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 

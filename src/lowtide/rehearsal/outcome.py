@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,17 +38,25 @@ class Outcome:
     """Digests of everything that a step leaves behind, by kind and name. Equal digests mean equal bits."""
 
     digests: dict[str, dict[str, str]]
+    copies: dict[str, dict[str, Tensor]]
+    """Where asked for, loss, gradients and parameters themselves, in host memory."""
 
     @classmethod
-    def of(cls, model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Outcome:
+    def of(cls, model: nn.Module, step: Callable[[Any], Any], batch: Any, *, copies: bool = False) -> Outcome:
         """Run the step. Gradients are those that the optimizer was about to use; without one, those at the end."""
         gradients: dict[str, str] = {}
         optimizers: list[Optimizer] = []
+        copied: dict[str, dict[str, Tensor]] = {"loss": {}, "gradients": {}, "parameters": {}} if copies else {}
+
+        def copy(kind: str, name: str, tensor: Tensor) -> None:
+            if copies:
+                copied[kind][name] = tensor.detach().to("cpu", copy=True)
 
         def look(number: int) -> None:
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     gradients[f"{name} ({number})"] = digest(parameter.grad)
+                    copy("gradients", f"{name} ({number})", parameter.grad)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
             look(len(optimizers))
@@ -60,8 +69,13 @@ class Outcome:
             hook.remove()
         look(len(optimizers))
         unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
-        state = [t for o in unique for entry in o.state.values() for t in tensors_in(entry)]
+        parameters = [(o, p) for o in unique for group in o.param_groups for p in group["params"]]
+        state = [t for o, p in parameters if p in o.state for t in tensors_in(o.state[p])]
         random = RandomState.now()
+        for number, tensor in enumerate(tensors_in(result)):
+            copy("loss", str(number), tensor)
+        for name, parameter in model.named_parameters():
+            copy("parameters", name, parameter)
         return cls(
             {
                 "loss": {str(i): digest(t) for i, t in enumerate(tensors_in(result))},
@@ -75,7 +89,8 @@ class Outcome:
                     "python": _text_digest(repr(random.python)),
                     "numpy": _text_digest(repr(random.numpy)),
                 },
-            }
+            },
+            copied,
         )
 
     def differences(self, other: Outcome) -> dict[str, tuple[str, ...]]:
@@ -84,6 +99,20 @@ class Outcome:
         for kind, mine in self.digests.items():
             theirs = other.digests[kind]
             found[kind] = tuple(sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)))
+        return found
+
+    def relative_differences(self, other: Outcome) -> dict[str, float]:
+        """How far `other` is from this one, for each kind that both have copies of: |other - this| / |this|.
+
+        All tensors of a kind are taken as one long vector; the norm is the Euclidean one.
+        """
+        found = {}
+        for kind, mine in self.copies.items():
+            theirs = other.copies.get(kind, {})
+            if mine and mine.keys() == theirs.keys():
+                apart = sum(float((theirs[name].double() - mine[name].double()).square().sum()) for name in mine)
+                norm = sum(float(tensor.double().square().sum()) for tensor in mine.values())
+                found[kind] = 0.0 if apart == 0 else math.sqrt(apart / norm) if norm else math.inf
         return found
 
 

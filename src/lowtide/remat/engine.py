@@ -10,17 +10,14 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch import CALL, in_backward, in_function_transform, saved_tensor_hooks
-from lowtide.errors import LowtideError, StalePlan
-from lowtide.identity import fingerprint
+from lowtide.errors import LowtideError
 from lowtide.remat import values
 from lowtide.remat.actions import DROPOUT_MASK, Actions, Decision, actions_for
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
@@ -28,15 +25,13 @@ from lowtide.remat.layout import producer
 from lowtide.remat.masks import Draws
 from lowtide.remat.remake import Builder, CannotRemake, Owners
 from lowtide.remat.replay import Frame
-from lowtide.remat.seam import Seam
+from lowtide.remat.seam import Front, Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.planner.records import Plan
-
-__all__ = ["Actions", "Applied", "Decision", "Engine", "Pass", "actions_for", "apply"]
+__all__ = ["Actions", "Decision", "Engine", "Pass", "actions_for"]
 
 
 class Engine:
@@ -170,8 +165,8 @@ class Engine:
     def install(self) -> None:
         """Put a seam into every module, until `remove`. Raises LowtideError if the model has a plan already."""
         front = self.model.__dict__.get(CALL)
-        while isinstance(front, Seam):
-            if front.engine.model is self.model:
+        while isinstance(front, Seam | Front):
+            if isinstance(front, Seam) and front.engine.model is self.model:
                 raise LowtideError(
                     f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
                 )
@@ -229,44 +224,3 @@ def owners(model: nn.Module) -> Owners:
             if parameter is not None:
                 found[id(parameter)] = (*found.get(id(parameter), ()), module)
     return found
-
-
-class Applied:
-    """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
-
-    def __init__(self, engine: Engine, plan: Plan) -> None:
-        self.plan = plan
-        self._engine = engine
-        if engine.actions:  # a plan that changes nothing costs nothing
-            engine.install()
-
-    @property
-    def drifted(self) -> frozenset[str]:
-        """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
-        return frozenset(self._engine.drifted)
-
-    def remove(self) -> None:
-        """Give the model back as it was. May be called again."""
-        self._engine.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-
-def apply(model: nn.Module, plan: Plan) -> Applied:
-    """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
-
-    Raises StalePlan if the plan was made for another model, device or version of torch.
-    """
-    found = fingerprint(model, None)
-    differences = plan.fingerprint.differences(replace(found, batch=plan.fingerprint.batch))
-    if differences:
-        raise StalePlan(
-            f"this plan is not for this {type(model).__name__}: rehearse and plan again.", differences=differences
-        )
-    return Applied(Engine(model, actions_for(plan.remake, plan.replay)), plan)

@@ -11,14 +11,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lowtide._torch import CALL, call_module
 from lowtide.remat.surroundings import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
     from lowtide.remat.actions import Actions
     from lowtide.remat.engine import Engine
@@ -46,25 +45,25 @@ class Seam:
         return type(None), ()
 
     def install(self) -> None:
-        """Stand in front of the module's implementation, or of what stands there already (`Module.compile`)."""
-        self.before: Callable[..., Any] | None = self.module.__dict__.get(CALL)
+        """Stand in front of the module's implementation, or of what stands there already (`Module.compile`).
+
+        But behind every `Front`.
+        """
+        last, first = None, self.module.__dict__.get(CALL)
+        while isinstance(first, Front):
+            last, first = first, first.before
+        self.before: Callable[..., Any] | None = first
         self.inner: Callable[..., Any] = self.before or self.module._call_impl
-        self.module.__dict__[CALL] = self
+        if last is None:
+            self.module.__dict__[CALL] = self
+        else:
+            last.before = last.inner = self
         self.installed = True
 
     def remove(self) -> None:
         """Leave the place as it was found, also if somebody else stands in front by now."""
         self.installed = False
-        front = self.module.__dict__.get(CALL)
-        if front is self:
-            if self.before is None:
-                del self.module.__dict__[CALL]
-            else:
-                self.module.__dict__[CALL] = self.before
-        while isinstance(front, Seam):
-            if front.before is self:
-                front.before, front.inner = self.before, self.inner
-            front = front.before
+        _unlink(self)
 
     @property
     def reach(self) -> Reach:
@@ -81,6 +80,56 @@ class Seam:
             return now.call(self, args, kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
-            if caller is not None and caller is not self.module:  # a replica of nn.DataParallel has all our attributes
+            if (
+                isinstance(caller, nn.Module) and caller is not self.module
+            ):  # a replica of nn.DataParallel has all our attributes
                 return call_module(caller, *args, **kwargs)
         return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
+
+
+class Front:
+    """Stands in a module's CALL attribute, before any `Seam`: what is to be done with the module's calls from outside.
+
+    `around(inner, args, kwargs)` is called instead of the module and may call `inner(*args, **kwargs)`, which is the
+    module with the plan that is in force on it, none, once or several times.
+    """
+
+    __slots__ = ("_thread", "around", "before", "inner", "module")
+
+    def __init__(self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self.module, self.around = module, around
+        self._thread = threading.get_ident()
+        self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
+        self.inner: Callable[..., Any] = self.before or module._call_impl
+        module.__dict__[CALL] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As for a seam: copies and pickles do not have it."""
+        return type(None), ()
+
+    def remove(self) -> None:
+        """Leave the place as it was found. May be called again."""
+        _unlink(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        if threading.get_ident() != self._thread:
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in Seam
+                return call_module(caller, *args, **kwargs)
+        return self.around(self.inner, args, kwargs)
+
+
+def _unlink(gone: Seam | Front) -> None:
+    """Take one out of the row that stands in front of its module."""
+    front = gone.module.__dict__.get(CALL)
+    if front is gone:
+        if gone.before is None:
+            del gone.module.__dict__[CALL]
+        else:
+            gone.module.__dict__[CALL] = gone.before
+    while isinstance(front, Seam | Front):
+        if front.before is gone:
+            front.before, front.inner = gone.before, gone.inner
+        front = front.before

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowtide.planner.folding import fold, join
 from lowtide.planner.records import Plan, Record
-from lowtide.report.text import decisions
+from lowtide.report.text import decisions, levers
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
 
 
@@ -22,6 +22,7 @@ def show(plan: Plan) -> str:
             f"  peak{format_parts(plan.predicted.peak_bytes, plan.predicted.parts)}",
             f"  held after forward: {format_change(plan.plain.held_bytes, plan.predicted.held_bytes)}",
             f"for {made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}",
+            *levers(plan),
             decisions(plan),
             *(f"  {line}" for line in blocks(plan)),
             *(f"note: {note}" for note in plan.notes),
@@ -98,7 +99,8 @@ def _numbers(plan: Plan) -> dict[str, float]:
 
 def _decided(plan: Plan) -> dict[str, None]:
     remade = (f"remake {address}" for address in plan.remake)
-    return dict.fromkeys([*remade, *(f"replay {call}" for call in plan.replay)])
+    pulled = (f"lever {lever.name}" for lever in plan.levers)
+    return dict.fromkeys([*pulled, *remade, *(f"replay {call}" for call in plan.replay)])
 
 
 def show_diff(first: Plan, second: Plan) -> str:
@@ -123,6 +125,7 @@ def show_diff(first: Plan, second: Plan) -> str:
 
 def _folded(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
     mine = set(only)
+    yield from (line for line in only if line.startswith("lever "))
     remake = {address: node for address, node in plan.remake.items() if f"remake {address}" in mine}
     replay = [call for call in plan.replay if f"replay {call}" in mine]
     for block, made in fold(remake, replay).items():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lowtide.planner.folding import ranges
-from lowtide.units import format_bytes, format_change, format_ratio
+from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Plan
@@ -19,8 +19,16 @@ def summary(plan: Plan, verdict: Verdict) -> str:
     """One plan and what it did, in two or three lines."""
     change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
     lines = [f"{change} peak (budget {format_bytes(plan.budget_bytes)}){extra_time(plan)}", decisions(plan)]
-    lines.append(proof(verdict))
-    return "\n".join(lines)
+    return "\n".join((*lines, *levers(plan), proof(verdict)))
+
+
+def levers(plan: Plan) -> list[str]:
+    """A line for each lever of the plan: `lever outputs: of the model's outputs ..., 4 MiB less, no more work`."""
+    return [
+        f"lever {lever.name}: {lever.what}; {format_bytes(lever.bytes)} less, "
+        + (f"+{format_time(lever.extra_ms)} a step" if lever.extra_ms else "no more work")
+        for lever in plan.levers
+    ]
 
 
 def extra_time(plan: Plan) -> str:
@@ -33,13 +41,19 @@ def extra_time(plan: Plan) -> str:
 
 def proof(verdict: Verdict) -> str:
     """What was compared with the plain step, and how it came out."""
+    base, apart = "the plain step", ""
+    if verdict.levers:
+        base = f"the step with {'that lever' if len(verdict.levers) == 1 else 'those levers'} alone"
+        found = (verdict.relative_differences or {}).items()
+        apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in found)
+        apart = f"; relative differences from the plain step: {apart}" if apart else ""
     if verdict.differences is None:
         return "the plain step does not fit; every recipe and replay was compared with the true tensors, bit by bit"
     kinds = list(verdict.differences)
     differing = [kind for kind in kinds if verdict.differences[kind]]
     if differing:
-        return f"not bit-identical to the plain step: {_listed(differing)}"
-    return f"bit-identical to the plain step: {_listed(kinds)}"
+        return f"not bit-identical to {base}: {_listed(differing)}"
+    return f"bit-identical to {base}: {_listed(kinds)}{apart}"
 
 
 _OPS = {
@@ -69,7 +83,7 @@ _MOST_LISTED = 8
 def decisions(plan: Plan) -> str:
     """What is remade and replayed, by what it is: `remade layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
     if not plan.remake and not plan.replay:
-        return "everything is kept: the plain step fits"
+        return "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
     parts = []
     if plan.remake:
         count = Counter(map(_op, plan.remake.values()))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
 from lowtide.fitting import REPAIRS
 from lowtide.identity import device_of, fingerprint, static_bytes
@@ -15,7 +16,6 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
 from lowtide.rehearsal.observed import Observed
-from lowtide.remat.engine import Applied, apply
 from lowtide.script.steps import Enough
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 

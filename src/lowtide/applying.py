@@ -1,0 +1,70 @@
+"""A plan put in force on a model: its levers, and the engine that remakes and replays."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from lowtide.errors import LowtideError, StalePlan
+from lowtide.identity import fingerprint
+from lowtide.levers import put_on
+from lowtide.levers.lever import NoUse
+from lowtide.remat.actions import actions_for
+from lowtide.remat.engine import Engine
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Plan
+
+
+class Applied:
+    """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> None:
+        self.plan = plan
+        self._engine = Engine(model, actions_for(plan.remake, plan.replay))
+        with contextlib.ExitStack() as undo:
+            try:
+                undo.callback(put_on(model, plan.levers, optimizer).remove)
+            except NoUse as why:
+                raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
+            if self._engine.actions:  # a plan that changes nothing costs nothing
+                undo.callback(self._engine.remove)
+                self._engine.install()
+            self._undo = undo.pop_all()
+
+    @property
+    def drifted(self) -> frozenset[str]:
+        """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
+        return frozenset(self._engine.drifted)
+
+    def remove(self) -> None:
+        """Give the model, and the optimizer, back as they were. May be called again."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None) -> Applied:
+    """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
+
+    `optimizer` is needed where one of the plan's levers changes it. Raises StalePlan if the plan was made for another
+    model, device or version of torch, and LowtideError for a lever that can't be put on; then nothing is in force.
+    """
+    found = fingerprint(model, None)
+    differences = plan.fingerprint.differences(replace(found, batch=plan.fingerprint.batch))
+    if differences:
+        raise StalePlan(
+            f"this plan is not for this {type(model).__name__}: rehearse and plan again.", differences=differences
+        )
+    return Applied(model, plan, optimizer)

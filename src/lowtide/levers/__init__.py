@@ -1,0 +1,71 @@
+"""Levers: changes of the training step itself that lower its peak, each with its bytes and its cost.
+
+What a lever does to memory is measured, not modelled: the step is rehearsed with the lever on, which gives another
+profile, and every plan made from that profile has the lever in it (`choosing.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from lowtide.errors import LowtideError
+from lowtide.levers.lever import Lever, On
+from lowtide.levers.loss_head import LossHead
+from lowtide.levers.outputs import Outputs
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Pulled
+
+LEVERS: dict[str, Lever] = {lever.name: lever for lever in (Outputs(), LossHead())}
+"""All levers by name, in the order in which they are tried: those that cost least come first."""
+
+DEFAULT = ("outputs",)
+"""What needs nobody's word: exact, and noticed by nobody."""
+
+
+class PulledOn:
+    """Several levers that are on. `remove()` takes them off again."""
+
+    def __init__(self, undo: contextlib.ExitStack, on: tuple[On, ...]) -> None:
+        self._undo, self._on = undo, on
+
+    def check(self) -> None:
+        """After steps with them: raises NoUse if one changed nothing in them, or may not stay on."""
+        for each in self._on:
+            each.check()
+
+    def remove(self) -> None:
+        """Model and optimizer are as before. May be called again."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def put_on(model: nn.Module, levers: Iterable[Pulled], optimizer: Optimizer | None) -> PulledOn:
+    """Put these levers on, the first one innermost. Raises NoUse if one can't be put on; then none is."""
+    with contextlib.ExitStack() as undo:
+        on = []
+        for pulled in levers:
+            each = named(pulled.name).put_on(model, optimizer, pulled.settings)
+            undo.callback(each.remove)
+            on.append(each)
+        return PulledOn(undo.pop_all(), tuple(on))
+
+
+def named(name: str) -> Lever:
+    """The lever of that name. Raises LowtideError if there is none."""
+    if name not in LEVERS:
+        raise LowtideError(f"there is no lever {name!r}. There are: {', '.join(map(repr, LEVERS))}.")
+    return LEVERS[name]

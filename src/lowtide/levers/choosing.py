@@ -1,0 +1,136 @@
+"""Which levers a plan for a budget has: one after the other, cheapest first, only as far as it pays.
+
+Each step of the chain is a rehearsal with one more lever on, so what a lever does is measured. A lever that does no
+more work than the plain step pays if a peak is lower with it; another one if the whole, its own cost and what is then
+left to remake and replay, takes less time. The chain ends where nothing has to be remade any more. Decided from the
+profiles alone: the same profiles give the same levers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import Infeasible
+from lowtide.levers import DEFAULT, LEVERS, put_on
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.released import Refused
+from lowtide.planner import plan, smallest_peak
+from lowtide.planner.planning import simulator_of
+from lowtide.planner.records import Decisions, Plan, Prediction, Profile, Pulled
+from lowtide.rehearsal import rehearse
+from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.unchanged import Unchanged
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The profile of the step with the levers that pay, and why others are not among them."""
+
+    profile: Profile
+    plain: Prediction
+    """What the step needs without any lever and plan."""
+    notes: tuple[str, ...] = ()
+
+
+def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
+    """The levers out of `names` that pay for `budget_bytes`, if `profile` is that of the step without any.
+
+    Runs the step three times for each lever that is tried; everything is as it was afterwards.
+    """
+    best, notes = Tried(profile, budget_bytes), []
+    for lever in LEVERS.values():
+        if lever.name not in names or best.is_free:
+            continue
+        try:
+            best = _with(site, best, lever, lever.settings(site))
+        except NoUse as why:
+            if lever.name not in DEFAULT:
+                notes.append(f"lever {lever.name!r} is not used: {why}")
+    return Choice(best.profile, plain, tuple(notes))
+
+
+class Tried:
+    """A profile, and the plan it leads to."""
+
+    def __init__(self, profile: Profile, budget_bytes: int) -> None:
+        self.profile, self.budget_bytes = profile, budget_bytes
+        self.plan: Plan | None = None
+        try:
+            self.plan = plan(profile, budget_bytes)
+        except Infeasible as error:
+            self._smallest_bytes: int | None = error.smallest_peak_bytes
+        else:
+            self._smallest_bytes = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the step fits without any remake or replay."""
+        return self.plan is not None and not (self.plan.remake or self.plan.replay)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the step without remakes and replays."""
+        measured = self.profile.measured_plain_peak_bytes
+        return simulator_of(self.profile).predict(Decisions()).peak_bytes if measured is None else measured
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest peak that a plan reaches."""
+        if self._smallest_bytes is None:
+            self._smallest_bytes = smallest_peak(self.profile)[1].peak_bytes
+        return self._smallest_bytes
+
+
+def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
+    """`before` with one more lever. Raises NoUse if that can't be, or does not pay."""
+    pulled = Pulled(name=lever.name, what=lever.what, exact=lever.exact, settings=dict(settings))
+    found = rehearsed(site, (*before.profile.levers, pulled))
+    after = Tried(found, before.budget_bytes)
+    saved = before.peak_bytes - after.peak_bytes
+    if saved <= 0:
+        saved = before.smallest_bytes - after.smallest_bytes
+    if saved <= 0 or (before.plan is not None and after.plan is None):
+        raise NoUse("no peak is lower with it")
+    levers = (*before.profile.levers, replace(pulled, bytes=saved))
+    return Tried(replace(found, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
+
+
+def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
+    """The profile of the step with these levers on. Raises NoUse, with the reason, if one may not be."""
+    with put_on(site.model, levers, site.optimizer) as on:
+        try:
+            profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer)
+        except Refused as error:
+            raise NoUse(f"the step reads more than the loss: {str(error).partition(' was let go')[0]}") from error
+        except Exception as error:  # the step ran without it
+            raise NoUse(f"the step fails with it: {type(error).__name__}: {error}".splitlines()[0]) from error
+        on.check()
+    return replace(profile, levers=levers)
+
+
+def advice(site: Site, names: Collection[str], error: Infeasible) -> tuple[str, ...]:
+    """Levers beyond `names` that may help where no plan fits, as things to try."""
+    from lowtide.units import format_bytes
+
+    found = []
+    for lever in LEVERS.values():
+        if lever.name not in names and (saved := lever.may_save(site, error.parts)):
+            asked = tuple(name for name in LEVERS if name in names or name == lever.name)
+            found.append(f"levers={asked!r} (up to {format_bytes(saved)} less)")
+    return tuple(found)
+
+
+def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
+    """The one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
+    check(model, step)
+    with Unchanged(model, batch) as unchanged:
+        step(batch)
+        mine = {id(parameter) for parameter in model.parameters()}
+        found = [o for o in unchanged.optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,195 @@
+"""The lever `loss head`: no logits, the same loss and gradients but for rounding, and a reason where it can't be."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from levers.cases import LENGTH, LOGITS_BYTES, VOCABULARY, Batch, batch_of, close, model_of, pulled, run, untouched
+from lowtide.levers.lever import NoUse
+
+ROUNDING = 2e-6
+"""Relative, in float32."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("bert", {}),
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+    ],
+)
+def test_no_logits_and_the_same_gradients(kind: str, settings: dict[str, Any]) -> None:
+    model, batch = model_of(kind, **settings), batch_of()
+    plain = run(model, batch)
+    with pulled(model, "loss head") as on:
+        found = run(model, batch)
+        on.check()
+    # Logits, log-softmax and a gradient go; what comes in their place is small.
+    assert 2.5 * LOGITS_BYTES < plain.peak_bytes - found.peak_bytes < 4 * LOGITS_BYTES
+    assert torch.allclose(plain.loss, found.loss, rtol=ROUNDING)
+    assert close(plain.gradients, found.gradients, ROUNDING)
+    assert untouched(model)
+
+
+def test_number_of_items_in_the_batch() -> None:
+    model, batch = model_of("gpt2"), batch_of()
+    plain = run(model, batch, num_items_in_batch=torch.tensor(300))
+    with pulled(model, "loss head"):
+        found = run(model, batch, num_items_in_batch=torch.tensor(300))
+    assert torch.allclose(plain.loss, found.loss, rtol=ROUNDING)
+    assert close(plain.gradients, found.gradients, ROUNDING)
+
+
+def test_a_loss_outside_of_the_model_and_shifted_by_hand() -> None:
+    model, batch = model_of("llama"), batch_of()
+
+    def loss_of() -> tuple[float, dict[str, Tensor]]:
+        model.zero_grad()
+        logits = model(input_ids=batch["input_ids"]).logits
+        shifted = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
+        loss = nn.functional.cross_entropy(shifted, batch["labels"][..., 1:].reshape(-1))
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    loss, gradients = loss_of()
+    with pulled(model, "loss head") as on:
+        found, theirs = loss_of()
+        on.check()
+    assert found == pytest.approx(loss, rel=ROUNDING)
+    assert close(gradients, theirs, ROUNDING)
+
+
+def test_autocast() -> None:
+    model, batch = model_of("gpt2"), batch_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run(model, batch)
+        with pulled(model, "loss head") as on:
+            found = run(model, batch)
+            on.check()
+    assert found.loss.dtype == plain.loss.dtype == torch.float32
+    assert torch.allclose(plain.loss, found.loss, rtol=2e-2)  # torch adds up the chunks' losses in bfloat16
+    assert close(plain.gradients, found.gradients, 2e-2)
+
+
+def test_logits_are_there_for_whoever_reads_them() -> None:
+    model, batch = model_of("bert"), batch_of()
+    plain = run(model, batch).outputs.logits
+    with pulled(model, "loss head") as on:
+        outputs = run(model, batch).outputs
+        assert outputs.logits.shape == (*batch["input_ids"].shape, VOCABULARY)
+        on.check()
+        assert torch.equal(outputs.logits.argmax(-1), plain.argmax(-1))
+        assert torch.equal(outputs.logits + 0, plain)
+        assert torch.equal(outputs.logits[0, 3, 17], plain[0, 3, 17])
+        with pytest.raises(NoUse, match="the logits themselves are needed, by 'argmax'"):
+            on.check()
+        model.eval()
+        assert type(model(**batch).logits) is Tensor
+
+
+def test_logits_of_older_weights_are_not_made_up() -> None:
+    model, batch = model_of("gpt2"), batch_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pulled(model, "loss head"):
+        outputs = model(**batch)
+        outputs.loss.backward()
+        optimizer.step()
+        with pytest.raises(lowtide.LowtideError, match="the weights have changed since"):
+            outputs.logits.argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0}, "the logits themselves are needed, by 'div'"),
+        ("gemma2", {"final_logit_softcapping": None}, None),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_with_the_reason(
+    kind: str, settings: dict[str, Any], why: str | None
+) -> None:
+    model, batch = model_of(kind, **settings), batch_of()
+    plain = run(model, batch)
+    with pulled(model, "loss head") as on:
+        found = run(model, batch)
+        if why is None:
+            on.check()
+            return
+        with pytest.raises(NoUse, match=why):
+            on.check()
+    assert torch.equal(plain.loss, found.loss)
+    assert all(torch.equal(plain.gradients[name], found.gradients[name]) for name in plain.gradients)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_fit_with_the_users_word() -> None:
+    model, batch = model_of("gpt2"), batch_of()
+    step = _step(model, torch.optim.AdamW(model.parameters()))
+    profile = lowtide.rehearse(model, step, batch)
+    with pytest.raises(lowtide.Infeasible, match=r"levers=\('outputs', 'loss head'\) \(up to .* less\)"):
+        lowtide.fit(model, step, batch, budget="55%", profile=profile)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with lowtide.fit(model, step, batch, budget="55%", profile=profile, levers=["outputs", "loss head"]) as fitted:
+        (lever,) = fitted.plan.levers
+        assert (lever.name, lever.exact, lever.extra_ms) == ("loss head", False, 0)
+        assert profile.measured_plain_peak_bytes is not None
+        assert lever.bytes == profile.measured_plain_peak_bytes - (fitted.profile.measured_plain_peak_bytes or 0)
+        assert lever.bytes > 2 * LOGITS_BYTES
+        verdict = fitted.verdict
+        assert verdict.within_budget
+        assert verdict.predicted_peak_bytes == pytest.approx(verdict.measured_peak_bytes, rel=0.01)
+        assert verdict.identical  # to the step with the lever alone
+        assert verdict.levers == ("loss head",)
+        assert verdict.relative_differences is not None
+        assert 0 < verdict.relative_differences["gradients"] < ROUNDING
+        assert "relative differences from the plain step: loss" in str(fitted)
+        assert lowtide.Verdict.from_json(verdict.to_json()) == verdict
+    assert untouched(model)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_with_remakes_and_replays_beside_it() -> None:
+    model, batch = model_of("llama", num_hidden_layers=4), batch_of()
+    step = _step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    profile = lowtide.rehearse(model, step, batch)
+    with lowtide.fit(model, step, batch, budget="45%", profile=profile, levers=["loss head"]) as fitted:
+        assert fitted.plan.levers
+        assert fitted.plan.remake
+        assert fitted.verdict.identical
+        assert fitted.verdict.within_budget
+
+
+def test_a_model_without_a_vocabulary_keeps_its_head() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    batch = torch.randn(LENGTH, 64)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with lowtide.fit(model, step, batch, budget="90%", levers=["loss head"]) as fitted:
+        assert not fitted.plan.levers
+        assert "Sequential is no model of transformers" in fitted.plan.notes[0]
+
+
+def test_there_is_no_such_lever() -> None:
+    model = model_of("gpt2")
+    with pytest.raises(lowtide.LowtideError, match=r"there is no lever 'magic'\. There are: 'outputs',"):
+        lowtide.fit(model, lambda batch: None, batch_of(), budget="50%", levers=["magic"])
