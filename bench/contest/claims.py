@@ -70,7 +70,7 @@ def loses(contest: Contest, peer: Cell, mine: Cell) -> str | None:
 
 
 def _in_less_time(peer: Cell, mine: Cell) -> str:
-    """Plans are made for time: with more FLOPs there may be less of it."""
+    """With more FLOPs there may be less time."""
     if mine.time_ratio is None or peer.time_ratio is None or mine.time_ratio >= peer.time_ratio:
         return ""
     return f"; in less time, {mine.time_ratio:.2f} x for {peer.time_ratio:.2f} x"

@@ -14,6 +14,9 @@ from lowtide.planner import smallest_peak
 from lowtide.planner.records import Plan, Profile
 from lowtide.report.text import decisions
 
+REPAIRS = 4
+"""Further plans for one budget, at most."""
+
 
 @dataclass(slots=True, eq=False)
 class Ours:
@@ -38,12 +41,12 @@ class Ours:
         """`asked` with what was measured within its budget; inside, the plan is in force.
 
         The same as `lowtide.fit`: a plan is made, the step is measured under it, and if its peak is above the budget
-        `fit` goes on from there. What no plan reaches comes back with a `refusal`, and nothing is in force.
+        the next plan aims lower by so much. What no plan reaches comes back with a `refusal`, and nothing is in force.
         """
         assert asked.budget_bytes is not None
         began = time.perf_counter()
         try:
-            plan = lowtide.plan(self.profile, asked.budget_bytes)
+            plan = self._plan(asked, asked.budget_bytes)
         except lowtide.Infeasible as error:
             yield replace(asked, refusal=_first_line(error))
             return
@@ -58,28 +61,28 @@ class Ours:
         applied = lowtide.apply(self.steps.model, plan)
         try:
             cell = self._measured(cell, plan)
-            if cell.peak_bytes is not None and cell.peak_bytes > asked.budget_bytes:
+            repairs = iter(range(REPAIRS))
+            while (over := (cell.peak_bytes or 0) - asked.budget_bytes) > 0:
                 applied.remove()
-                fitted = self._fit(asked.budget_bytes)
-                if isinstance(fitted, str):
-                    yield replace(cell, refusal=fitted)
+                try:
+                    next(repairs)
+                    plan = self._plan(asked, plan.predicted.peak_bytes - over)
+                except (lowtide.Infeasible, StopIteration):
+                    yield replace(asked, refusal=f"measured {over} bytes above the budget")
                     return
-                applied = fitted.applied
-                cell = replace(self._measured(cell, fitted.plan), repaired=True)
+                applied = lowtide.apply(self.steps.model, plan)
+                cell = replace(self._measured(cell, plan), repaired=True)
             yield cell
         finally:
             applied.remove()
 
+    def _plan(self, asked: Cell, aim_bytes: int) -> Plan:
+        """What is set beside a peer's FLOPs is planned for FLOPs."""
+        return lowtide.plan(self.profile, aim_bytes, minimize="flops" if asked.kind == "peer's peak" else "time")
+
     def _measured(self, cell: Cell, plan: Plan) -> Cell:
         measured = self.steps.measure(self.plain)
         return replace(cell, plan=decisions(plan), **measured.as_fields())
-
-    def _fit(self, budget_bytes: int) -> lowtide.Fitted | str:
-        steps = self.steps
-        try:
-            return lowtide.fit(steps.model, steps.step, steps.batch, budget=budget_bytes, profile=self.profile)
-        except (lowtide.Infeasible, lowtide.OverBudget) as error:
-            return _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,6 +19,8 @@ The step is forward and backward, without an optimizer, and with no gradients wh
   step's peak. Budgets are for the whole peak.
 - **Activations**: the plain step's peak without parameters, buffers, batch and gradients, all gradients counted. At the
   peak itself most of those may not be there yet; the row "gradients counted at the peak" is for who counts so.
+- **Plans** at the peers' peaks are made for FLOPs (`minimize="flops"`), since that is what is compared there; within
+  all other budgets they are made for time, as plans are by default.
 - **FLOPs**: counted, not estimated: matrix products, convolutions and attention of one step, beyond the plain step's.
 - **Time**: the fastest step over the fastest plain one; {turns}.
 - **Equal**: loss, gradients and buffers are bit by bit the plain step's (`torch.equal`).

@@ -1,5 +1,6 @@
 """Solvers: never over the budget, no more than needed, the same each time, and honest about what cannot be done."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
@@ -77,6 +78,19 @@ def test_cheap_plans_redo_no_product() -> None:
         plan(TRANSFORMER, "45%", allow="cheap")
     assert plan(TRANSFORMER, caught.value.smallest_peak_bytes, allow="cheap").predicted.extra_flops == 0
     assert plan(TRANSFORMER, "45%").predicted.extra_flops > 0
+
+
+def test_few_flops_or_little_time() -> None:
+    slow = tuple(v if v.flops else replace(v, cost_ms=60 * v.cost_ms) for v in TRANSFORMER.values)
+    profile = replace(TRANSFORMER, values=slow)
+    quick, frugal = plan(profile, "80%"), plan(profile, "80%", minimize="flops")
+    assert frugal.predicted.extra_flops == 0 < quick.predicted.extra_flops
+    assert frugal.predicted.extra_ms > quick.predicted.extra_ms >= quick.bound_ms
+    assert frugal.predicted == predict(profile, frugal.decisions)
+    with pytest.raises(Infeasible) as least_time:
+        plan(profile, 1)
+    with pytest.raises(Infeasible, match=re.escape(str(least_time.value))):
+        plan(profile, 1, minimize="flops")
 
 
 def test_an_activation_module_without_flops_may_be_replayed_in_a_cheap_plan() -> None:

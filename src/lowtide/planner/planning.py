@@ -5,21 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from lowtide.errors import Infeasible
 from lowtide.planner.bound import lower_bound
+from lowtide.planner.objectives import Objective, flops_first
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.planner.solve import Solver, solve
 from lowtide.units import parse_budget
 
+Allowed = Literal["all", "cheap"]
+
 
 def plan(
-    profile: Profile, budget: int | str, *, allow: Literal["all", "cheap"] = "all", solver: Solver = solve
+    profile: Profile,
+    budget: int | str,
+    *,
+    allow: Allowed = "all",
+    minimize: Objective = "time",
+    solver: Solver = solve,
 ) -> Plan:
     """What to do with each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
     A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
     bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the profile
     has it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
+    `minimize="flops"` looks for few FLOPs rather than little time, and has no bound; they are the same on any machine,
+    while times are those that the rehearsal measured.
 
     Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
     Infeasible, with the smallest peak that was found, where no plan fits.
@@ -31,9 +42,14 @@ def plan(
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
     if plain_bytes > budget_bytes:
-        allowed = simulator_of(profile, allow)
-        decisions = solver(allowed, budget_bytes)
-        bound_ms = lower_bound(allowed, budget_bytes)
+        allowed = simulator_of(profile, allow, minimize)
+        try:
+            decisions = solver(allowed, budget_bytes)
+        except Infeasible:
+            if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
+                solver(simulator_of(profile, allow), budget_bytes)
+            raise
+        bound_ms = lower_bound(allowed, budget_bytes) if minimize == "time" else 0.0
     predicted = simulator.predict(decisions)
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or not decisions.remake | decisions.replay, (
@@ -53,16 +69,17 @@ def plan(
     )
 
 
-_RECENT: list[tuple[Profile, str, Simulator]] = []
+_RECENT: list[tuple[Profile, Allowed, Objective, Simulator]] = []
 
 
-def simulator_of(profile: Profile, allow: Literal["all", "cheap"] = "all") -> Simulator:
+def simulator_of(profile: Profile, allow: Allowed = "all", minimize: Objective = "time") -> Simulator:
     """The simulator for `profile`: one of the last few where it was among them, with what solvers found on it."""
-    for known, allowed, simulator in _RECENT:
-        if known is profile and allowed == allow:
+    for known, *asked, simulator in _RECENT:
+        if known is profile and asked == [allow, minimize]:
             return simulator
-    simulator = Simulator(profile if allow == "all" else only_cheap(profile))
-    _RECENT.append((profile, allow, simulator))
+    simulated = profile if allow == "all" else only_cheap(profile)
+    simulator = Simulator(simulated if minimize == "time" else flops_first(simulated))
+    _RECENT.append((profile, allow, minimize, simulator))
     del _RECENT[:-4]
     return simulator
 
