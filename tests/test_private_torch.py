@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -224,3 +225,51 @@ def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     (x * 2).sum().backward(retain_graph=True)
     torch.autograd.grad((x * 2).sum(), x)
     assert seen == [(True, False), (False, False)]
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam])
+def test_a_step_without_hooks(kind: type[torch.optim.Optimizer]) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = kind([weight], lr=0.1)  # type: ignore[call-arg]
+    ran: list[object] = []
+    assert not _torch.has_step_pre_hooks(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: ran.append(1))
+    assert _torch.has_step_pre_hooks(optimizer)
+    _torch.step_without_hooks(optimizer)()
+    assert not ran
+    assert not torch.equal(weight, torch.ones(3))
+
+
+def test_what_clipping_clips() -> None:
+    weights = [torch.nn.Parameter(torch.ones(n)) for n in (1, 2, 3)]
+    for weight in weights[:2]:
+        weight.grad = torch.ones_like(weight)
+    found: list[list[int]] = []
+
+    def watch(frame: Any, event: str, argument: object) -> None:
+        if event == "return" and frame.f_code.co_name in ("clip_grad_norm_", "clip_grad_value_"):
+            found.append([gradient.numel() for gradient in _torch.clipped(frame.f_locals)])
+
+    sys.setprofile(watch)
+    try:
+        torch.nn.utils.clip_grad_norm_(iter(weights), 1.0)
+        torch.nn.utils.clip_grad_value_(iter(weights), 1.0)
+    finally:
+        sys.setprofile(None)
+    assert found == [[1, 2], [1, 2]]
+
+
+def test_a_wrapper_has_a_shape_and_no_memory() -> None:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(function)
+
+    made = _torch.wrapper(Empty, (3, 2), torch.bfloat16, torch.device("cpu"))
+    assert (made.shape, made.dtype) == ((3, 2), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        made.untyped_storage().data_ptr()

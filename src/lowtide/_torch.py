@@ -6,8 +6,9 @@ Each was read in the sources of torch 2.13; those marked so have been there sinc
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -173,6 +174,34 @@ def held_by_python(tensor: torch.Tensor, known: int) -> bool:
 ENGINE = "_engine_run_backward"
 """Name in `torch.autograd` of what `backward` and `grad` call to run a backward pass: outputs, their gradients,
 retain_graph, create_graph, inputs. 2.13, since 2.3."""
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's own `step`, without running anybody's step hooks. 2.13: the wrapper has `hooked`."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return functools.partial(step, optimizer)
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody registered a hook before this optimizer's steps. 2.13, since 1.14."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The gradients in the local variables of `clip_grad_norm_` or `clip_grad_value_` as it returns. 2.13."""
+    if "grouped_grads" in names:
+        return [gradient for (gradients,), _ in names["grouped_grads"].values() for gradient in gradients]
+    return list(names["grads"])
+
+
+def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of that subclass, shape, dtype and device, which has no memory. 2.13, since 1.11."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------

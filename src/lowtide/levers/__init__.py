@@ -12,9 +12,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from lowtide.errors import LowtideError
+from lowtide.levers.fused import FusedOptimizer
 from lowtide.levers.lever import Lever, On
 from lowtide.levers.loss_head import LossHead
 from lowtide.levers.outputs import Outputs
+from lowtide.levers.pieces import MicroBatches
+from lowtide.levers.stepping import StepInBackward
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Pulled
 
-LEVERS: dict[str, Lever] = {lever.name: lever for lever in (Outputs(), LossHead())}
+_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), LossHead(), StepInBackward(), MicroBatches())
+
+LEVERS = {lever.name: lever for lever in _ALL}
 """All levers by name, in the order in which they are tried: those that cost least come first."""
 
 DEFAULT = ("outputs",)

@@ -1,20 +1,22 @@
 """Which levers a plan for a budget has: one after the other, cheapest first, only as far as it pays.
 
-Each step of the chain is a rehearsal with one more lever on, so what a lever does is measured. A lever that does no
-more work than the plain step pays if a peak is lower with it; another one if the whole, its own cost and what is then
-left to remake and replay, takes less time. The chain ends where nothing has to be remade any more. Decided from the
-profiles alone: the same profiles give the same levers.
+Each step of the chain is a rehearsal with one more lever on, so what a lever does is measured. A lever does no
+more work than the plain step, so it pays where a peak is lower with it; but for micro-batches, which are for steps that
+fit in no other way. The chain ends where nothing has to be remade any more. Decided from the profiles alone: the same
+profiles give the same levers.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import Infeasible
+from lowtide.errors import Infeasible, LowtideError
 from lowtide.levers import DEFAULT, LEVERS, put_on
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.pieces import MicroBatches, numbers
 from lowtide.levers.released import Refused
 from lowtide.planner import plan, smallest_peak
 from lowtide.planner.planning import simulator_of
@@ -22,6 +24,7 @@ from lowtide.planner.records import Decisions, Plan, Prediction, Profile, Pulled
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +51,10 @@ def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, n
         if lever.name not in names or best.is_free:
             continue
         try:
-            best = _with(site, best, lever, lever.settings(site))
+            if lever.name == MicroBatches.name:
+                best = _in_pieces(site, best, lever) if best.plan is None else best
+            else:
+                best = _with(site, best, lever, lever.settings(site))
         except NoUse as why:
             if lever.name not in DEFAULT:
                 notes.append(f"lever {lever.name!r} is not used: {why}")
@@ -97,8 +103,29 @@ def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
         saved = before.smallest_bytes - after.smallest_bytes
     if saved <= 0 or (before.plan is not None and after.plan is None):
         raise NoUse("no peak is lower with it")
-    levers = (*before.profile.levers, replace(pulled, bytes=saved))
+    more_ms = max(0.0, found.step_ms - before.profile.step_ms) if lever.name == MicroBatches.name else 0.0
+    levers = (*before.profile.levers, replace(pulled, bytes=saved, extra_ms=more_ms))
     return Tried(replace(found, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
+
+
+def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:
+    """`before` with the fewest micro-batches that have a plan, or else with the most. Raises NoUse as `_with` does.
+
+    The search halves what is left: with more pieces, each is smaller and so is the peak.
+    """
+    candidates = list(numbers(site))
+    if not candidates:
+        raise NoUse("the batch has a single row")
+    found: Tried | None = None
+    while candidates:
+        middle = len(candidates) // 2 if found else len(candidates) - 1  # the most first: if that is too large, all are
+        tried = _with(site, before, lever, {"n": candidates[middle]})
+        if tried.plan is None and found is None:
+            return tried
+        candidates = candidates[:middle] if tried.plan is not None else candidates[middle + 1 :]
+        found = tried if tried.plan is not None else found
+    assert found is not None
+    return found
 
 
 def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
@@ -108,6 +135,8 @@ def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
             profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer)
         except Refused as error:
             raise NoUse(f"the step reads more than the loss: {str(error).partition(' was let go')[0]}") from error
+        except LowtideError as error:
+            raise NoUse(str(error).removesuffix(".")) from error
         except Exception as error:  # the step ran without it
             raise NoUse(f"the step fails with it: {type(error).__name__}: {error}".splitlines()[0]) from error
         on.check()
@@ -116,8 +145,9 @@ def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
 
 def advice(site: Site, names: Collection[str], error: Infeasible) -> tuple[str, ...]:
     """Levers beyond `names` that may help where no plan fits, as things to try."""
-    from lowtide.units import format_bytes
-
+    if site.optimizer is None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # out of memory, as a step that does not fit may be
+            site = replace(site, optimizer=optimizer_of(site.model, site.step, site.batch))
     found = []
     for lever in LEVERS.values():
         if lever.name not in names and (saved := lever.may_save(site, error.parts)):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowtide import _torch
 from lowtide.accumulation.averages import Average, note_average
 from lowtide.errors import LowtideError
 
@@ -44,7 +45,7 @@ class Logits(Tensor):
     def of(head: Head, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> Logits:
         """`compute()` gives the tensor itself: its shape is that of `hidden` but for the last dimension."""
         shape = (*hidden.shape[:-1], head.layer.out_features)
-        made: Logits = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=hidden.device)
+        made: Logits = _torch.wrapper(Logits, shape, dtype, hidden.device)
         made.head, made.hidden, made.compute, made.there = head, hidden, compute, {}
         made.version = hidden._version, head.layer.weight._version
         return made

@@ -6,62 +6,64 @@ import functools
 from collections import OrderedDict
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from lowtide.errors import LowtideError
 
 
 def without(output: Any, released: tuple[str, ...]) -> Any:
-    """A copy of a transformers ModelOutput that lacks the fields `released`; still an instance of its class.
+    """A copy of a transformers ModelOutput that has its loss and lacks the fields `released`; of the same class.
 
-    Reading one of them, or all of the fields at once, raises LowtideError.
+    Reading one of them, or all of the fields at once, raises Refused.
     """
-    kept = {name: value for name, value in output.items() if name not in released}
-    known: Any = type(output)
-    kind: Any = _kind_without(known, released)
-    made = kind.__new__(kind)
+    return only_loss(type(output), released, loss=output["loss"], lever="outputs")
+
+
+def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str) -> Any:
+    """As `without`, from a class of outputs and a loss; `lever` is to blame for what is not there."""
+    poorer: Any = _kind_without(kind, released, lever)
+    made = poorer.__new__(poorer)
     OrderedDict.__init__(made)
-    for name, value in kept.items():
-        made[name] = value
+    made["loss"] = loss
     return made
 
 
 @functools.cache
-def _kind_without(kind: Any, released: tuple[str, ...]) -> type:
+def _kind_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
     """The class of such outputs. There are few: one for each kind of model."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:
-        raise _read(", ".join(released))
+        raise _read(", ".join(released), lever)
 
     def getitem(self: Any, key: Any) -> Any:
         key = first if key == 0 else key
         if not isinstance(key, str) or key in released:
-            raise _read(key if isinstance(key, str) else f"[{key!r}]")
+            raise _read(key if isinstance(key, str) else f"[{key!r}]", lever)
         return OrderedDict.__getitem__(self, key)
 
     def contains(self: Any, key: Any) -> bool:
         return key in released or OrderedDict.__contains__(self, key)
 
-    members: dict[str, Any] = {name: property(functools.partial(_refused, name)) for name in released}
+    def shown(self: Any) -> str:
+        return f"{kind.__name__}(loss={self.loss}; {', '.join(released)} let go of by lowtide's lever {lever!r})"
+
+    members: dict[str, Any] = {name: property(functools.partial(_refused, name, lever)) for name in released}
     members |= dict.fromkeys(("__iter__", "__len__", "keys", "values", "items", "to_tuple", "get", "copy"), refuse)
-    members |= {"__getitem__": getitem, "__contains__": contains, "__bool__": lambda self: True}
+    members |= {"__getitem__": getitem, "__contains__": contains, "__bool__": lambda self: True, "__repr__": shown}
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": refuse}
-    members["__repr__"] = lambda self: _shown(kind, released)
     return type(kind.__name__, (kind,), members)
 
 
-def _shown(kind: type, released: tuple[str, ...]) -> str:
-    return f"{kind.__name__}(its loss; {', '.join(released)} let go of by lowtide's lever 'outputs')"
+def _refused(name: str, lever: str, self: Any) -> NoReturn:
+    raise _read(name, lever)
 
 
-def _refused(name: str, self: Any) -> NoReturn:
-    raise _read(name)
-
-
-def _read(what: str) -> Refused:
+def _read(what: str, lever: str) -> Refused:
     return Refused(
-        f"{what} of the model's outputs was let go of before backward, to save memory: the lever 'outputs' is on, "
-        "since neither the rehearsed steps nor the step's code read anything but the loss. To read it, fit again with "
-        "levers=() or others without 'outputs', or remove the plan for this call."
+        f"{what} of the model's outputs was let go of to save memory: the lever {lever!r} is on, since the rehearsed "
+        f"steps read nothing but the loss. To read it, fit again with levers=() or others without {lever!r}, or remove "
+        "the plan for this call."
     )
 
 

@@ -1,0 +1,97 @@
+"""The lever `fused optimizer`: torch's fused kernels, which update parameters without temporaries.
+
+The default on cards, `foreach`, takes about one more copy of the parameters while it steps; the plain loop takes one of
+the largest parameter. The arithmetic is the same but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from lowtide.levers.lever import NoUse, Settings, Site
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_CHOICES = ("fused", "foreach")
+
+
+class FusedOptimizer:
+    """See the top of this file."""
+
+    name: ClassVar[str] = "fused optimizer"
+    what: ClassVar[str] = "the optimizer's fused kernels, without temporaries"
+    exact: ClassVar[bool] = False
+    hides: ClassVar[frozenset[str]] = frozenset()
+    wants_optimizer: ClassVar[bool] = True
+
+    def settings(self, site: Site) -> Settings:
+        """Nothing to know. Raises NoUse for an optimizer that is fused already or can't be."""
+        _fusible(site.optimizer)
+        return {}
+
+    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+        """Temporaries at a peak in the optimizer's step, up to one copy of the parameters."""
+        try:
+            _fusible(site.optimizer)
+        except NoUse:
+            return 0
+        in_step = not (parts.get("activations") or parts.get("loss head"))
+        return min(parts.get("temporaries", 0), parts.get("parameters", 0)) if in_step else 0
+
+    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+        """From now on `optimizer` steps with its fused kernels."""
+        return _On(_fusible(optimizer))
+
+
+class _On:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before: list[dict[str, Any]] = [
+            {name: group[name] for name in _CHOICES if name in group} for group in optimizer.param_groups
+        ]
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+        _move_steps(optimizer, to_device=True)
+
+    def check(self) -> None:
+        """Nothing can have gone wrong."""
+
+    def remove(self) -> None:
+        before, self._before = self._before, []
+        for group, choices in zip(self._optimizer.param_groups, before, strict=False):  # groups added since stay
+            for name in _CHOICES:
+                group.pop(name, None)
+            group.update(choices)
+        if before:
+            _move_steps(self._optimizer, to_device=False)
+
+
+def _fusible(optimizer: Optimizer | None) -> Optimizer:
+    """The optimizer, if fused kernels can take the place of what it uses. Raises NoUse otherwise."""
+    if optimizer is None:
+        raise NoUse("no single optimizer is known that steps on the model's parameters: pass optimizer=")
+    groups = optimizer.param_groups
+    name = type(optimizer).__name__
+    if not all("fused" in group for group in groups):
+        raise NoUse(f"torch has no fused {name}")
+    if all(group["fused"] for group in groups):
+        raise NoUse(f"this {name} is fused already")
+    if any(group.get("differentiable") or group.get("capturable") for group in groups):
+        raise NoUse(f"this {name} is differentiable or capturable")
+    if not all(parameter.is_floating_point() for group in groups for parameter in group["params"]):
+        raise NoUse("fused kernels take real numbers only")
+    return optimizer
+
+
+def _move_steps(optimizer: Optimizer, *, to_device: bool) -> None:
+    """Fused kernels count steps on the parameter's device, the others on the CPU."""
+    for parameter, state in optimizer.state.items():
+        count = state.get("step")
+        if isinstance(count, torch.Tensor):
+            device = parameter.device if to_device else torch.device("cpu")
+            state["step"] = count.to(device)

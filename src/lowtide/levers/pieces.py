@@ -1,0 +1,152 @@
+"""The lever `micro-batches`: the model runs its batch in pieces, which lets a step fit that no recomputation can.
+
+Each piece's forward is followed by its backward, within the call of the model, and the pieces' gradients are gathered
+as `lowtide.accumulate` does it, with its reasons to refuse. What the model gives is the loss of the whole batch, whose
+backward hands out the gathered gradients: the training loop stays as it is. Gradients are equal but for rounding,
+unless the model draws random numbers: then other ones are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch import in_backward
+from lowtide.accumulation.batches import rows_of
+from lowtide.accumulation.whole import accumulate
+from lowtide.errors import LowtideError
+from lowtide.levers.gathering import gathering
+from lowtide.levers.lever import NoUse, Settings, Site
+from lowtide.levers.outputs import is_model_output
+from lowtide.levers.released import only_loss
+from lowtide.remat.seam import Front
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class MicroBatches:
+    """See the top of this file."""
+
+    name: ClassVar[str] = "micro-batches"
+    what: ClassVar[str] = "the model runs the batch in pieces"
+    exact: ClassVar[bool] = False
+    hides: ClassVar[frozenset[str]] = frozenset()
+    wants_optimizer: ClassVar[bool] = False
+
+    def settings(self, site: Site) -> Settings:
+        """`n`, how many pieces: at first the fewest, 2. Raises NoUse where the batch can't be cut."""
+        return {"n": next(numbers(site), 2)}
+
+    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+        """Half of what grows with the batch, with two pieces. Of other models than transformers' it is not known."""
+        if not hasattr(site.model, "loss_function"):
+            return 0
+        try:
+            _check(site.model)
+            next(numbers(site))
+        except (NoUse, StopIteration):
+            return 0
+        return sum(parts.get(name, 0) for name in ("activations", "loss head", "remade", "temporaries")) // 2
+
+    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+        """From now on calls of `model` that train run in `n` pieces."""
+        _check(model)
+        return _On(model, int(settings["n"]))
+
+
+def numbers(site: Site) -> Iterator[int]:
+    """The numbers of pieces that make them smaller, fewest first. Raises NoUse for a batch without rows."""
+    try:
+        rows = rows_of(site.batch)
+    except LowtideError as error:
+        raise NoUse(str(error)) from error
+    size = rows
+    for n in range(2, rows + 1):
+        if math.ceil(rows / n) < size:
+            size = math.ceil(rows / n)
+            yield n
+
+
+class _On:
+    def __init__(self, model: nn.Module, n: int) -> None:
+        self._model = weakref.ref(model)
+        self._n = n
+        self._gathered = False
+        self._front = Front(model, self._around)
+
+    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        model = self._model()
+        if model is None or not (model.training and torch.is_grad_enabled()) or in_backward():
+            return inner(*args, **kwargs)
+        if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16:
+            raise LowtideError("micro-batches run backward before a GradScaler has scaled the loss: use bfloat16.")
+        kinds: list[tuple[Any, tuple[str, ...]]] = []
+
+        def loss_of(piece: Any) -> Tensor:
+            output = inner(*piece[0], **piece[1])
+            if is_model_output(output):
+                kinds.append((type(output), tuple(name for name in output if name != "loss")))
+                output = output.get("loss")
+            if not isinstance(output, Tensor) or output.numel() != 1:
+                raise LowtideError(
+                    "micro-batches need a model that gives its loss: pass it the labels. Where the loss is computed "
+                    "outside of the model, use lowtide.accumulate in the training loop"
+                )
+            return output
+
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        before = [(parameter, parameter.grad) for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None
+        try:
+            weight = "sum" if kwargs.get("num_items_in_batch") is not None else None
+            with gathering(trained):
+                total = accumulate(loss_of, (args, kwargs), self._n, weight=weight)  # type: ignore[arg-type]
+            found = [(p, p.grad) for p in trained if p.grad is not None]
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+        self._gathered = True
+        gather: Any = _Gathered.apply
+        loss = gather(total, [gradient for _, gradient in found], *(parameter for parameter, _ in found))
+        return only_loss(*kinds[-1], loss=loss, lever=MicroBatches.name) if kinds else loss
+
+    def check(self) -> None:
+        if not self._gathered:
+            raise NoUse("the model was not called in training")
+
+    def remove(self) -> None:
+        self._front.remove()
+
+
+class _Gathered(torch.autograd.Function):
+    """A loss whose gradients are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise LowtideError("the gradients of these micro-batches were handed out already: backward runs once.")
+        return None, None, *(gradient.mul_(outer[0].to(gradient)) for gradient in gradients)
+
+
+def _check(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise NoUse(
+                f"{path} normalizes over the batch: in pieces its statistics, and with them the gradients, are others"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise NoUse(f"there is a hook on the gradient of {name}, which would see the pieces' gradients")

@@ -1,0 +1,116 @@
+"""The lever `micro-batches`: a step that fits in no other way, with the whole batch's loss and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from levers.cases import Batch, batch_of, close, model_of, pulled, run, untouched
+from lowtide.levers.lever import NoUse, Site
+from lowtide.levers.pieces import numbers
+
+ROUNDING = 2e-6
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 77}])
+def test_the_whole_batchs_loss_and_gradients(n: int, more: dict[str, Any]) -> None:
+    model, batch = model_of("llama"), batch_of()
+    plain = run(model, batch, **more)
+    with pulled(model, "micro-batches", n=n) as on:
+        found = run(model, batch, **more)
+        on.check()
+    assert torch.allclose(plain.loss, found.loss, rtol=ROUNDING)
+    assert close(plain.gradients, found.gradients, ROUNDING)
+    assert found.peak_bytes < plain.peak_bytes
+    assert untouched(model)
+
+
+def test_what_was_in_the_gradients_before_stays() -> None:
+    model, batch = model_of("gpt2", resid_pdrop=0, attn_pdrop=0, embd_pdrop=0), batch_of()
+    (2 * model(**batch).loss).backward()
+    model(**batch).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    with pulled(model, "micro-batches", n=2):
+        (2 * model(**batch).loss).backward()  # a factor, as a scaler has
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(lowtide.LowtideError, match="backward runs once"):
+            loss.backward()
+        with torch.no_grad():
+            assert model(**batch).logits is not None
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert close(expected, found, ROUNDING)
+
+
+def test_a_failing_piece_leaves_the_gradients_alone() -> None:
+    model, batch = model_of("llama"), batch_of()
+    model(**batch).loss.backward()
+    known = {name: p.grad for name, p in model.named_parameters()}
+    with pulled(model, "micro-batches", n=2):
+        with pytest.raises(IndexError):
+            model(input_ids=batch["input_ids"] + 10**6, labels=batch["labels"])
+        with pytest.raises(lowtide.LowtideError, match="need a model that gives its loss"):
+            model(input_ids=batch["input_ids"])
+        with pytest.raises(lowtide.LowtideError, match="'micro-batches' is on"):
+            model(**batch).logits  # noqa: B018
+    assert all(p.grad is known[name] for name, p in model.named_parameters())
+
+
+def test_batch_norm_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(NoUse, match="1 normalizes over the batch"), pulled(model, "micro-batches", n=2):
+        pass
+    assert untouched(model)
+
+
+def test_numbers_that_make_pieces_smaller() -> None:
+    site = Site(nn.Linear(1, 1), lambda batch: None, torch.zeros(10, 1), None)
+    assert list(numbers(site)) == [2, 3, 4, 5, 10]  # pieces of 5, 4, 3, 2 and 1 rows
+
+
+def test_fit_takes_the_fewest_pieces_that_fit_and_only_if_it_has_to() -> None:
+    model, batch = model_of("gpt2", resid_pdrop=0, attn_pdrop=0, embd_pdrop=0), batch_of(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    profile = lowtide.rehearse(model, step, batch)
+    plain = profile.measured_plain_peak_bytes
+    assert plain is not None
+    with lowtide.fit(model, step, batch, budget="90%", profile=profile, levers=["micro-batches"]) as fitted:
+        assert not fitted.plan.levers
+    with pytest.raises(lowtide.Infeasible, match="'micro-batches'") as caught:
+        lowtide.fit(model, step, batch, budget="30%", profile=profile)
+    with lowtide.fit(model, step, batch, budget="45%", profile=profile, levers=["micro-batches"]) as fitted:
+        (lever,) = fitted.plan.levers
+        n = int(lever.settings["n"])
+        assert fitted.plan.budget_bytes < caught.value.smallest_peak_bytes
+        assert lever.bytes > 0
+        assert fitted.verdict.within_budget
+        assert fitted.verdict.identical
+        assert fitted.verdict.relative_differences is not None
+        assert fitted.verdict.relative_differences["gradients"] < ROUNDING
+    assert n > 2
+    with pulled(model, "micro-batches", n=n - 1):  # one piece less is too few
+        fewer = lowtide.rehearse(model, step, batch)
+    with pytest.raises(lowtide.Infeasible):
+        lowtide.plan(fewer, fitted.plan.budget_bytes)
+    assert untouched(model)
+
+
+def test_together_with_a_chunked_loss_head() -> None:
+    model, batch = model_of("llama"), batch_of()
+    plain = run(model, batch)
+    with pulled(model, "loss head", "micro-batches", n=2):
+        found = run(model, batch)
+    assert torch.allclose(plain.loss, found.loss, rtol=ROUNDING)
+    assert close(plain.gradients, found.gradients, ROUNDING)
