@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, script_arguments, write
+from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, profile_of, script_arguments, write
 from lowtide.units import parse_budget
 
 PLAN_FILE = click.Path(exists=True, dir_okay=False)
@@ -26,15 +26,24 @@ def plan() -> None:
 )
 @click.option("--cheap", is_flag=True, help="Redo no matrix product, convolution or attention.")
 @output_option("-o", "to", 'Write the plan to FILE; "-", the default: print it.')
+@lever_option
 @script_arguments("PROFILE|SCRIPT")
-def make(budget: str, cheap: bool, to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> None:
+def make(
+    budget: str,
+    cheap: bool,
+    to: str | None,
+    levers: tuple[str, ...],
+    target: str,
+    args: tuple[str, ...],
+    is_module: bool,
+) -> None:
     """Plan for a budget.
 
     From the profile that `lowtide rehearse --json` wrote (a file that ends in .json), or from a script, which is
     rehearsed now. Exit code 1: no plan fits the budget.
     """
     parse_budget(budget, of=2**40)  # nonsense is refused before a script runs; the real peak is not known yet
-    profile = profile_of(target, args, is_module=is_module, quiet=to in (None, "-"))
+    profile = profile_of(target, args, is_module=is_module, quiet=to in (None, "-"), levers=levers)
 
     from lowtide.planner import plan as plan_for
     from lowtide.report.plans import show

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, say, script_arguments
+from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, say, script_arguments
 from lowtide.units import parse_budget
 
 
@@ -19,11 +19,13 @@ from lowtide.units import parse_budget
 )
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
 @output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
+@lever_option
 @script_arguments()
 def run(
     budget: str | None,
     plan_file: str | None,
     save_to: str | None,
+    levers: tuple[str, ...],
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -31,16 +33,20 @@ def run(
     """Train with SCRIPT within a memory budget, or under a plan.
 
     With --budget the first two steps of training are rehearsed, the third is the first under the plan, and its peak is
-    measured. All of them train the model as they would have, bit for bit. Options of its own come before SCRIPT; all
-    that follows is the script's. The exit code is the script's; 1 also if no plan fits the budget.
+    measured. All of them train the model as they would have, bit for bit, unless --lever changes the step. Options of
+    its own come before SCRIPT; all that follows is the script's. The exit code is the script's; 1 also if no plan fits
+    the budget.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")
     if save_to is not None and budget is None:
         raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
+    if levers and budget is None:
+        raise click.UsageError("--lever goes with --budget: the plan of --plan says which levers it has.")
     if budget is not None:
         parse_budget(budget, of=2**40)  # nonsense is refused before the script runs; its peak is not known yet
 
+    from lowtide.levers import in_script
     from lowtide.planner.records import Plan
     from lowtide.script.crews import Applying, Fitting
     from lowtide.script.running import Script
@@ -51,7 +57,7 @@ def run(
         return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say))
     assert budget is not None
     importlib.import_module("scipy.optimize")  # the solver: now, while the script has not taken all the memory yet
-    crew = Fitting(budget, say)
+    crew = Fitting(budget, say, tuple(map(in_script, levers)))
     if save_to is not None:
         crew.when_kept = lambda plan: plan.to_json(save_to)
     return run_watched(script, crew)

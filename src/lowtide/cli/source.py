@@ -41,6 +41,17 @@ def _folder_is_there(ctx: click.Context, parameter: click.Parameter, path: str |
     return path
 
 
+def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--lever`, as often as wanted."""
+    return click.option(
+        "--lever",
+        "levers",
+        multiple=True,
+        metavar="NAME",
+        help='Change the step as well: "outputs", "loss head", "micro-batches=4". May be given several times.',
+    )(body)
+
+
 def write(text: str, to: str) -> None:
     """Write `text` to a file, or to stdout for "-"."""
     if to == "-":
@@ -56,7 +67,13 @@ def say(text: str) -> None:
 
 
 def profile_of(
-    target: str, args: tuple[str, ...], *, is_module: bool, plain: bool = False, quiet: bool = False
+    target: str,
+    args: tuple[str, ...],
+    *,
+    is_module: bool,
+    plain: bool = False,
+    quiet: bool = False,
+    levers: tuple[str, ...] = (),
 ) -> Profile:
     """The profile in a `.json` file, or of a script that is rehearsed now; what that prints goes to stderr if `quiet`.
 
@@ -67,15 +84,18 @@ def profile_of(
 
         if args:
             raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
+        if levers:
+            raise click.UsageError(f"{target} is a profile, made without --lever: give the script to rehearse it with.")
         return Record.from_json(Path(target))
     from lowtide._require import require_torch
 
     require_torch(f"lowtide, to rehearse {target},")
+    from lowtide.levers import in_script
     from lowtide.script.crews import Rehearsing
     from lowtide.script.running import Script
     from lowtide.script.watching import run_watched
 
-    crew = Rehearsing(plain=plain)
+    crew = Rehearsing(plain=plain, levers=tuple(map(in_script, levers)))
     script = Script(target=target, args=args, is_module=is_module)
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
         code = run_watched(script, crew)

@@ -18,12 +18,11 @@ from lowtide.levers.loss_head import LossHead
 from lowtide.levers.outputs import Outputs
 from lowtide.levers.pieces import MicroBatches
 from lowtide.levers.stepping import StepInBackward
+from lowtide.planner.records import Pulled
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-    from lowtide.planner.records import Pulled
 
 _ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), LossHead(), StepInBackward(), MicroBatches())
 
@@ -67,6 +66,23 @@ def put_on(model: nn.Module, levers: Iterable[Pulled], optimizer: Optimizer | No
             undo.callback(each.remove)
             on.append(each)
         return PulledOn(undo.pop_all(), tuple(on))
+
+
+def in_script(text: str) -> Pulled:
+    """A lever for the model of a script, as a command line names it: `loss head`, `micro-batches=4`.
+
+    Raises LowtideError if there is none of that name, or if it is for an optimizer, which nobody knows before it steps.
+    """
+    name, _, number = text.partition("=")
+    lever = named(name)
+    if lever.wants_optimizer:
+        raise LowtideError(f"the lever {name!r} changes the optimizer: use lowtide.fit, or change it in the script.")
+    takes_number = lever.name == MicroBatches.name
+    if takes_number != number.isdigit() or number == "0":
+        wanted = "a number of pieces, as in micro-batches=4" if takes_number else "no number"
+        raise LowtideError(f"the lever {name!r} takes {wanted}; found {text!r}.")
+    settings = {"n": float(number)} if takes_number else {}
+    return Pulled(name=name, what=lever.what, exact=lever.exact, settings=settings)
 
 
 def named(name: str) -> Lever:

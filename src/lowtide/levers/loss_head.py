@@ -37,12 +37,13 @@ class LossHead:
         return {}
 
     def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
-        """What of the peak is the loss head, where there is one over a vocabulary."""
+        """The loss head's part of the peak, where there is one over a vocabulary, and the logits with it."""
         try:
             _layer(site.model)
         except NoUse:
             return 0
-        return parts.get("loss head", 0)
+        head = parts.get("loss head", 0)
+        return head + parts.get("temporaries", 0) if head else 0
 
     def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on the output layer gives logits that are not computed, while the model trains."""

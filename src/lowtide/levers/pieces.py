@@ -44,15 +44,14 @@ class MicroBatches:
         return {"n": next(numbers(site), 2)}
 
     def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
-        """Half of what grows with the batch, with two pieces. Of other models than transformers' it is not known."""
-        if not hasattr(site.model, "loss_function"):
-            return 0
+        """All that grows with the batch but for one row of it. Of other models than transformers' it is not known."""
         try:
             _check(site.model)
-            next(numbers(site))
-        except (NoUse, StopIteration):
+            rows = rows_of(site.batch) if hasattr(site.model, "loss_function") else 1
+        except (NoUse, LowtideError):
             return 0
-        return sum(parts.get(name, 0) for name in ("activations", "loss head", "remade", "temporaries")) // 2
+        grows = sum(parts.get(name, 0) for name in ("activations", "loss head", "remade", "temporaries"))
+        return grows - grows // rows
 
     def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on calls of `model` that train run in `n` pieces."""

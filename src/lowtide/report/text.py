@@ -25,7 +25,8 @@ def summary(plan: Plan, verdict: Verdict) -> str:
 def levers(plan: Plan) -> list[str]:
     """A line for each lever of the plan: `lever outputs: of the model's outputs ..., 4 MiB less, no more work`."""
     return [
-        f"lever {lever.name}: {lever.what}; {format_bytes(lever.bytes)} less, "
+        f"lever {lever.name}: {lever.what}; "
+        + (f"{format_bytes(lever.bytes)} less, " if lever.bytes else "")
         + (f"+{format_time(lever.extra_ms)} a step" if lever.extra_ms else "no more work")
         for lever in plan.levers
     ]

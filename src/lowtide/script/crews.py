@@ -12,6 +12,8 @@ from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
 from lowtide.fitting import REPAIRS
 from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.levers import put_on
+from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from lowtide.levers import PulledOn
     from lowtide.memory.events import Recorder
-    from lowtide.planner.records import Plan, Profile, Static
+    from lowtide.planner.records import Plan, Profile, Pulled, Static
 
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
@@ -33,9 +36,11 @@ MOST_UNUSABLE = 6
 class Rehearsing:
     """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
 
-    def __init__(self, *, plain: bool = False, stop: bool = True) -> None:
+    def __init__(self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = ()) -> None:
         self.done = False
         self.profile: Profile | None = None
+        self._levers = levers
+        self._on: PulledOn | None = None
         self.n_steps = 0
         """Steps that were seen to their end."""
         self._plain, self._stop = plain, stop
@@ -45,6 +50,8 @@ class Rehearsing:
         """Look at this step."""
         if self._observed is None:
             self._observed = Observed(model, plain=self._plain)
+        if self._on is None:
+            self._on = _put_on(model, self._levers)
         self._observed.begin(batch, optimizers)
 
     def ends(self, model: nn.Module) -> None:
@@ -52,8 +59,13 @@ class Rehearsing:
         assert self._observed is not None
         self._observed.end()
         self.n_steps += 1
-        self.profile = self._observed.profile
-        if self.profile is not None:
+        if self._observed.profile is not None:
+            assert self._on is not None
+            try:
+                self._on.check()
+            except NoUse as why:
+                raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
+            self.profile = replace(self._observed.profile, levers=self._levers)
             self.done = True
             if self._stop:
                 raise Enough
@@ -73,18 +85,28 @@ class Rehearsing:
         """Take everything out."""
         if self._observed is not None:
             self._observed.leave()
+        if self._on is not None:
+            self._on.remove()
+            self._on = None
+
+
+def _put_on(model: nn.Module, levers: tuple[Pulled, ...]) -> PulledOn:
+    try:
+        return put_on(model, levers, None)
+    except NoUse as why:
+        raise RehearsalError(f"a lever that was asked for can't be put on: {why}. Leave it out.") from why
 
 
 class Fitting:
     """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
 
-    def __init__(self, budget: int | str, say: Callable[[str], None]) -> None:
+    def __init__(self, budget: int | str, say: Callable[[str], None], levers: tuple[Pulled, ...] = ()) -> None:
         self.done = False
         self.plan: Plan | None = None
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Called with the plan whose measured peak is within the budget."""
         self._budget, self._say = budget, say
-        self._rehearsing = Rehearsing(stop=False)
+        self._rehearsing = Rehearsing(stop=False, levers=levers)
         self._applied: Applied | None = None
         self._measured: list[int] = []
         self._passed_over = 0
@@ -134,14 +156,15 @@ class Fitting:
         self._applied = apply(model, plan)
 
     def _announce(self, plan: Plan) -> None:
-        from lowtide.report.text import decisions
+        from lowtide.report.text import decisions, levers
 
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
             f"{change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
             f"+{format_time(plan.predicted.extra_ms)} a step; in force from the next step on"
         )
-        self._say(decisions(plan))
+        for line in (decisions(plan), *levers(plan)):
+            self._say(line)
 
     def _judge(self, made: Plan, measured_bytes: int) -> None:
         if measured_bytes <= made.budget_bytes:
