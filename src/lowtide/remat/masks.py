@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch import base_of, is_plain
+from lowtide._torch import base_of, is_fake, is_plain
 from lowtide.remat.actions import DROPOUT_MASK
 from lowtide.remat.recipes import CannotRemake, Recipe
 from lowtide.remat.recipes.masking import single
@@ -61,6 +61,9 @@ class Draws:
         state, self._state = self._state, torch.get_rng_state()
         if mask.nbytes < LEAST_BYTES:
             raise CannotRemake("too small to gain anything")
+        if is_fake(mask):  # rehearsed without contents: taken for what it looks like
+            constants = {"shape": mask.shape, "dtype": mask.dtype, "state": state, "p": 0.5, "left": None}
+            return Value(maker=Remake(_RECIPE, [], constants, mask.stride()))
         first = mask.view(-1)[:_COMPARED]
         for p in self._probabilities(first):
             if torch.equal(drawn(first.shape, first.dtype, state, p), first):
@@ -103,8 +106,10 @@ def drawn(shape: torch.Size, dtype: torch.dtype, state: Tensor, p: float) -> Ten
     return torch.empty(shape, dtype=dtype, device="cpu").bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
-def dropout_mask(*, shape: torch.Size, dtype: torch.dtype, state: Tensor, p: float, left: int) -> Tensor:
-    """`left` elements of it are not zero."""
+def dropout_mask(*, shape: torch.Size, dtype: torch.dtype, state: Tensor, p: float, left: int | None) -> Tensor:
+    """`left` elements of it are not zero; None for a mask without contents."""
+    if left is None:
+        return drawn(shape, dtype, state, p)
     for probability in (p, single(p)):  # in single precision it has the same scale
         mask = drawn(shape, dtype, state, probability)
         if int(mask.count_nonzero()) == left:
