@@ -127,7 +127,14 @@ def foresee(
     with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept:
         names = Names(Engine(model, actions), ledger.mark)
         with ledger, Questions(answers, ledger.adopt), transformers_unaware():
-            static = two_steps(model, step, batch, ledger, names, kept, everything, between=trials.learn)
+            adopt(ledger, everything)
+            step(batch)
+            trials.learn()
+            static = static_of(ledger, model, batch, kept.optimizers)
+            ledger.begin()
+            with names.running():
+                step(batch)
+            names.state(kept.optimizers)
     scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
     return Foresight(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
@@ -147,29 +154,7 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str) -> Any
     return actions_for(plan.remake, plan.replay)
 
 
-def two_steps(
-    model: nn.Module,
-    step: Callable[[Any], Any],
-    batch: Any,
-    ledger: Ledger,
-    names: Names,
-    kept: Kept,
-    at_entry: Iterable[Tensor],
-    between: Callable[[], None] = lambda: None,
-) -> Static:
-    """Take the step twice inside of an entered ledger; the second one is its stream. What is there when that begins."""
-    _adopt(ledger, at_entry)
-    step(batch)
-    between()
-    static = _static(ledger, model, batch, kept.optimizers)
-    ledger.begin()
-    with names.running():
-        step(batch)
-    names.state(kept.optimizers)
-    return static
-
-
-def _adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
+def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
     """What exists at entry."""
     for tensor in tensors:
         ledger.adopt(tensor)
@@ -177,7 +162,7 @@ def _adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
             ledger.adopt(tensor.grad)
 
 
-def _static(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> Static:
+def static_of(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> Static:
     """Bytes of what exists when the step begins, each storage once."""
     seen: set[int] = set()
 

@@ -38,6 +38,9 @@ class Twins:
             twin = self._twins[tensor] = self._make(tensor)
         return twin
 
+    def _place(self, tensor: Tensor) -> torch.device | str:
+        return self._device or tensor.device
+
     def _make(self, tensor: Tensor) -> Tensor:
         if not _torch.is_strided(tensor):
             fake: Tensor = self._mode.from_tensor(tensor)
@@ -46,7 +49,7 @@ class Twins:
         with _torch.without_modes(), torch.no_grad(), self._mode:
             found = self._memory.get(storage._cdata)
             if found is None:
-                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._device or tensor.device)
+                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._place(tensor))
                 self._memory[storage._cdata] = storage, memory
             else:
                 memory = found[1]

@@ -1,7 +1,7 @@
 """`torch.cuda`, as long as a card is rehearsed: the card is there, and "cuda" means it.
 
-Functions that ask are answered for the card; functions that wait, seed or empty the cache do nothing. Streams, events
-and graphs of CUDA are not there: a step that makes them is refused by torch itself.
+Functions that ask are answered for the card; functions that wait, seed or empty the cache do nothing, nor do
+streams and events. Graphs of CUDA are not there: a step that records one is refused by torch itself.
 """
 
 from __future__ import annotations
@@ -9,64 +9,102 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from lowtide.foresight.behaviours.autocast import forget_casts
-from lowtide.foresight.device.current import NAME, capability, in_use
+from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME
 
 if TYPE_CHECKING:
     from lowtide.foresight.answers import Answers
     from lowtide.foresight.device.ledger import CardLedger
+    from lowtide.memory.cards import Card
 
 
-class CudaMeansCard(TorchFunctionMode):
-    """In this block "cuda" in arguments is the card, and tensors on the card say that they are on CUDA."""
+class CudaMeans(TorchFunctionMode):
+    """In this block "cuda" in arguments is another device, and tensors there say that they are on CUDA."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = torch.device(device, 0) if device == NAME else torch.device(device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _IS_CUDA:
             return args[0].device.type == NAME
-        if func is torch.Tensor.cuda:
-            return args[0].to(torch.device(NAME, 0), non_blocking=kwargs.get("non_blocking", False))
+        if func in _TO_CUDA:
+            return args[0].to(self._device, non_blocking=kwargs.get("non_blocking", False))
+        if func in _TO_PINNED:
+            return args[0]
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": _device(kwargs["device"])}
-        if func in _MOVES:
-            args, kwargs = tree_map(_device, (args, kwargs))
+            kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = tuple(self._translate(arg) for arg in args)
         return func(*args, **kwargs)
+
+    def _translate(self, value: Any) -> Any:
+        is_cuda = (isinstance(value, str) and value.partition(":")[0] == "cuda") or (
+            isinstance(value, torch.device) and value.type == "cuda"
+        )
+        return self._device if is_cuda else value
 
 
 _IS_CUDA = (vars(torch._C.TensorBase)["is_cuda"].__get__,)
-_MOVES = (torch.Tensor.to,)
+_TO_CUDA = (torch.Tensor.cuda,)
+_TO_PINNED = (torch.Tensor.pin_memory,)
 
 
-def _device(value: Any) -> Any:
-    if isinstance(value, str) and value.partition(":")[0] == "cuda":
-        return torch.device(NAME, 0)
-    return torch.device(NAME, 0) if isinstance(value, torch.device) and value.type == "cuda" else value
+class _Idle:
+    """A stream or an event on which nothing happens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def elapsed_time(self, end: object) -> float:
+        """No time passes."""
+        return 0.0
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
 
 
 @contextlib.contextmanager
-def cuda_is_there(ledger: CardLedger, answers: Answers) -> Iterator[None]:
-    """In this block `torch.cuda` and `torch.autocast` are those of the card."""
+def cuda_is_there(card: Card, device: str, ledger: CardLedger | None, answers: Answers) -> Iterator[None]:
+    """In this block `torch.cuda` and `torch.autocast` are those of the card, and "cuda" is `device`."""
+    answered = {**_asked(card, ledger), **dict.fromkeys(_IDLE, _nothing), **dict.fromkeys(_STREAMS, _Idle)}
     with contextlib.ExitStack() as stack:
-        for name, function in {**_asked(ledger), **dict.fromkeys(_IDLE, _nothing)}.items():
+        for name, function in answered.items():
             if hasattr(torch.cuda, name):
                 stack.enter_context(patch.object(torch.cuda, name, function))
-        stack.enter_context(_autocast_on_card(answers))
-        stack.enter_context(CudaMeansCard())
+        if device == NAME:
+            stack.enter_context(_autocast_on_card(answers))
+        stack.enter_context(CudaMeans(device))
         yield
 
 
-def _asked(ledger: CardLedger) -> dict[str, Callable[..., Any]]:
-    """What there is to ask, for the card in use."""
-    card = in_use[0]
-    major, minor = capability()
+def _asked(card: Card, ledger: CardLedger | None) -> dict[str, Callable[..., Any]]:
+    """What there is to ask of a card."""
+    major, minor = card.capability or CAPABILITY_ASSUMED
     properties = SimpleNamespace(name=card.name, total_memory=card.total_bytes, major=major, minor=minor)
+
+    def level(device: Any = None) -> int:
+        return 0 if ledger is None else ledger.level_bytes
+
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -76,11 +114,12 @@ def _asked(ledger: CardLedger) -> dict[str, Callable[..., Any]]:
         "get_device_capability": lambda device=None: (major, minor),
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
-        "mem_get_info": lambda device=None: (card.total_bytes - ledger.level_bytes, card.total_bytes),
-        **dict.fromkeys(_LEVELS, lambda device=None: ledger.level_bytes),
+        "mem_get_info": lambda device=None: (card.total_bytes - level(), card.total_bytes),
+        **dict.fromkeys(_LEVELS, level),
     }
 
 
+_STREAMS = ("Event", "Stream", "stream", "current_stream", "default_stream")
 _LEVELS = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 _IDLE = (
     *("synchronize", "empty_cache", "set_device", "manual_seed", "manual_seed_all", "ipc_collect", "init"),

@@ -14,6 +14,7 @@ from lowtide.foresight.device.current import NAME
 from lowtide.foresight.ledger import Ledger, tensors_of
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
+from lowtide.foresight.twins import Twins
 from lowtide.memory.events import Allocate
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ _ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default})
 _CPU = torch.device("cpu")
 
 
+class _AtHome(Twins):
+    """Twins where their tensors are, but for those on a CUDA card of this machine: they are on the rehearsed one."""
+
+    def _place(self, tensor: Tensor) -> torch.device | str:
+        return NAME if tensor.device.type == "cuda" else tensor.device
+
+
 class CardLedger(Ledger):
     """A ledger that knows of a second device, the CPU, whose memory it does not count.
 
@@ -41,7 +49,7 @@ class CardLedger(Ledger):
 
     def __init__(self, fakes: FakeTensorMode, answers: Answers, takes: Takes) -> None:
         super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()))
-        self._takes = takes
+        self._takes, self._twins = takes, _AtHome(fakes)
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.bounds: dict[int, Inside] = {}
         """Blocks of which only bounds are known, by number."""

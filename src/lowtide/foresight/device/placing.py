@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -20,33 +20,43 @@ if TYPE_CHECKING:
     from lowtide.foresight.answers import Answers
 
 
-@contextlib.contextmanager
-def on_card(tensors: Iterable[Tensor], twins: Twins, answers: Answers) -> Iterator[None]:
-    """In this block these tensors are fake ones on the device of `twins`, gradients included.
+class Placed:
+    """Tensors that `put` has put on the device of `twins` are fake ones there until this block ends."""
 
-    Raises RehearsalError for those that torch can't exchange.
-    """
-    done: list[tuple[Tensor, Tensor]] = []
-    try:
-        for tensor in {id(t): t for t in tensors if t.is_leaf and not _torch.is_fake(t)}.values():
-            fake = twins.of(tensor)
-            answers.introduce(fake, tensor)
+    def __init__(self, twins: Twins, answers: Answers) -> None:
+        self._twins, self._answers = twins, answers
+        self._done: list[tuple[Tensor, Tensor]] = []
+
+    def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        """Exchange leaves for fake ones, gradients included. Raises RehearsalError for those that torch can't."""
+        done = {id(tensor) for tensor, _ in self._done}
+        for tensor in {id(t): t for t in tensors}.values():
+            if id(tensor) in done or not tensor.is_leaf or _torch.is_fake(tensor):
+                continue
+            shown = resized(tensor)
+            fake = self._twins.of(shown)
+            self._answers.introduce(fake, shown)
             if isinstance(tensor, nn.Parameter):
                 _torch.make_parameter(fake, tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
             if tensor.grad is not None:
-                fake.grad = twins.of(tensor.grad)
+                fake.grad = self._twins.of(tensor.grad)
             swap(tensor, fake)
-            done.append((tensor, fake))
-        yield
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # a failed step's frames hold graphs that hold parameters
-        raise
-    finally:
-        for tensor, fake in reversed(done):
+            self._done.append((tensor, fake))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # a failed step's frames hold graphs that hold parameters
+        for tensor, fake in reversed(self._done):
             tensor.grad = None
             swap(tensor, fake)
+        self._done.clear()
 
 
 def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Tensor]:

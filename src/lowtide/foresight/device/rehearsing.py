@@ -1,9 +1,11 @@
-"""`lowtide.foresee(..., device=...)`: two steps on a card that is not there."""
+"""Two steps on a card that is not there: what has to be so meanwhile, and what is known afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from lowtide import _torch
 from lowtide.foresight.answers import Answers
@@ -12,9 +14,9 @@ from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME
 from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
-from lowtide.foresight.device.placing import belongings, on_card
+from lowtide.foresight.device.placing import Placed, belongings
 from lowtide.foresight.device.takes import Takes
-from lowtide.foresight.foreseeing import planned, transformers_unaware, two_steps
+from lowtide.foresight.foreseeing import adopt, planned, static_of, transformers_unaware
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
@@ -24,11 +26,11 @@ from lowtide.memory.events import Timeline
 from lowtide.remat.engine import Engine
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from lowtide.memory.cards import Card
-    from lowtide.planner.records import Plan
+    from lowtide.planner.records import Plan, Static
 
 
 def foresee_on(
@@ -42,34 +44,92 @@ def foresee_on(
     allocator: AllocatorConfig | None = None,
 ) -> CardForesight:
     """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
-    actions = planned(model, batch, plan, "cuda")
-    config = AllocatorConfig.from_environment() if allocator is None else allocator
-    with card_in_use(card):
-        fakes = _torch.fake_mode(run_on_zeros=False)
-        answers, twins = Answers(fakes), Twins(fakes, NAME)
-        ledger = CardLedger(fakes, answers, Takes(card))
-        with Kept(model, step, batch, optimizer) as kept:
-            at_entry = belongings(model, batch, kept.reached)
-            with on_card(at_entry, twins, answers):
-                names = Names(Engine(model, actions), ledger.mark)
-                with cuda_is_there(ledger, answers), ledger, Questions(answers, ledger.adopt), transformers_unaware():
-                    static = two_steps(model, step, batch, ledger, names, kept, at_entry)
-    outcome = Outcome(ledger.whole, ledger.bounds, config)
-    needs, interval = outcome.needs()
-    return CardForesight(
-        timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
-        static=static,
-        unknown=known_within(outcome.whole, ledger.bounds),
-        assumed=(*_about(card), *answers.notes),
-        card=card,
-        whole=outcome.whole,
-        bounds=ledger.bounds,
-        config=config,
-        needs=needs,
-        interval=interval,
-        verdict=outcome.on(card),
-        smallest_card=outcome.smallest(),
-    )
+    with OnCard(card, model, batch, (step, optimizer), plan=plan) as rehearsal:
+        step(batch)
+        rehearsal.second()
+        step(batch)
+        rehearsal.finish()
+    return rehearsal.foresight(allocator)
+
+
+class OnCard:
+    """In this block the model, the batch, and what else `reached` leads to are on `card`, and every operator is fake.
+
+    Take one step, say `second`, take another one, say `finish`. At the end of the block everything is as it was.
+    """
+
+    def __init__(
+        self, card: Card, model: nn.Module, batch: Any, reached: tuple[Any, ...], *, plan: Plan | None = None
+    ) -> None:
+        self._card, self._model, self._batch = card, model, batch
+        actions = planned(model, batch, plan, "cuda")
+        self._fakes = _torch.fake_mode(run_on_zeros=False)
+        self.answers = Answers(self._fakes)
+        self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
+        self._kept = Kept(model, *reached, batch)
+        self._placed = Placed(Twins(self._fakes, NAME), self.answers)
+        self._names = Names(Engine(model, actions), self._ledger.mark)
+        self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
+        self._static: Static | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(card_in_use(self._card))
+            stack.enter_context(self._kept)
+            at_entry = belongings(self._model, self._batch, self._kept.reached)
+            stack.enter_context(self._placed)
+            self._placed.put(at_entry)
+            stack.enter_context(cuda_is_there(self._card, NAME, self._ledger, self.answers))
+            stack.enter_context(self._ledger)
+            stack.enter_context(Questions(self.answers, self._ledger.adopt))
+            stack.enter_context(transformers_unaware())
+            stack.enter_context(self._running)
+            adopt(self._ledger, at_entry)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
+        """Put more tensors on the card, of the sizes that `resized` gives them."""
+        with _torch.without_modes():
+            self._placed.put(tensors, resized)
+
+    def second(self) -> None:
+        """The first step is over; the one that counts begins."""
+        self._static = static_of(self._ledger, self._model, self._batch, self._kept.optimizers)
+        self._ledger.begin()
+        self._running.enter_context(self._names.running())
+
+    def finish(self) -> None:
+        """It is over as well."""
+        self._running.close()
+        self._names.state(self._kept.optimizers)
+
+    def foresight(self, allocator: AllocatorConfig | None = None) -> CardForesight:
+        """What is known then. Only after the block has ended."""
+        config = AllocatorConfig.from_environment() if allocator is None else allocator
+        stream, bounds = self._ledger.stream, self._ledger.bounds
+        outcome = Outcome(self._ledger.whole, bounds, config)
+        needs, interval = outcome.needs()
+        assert self._static is not None
+        return CardForesight(
+            timeline=Timeline(stream, labels(stream, self._names)),
+            static=self._static,
+            unknown=known_within(outcome.whole, bounds),
+            assumed=(*_about(self._card), *self.answers.notes),
+            card=self._card,
+            whole=outcome.whole,
+            bounds=bounds,
+            config=config,
+            needs=needs,
+            interval=interval,
+            verdict=outcome.on(self._card),
+            smallest_card=outcome.smallest(),
+        )
 
 
 def _about(card: Card) -> tuple[str, ...]:
