@@ -1,17 +1,39 @@
-"""`lowtide rehearse`: what the training step of a script needs, from two of its steps."""
+"""`lowtide rehearse`: what the training step of a script needs, here or on a card that is not there."""
 
 from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, script_arguments, write
 
+if TYPE_CHECKING:
+    from lowtide.foresight.device.outcome import CardForesight
+
 
 @click.command("rehearse", context_settings=OWN_OPTIONS_FIRST)
 @click.option("--plain", is_flag=True, help="Run one step more without any plan, for its true peak and time.")
+@click.option(
+    "--device",
+    metavar="CARD",
+    help='Rehearse for a CUDA card that is not here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB".',
+)
+@click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="With --device: a batch of this size.")
 @output_option("--json", "json_to", 'Write the profile to FILE; "-": print that alone.')
 @script_arguments()
-def rehearse(plain: bool, json_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> None:
+def rehearse(
+    plain: bool,
+    device: str | None,
+    sizes: tuple[int, ...],
+    json_to: str | None,
+    target: str,
+    args: tuple[str, ...],
+    is_module: bool,
+) -> int:
     """What a training step of SCRIPT needs, and how far down plans can go.
 
     Runs the script, which stays as it is, until its model has been rehearsed, and ends it there: after two steps of
@@ -19,7 +41,18 @@ def rehearse(plain: bool, json_to: str | None, target: str, args: tuple[str, ...
     Options of its own come before SCRIPT; all that follows is the script's.
 
     The profile is what `lowtide plan make` and `lowtide frontier` work on.
+
+    With --device the steps are not taken: from the first training forward on the script runs on tensors without
+    memory. It says what a card would be asked for, and whether it has that. With --batch, which may be repeated, the
+    script is run once for each size. The exit code is 0 if all fit, 1 if one does not, or might not, and 2 if it could
+    not be said.
     """
+    if device is not None:
+        if plain:
+            raise click.UsageError("--plain runs a step, and --device runs none.")
+        return _on_card(device, sizes, json_to, target, args, is_module)
+    if sizes:
+        raise click.UsageError("--batch goes with --device, before the script: what follows it is its own.")
     profile = profile_of(target, args, is_module=is_module, plain=plain, quiet=json_to == "-")
     if json_to != "-":
         from lowtide.report.rehearsed import show
@@ -27,3 +60,38 @@ def rehearse(plain: bool, json_to: str | None, target: str, args: tuple[str, ...
         click.echo(show(profile))
     if json_to is not None:
         write(profile.to_json(), json_to)
+    return 0
+
+
+def _on_card(
+    device: str, sizes: tuple[int, ...], json_to: str | None, target: str, args: tuple[str, ...], is_module: bool
+) -> int:
+    from lowtide.memory.cards import parse_card
+
+    card = parse_card(device)  # nonsense is refused before torch is loaded
+
+    from lowtide._require import require_torch
+
+    require_torch(f"lowtide, to rehearse {target},")
+    from lowtide.script.foreseeing import foresee_script
+    from lowtide.script.running import Script
+
+    script = Script(target=target, args=args, is_module=is_module)
+    found: dict[int | None, CardForesight] = {}
+    for size in sizes or (None,):
+        with contextlib.redirect_stdout(sys.stderr):
+            _, foresight = foresee_script(script, card, size)
+        if foresight is None:  # the script failed, and said so
+            return 2
+        found[size] = foresight
+        if json_to != "-" and len(sizes) < 2:
+            click.echo(str(foresight))
+    if json_to != "-" and len(sizes) > 1:
+        from lowtide.report.cards import sweep
+
+        click.echo(sweep({size: foresight for size, foresight in found.items() if size is not None}))
+    if json_to is not None:
+        from lowtide.report.cards import record
+
+        write(json.dumps([record(foresight, size) for size, foresight in found.items()], indent=1), json_to)
+    return 0 if all(foresight.fits for foresight in found.values()) else 1

@@ -55,6 +55,8 @@ class Answers:
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self.notes: dict[str, None] = {}
+        self.refused: Unforeseeable | None = None
+        """The first question without an answer: who cleans up after it may ask more."""
         self._writes: dict[int, int] = {}
 
     # --- what is known
@@ -239,10 +241,12 @@ class Answers:
 
     def refusal(self, why: str) -> Unforeseeable:
         """The error for a question without an answer, with the line that asked."""
-        return Unforeseeable(
+        error = Unforeseeable(
             f"{where()}: {why}, which a rehearsal without memory can't know.\n"
             "  Measure this step instead (lowtide.timeline), or decide there by something that the batch tells."
         )
+        self.refused = self.refused or error
+        return error
 
 
 _NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})

@@ -59,13 +59,13 @@ def largest(
     linear. Raises Infeasible if size 1 does not fit, and whatever `foresee` raises.
     """
     budget_bytes = parse_budget(budget)
-    given = _size(batch, batch_dim)
+    given = size_of(batch, batch_dim)
     tried: dict[int, Foresight] = {}
 
     def peak(size: int) -> int:
         if size not in tried:
-            resized = tree_map(lambda leaf: _resized(leaf, batch_dim, given, size), batch)
-            tried[size] = foresee(model, step, resized, plan=plan, optimizer=optimizer)
+            other = tree_map(lambda leaf: resized(leaf, batch_dim, given, size), batch)
+            tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
         return tried[size].peak_bytes
 
     size = _largest_within(peak, budget_bytes, start=min(given, most), most=most)
@@ -105,14 +105,16 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
     raise AssertionError("unreachable: each guess is between the two")
 
 
-def _size(batch: Any, dim: int) -> int:
+def size_of(batch: Any, dim: int) -> int:
+    """The size of the first tensor of `batch` that has dimension `dim`. Raises RehearsalError if there is none."""
     for tensor in tensors_in(batch):
         if tensor.dim() > dim:
             return int(tensor.shape[dim])
     raise RehearsalError(f"no tensor of the batch has a dimension {dim} whose size could be changed.")
 
 
-def _resized(leaf: Any, dim: int, given: int, size: int) -> Any:
+def resized(leaf: Any, dim: int, given: int, size: int) -> Any:
+    """A tensor whose size along `dim` is `given` with another one; anything else as it is."""
     if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != given:
         return leaf
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:

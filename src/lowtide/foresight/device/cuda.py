@@ -7,6 +7,7 @@ streams and events. Graphs of CUDA are not there: a step that records one is ref
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -84,14 +85,15 @@ class _Idle:
 
 
 @contextlib.contextmanager
-def cuda_is_there(card: Card, device: str, ledger: CardLedger | None, answers: Answers) -> Iterator[None]:
+def cuda_is_there(card: Card, device: str, ledger: CardLedger | None, answers: Answers | None) -> Iterator[None]:
     """In this block `torch.cuda` and `torch.autocast` are those of the card, and "cuda" is `device`."""
+    importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
     answered = {**_asked(card, ledger), **dict.fromkeys(_IDLE, _nothing), **dict.fromkeys(_STREAMS, _Idle)}
     with contextlib.ExitStack() as stack:
         for name, function in answered.items():
             if hasattr(torch.cuda, name):
                 stack.enter_context(patch.object(torch.cuda, name, function))
-        if device == NAME:
+        if answers is not None:
             stack.enter_context(_autocast_on_card(answers))
         stack.enter_context(CudaMeans(device))
         yield
@@ -149,7 +151,10 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
         try:
             return leave(self, *error)
         finally:
-            self.device = entered.pop(id(self), self.device)
+            if id(self) in entered:
+                self.device = entered.pop(id(self))
+            else:  # entered before this block
+                _follow(self.device)
 
     def on_clear() -> None:
         clear()
@@ -161,6 +166,16 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
         patch.object(torch, "clear_autocast_cache", on_clear),
     ):
         try:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    _follow(device)
             yield
         finally:
+            torch.set_autocast_enabled(NAME, False)
             forget_casts()
+
+
+def _follow(device: str) -> None:
+    """Autocast is on the card as it is on `device`."""
+    torch.set_autocast_enabled(NAME, torch.is_autocast_enabled(device))
+    torch.set_autocast_dtype(NAME, torch.get_autocast_dtype(device))

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from lowtide.foresight.behaviours.behaviour import Inside
 from lowtide.foresight.behaviours.products import WORKSPACE, workspace_bytes
+from lowtide.foresight.device.current import CAPABILITY_ASSUMED
 from lowtide.foresight.foreseeing import Foresight
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import Reserved, simulate
@@ -38,7 +39,7 @@ class CardForesight(Foresight):
     verdict: Verdict
     """Whether it fits on `card` beside a CUDA context; "unknown" where what is not known could matter."""
     smallest_card: Card | None
-    """The smallest card of the table on which it is sure to fit; None if there is none."""
+    """The smallest card of the table, of its generation of kernels, on which it is sure to fit."""
 
     @property
     def peak_requested_bytes(self) -> int:
@@ -109,12 +110,17 @@ class Outcome:
             return "fits"
         return "unknown" if any(self._runs(stream, card, least) for stream in streams) else "does not fit"
 
-    def smallest(self) -> Card | None:
-        """The smallest card of the table on which it is sure to fit."""
-        return next((card for card in CARDS if self.on(card) == "fits"), None)
+    def smallest(self, like: Card) -> Card | None:
+        """The smallest card of the table on which it is sure to fit, of those whose kernels are those of `like`."""
+        return next((card for card in CARDS if _newer(card) == _newer(like) and self.on(card) == "fits"), None)
 
     def _runs(self, stream: EventStream, card: Card, context: int) -> bool:
         return simulate(stream, self._config, card.total_bytes - context, total=card.total_bytes).fits
+
+
+def _newer(card: Card) -> bool:
+    """Whether it has the kernels and the data types that torch takes from compute capability 8.0 on."""
+    return (card.capability or CAPABILITY_ASSUMED) >= (8, 0)
 
 
 _ENDS = ("least", "most")

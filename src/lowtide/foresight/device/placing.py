@@ -27,6 +27,10 @@ class Placed:
         self._twins, self._answers = twins, answers
         self._done: list[tuple[Tensor, Tensor]] = []
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it was put there."""
+        return any(tensor is placed for placed, _ in self._done)
+
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         """Exchange leaves for fake ones, gradients included. Raises RehearsalError for those that torch can't."""
         done = {id(tensor) for tensor, _ in self._done}

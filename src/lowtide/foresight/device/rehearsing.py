@@ -20,7 +20,7 @@ from lowtide.foresight.foreseeing import adopt, planned, static_of, transformers
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
-from lowtide.foresight.twins import Twins
+from lowtide.foresight.twins import Twins, swap
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Timeline
 from lowtide.remat.engine import Engine
@@ -94,9 +94,16 @@ class OnCard:
         self._stack.__exit__(kind, error, trace)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Put more tensors on the card, of the sizes that `resized` gives them."""
+        """Put more tensors on the card, of the sizes that `resized` gives them; fake ones stay where they are."""
+        fakes: list[Tensor] = []
+        real: list[Tensor] = []
+        for tensor in {id(t): t for t in tensors}.values():
+            (fakes if _torch.is_fake(tensor) else real).append(tensor)
+        for tensor in fakes:
+            if not self._placed.has(tensor) and (other := resized(tensor)) is not tensor:
+                swap(tensor, other)
         with _torch.without_modes():
-            self._placed.put(tensors, resized)
+            self._placed.put(real, resized)
 
     def second(self) -> None:
         """The first step is over; the one that counts begins."""
@@ -128,7 +135,7 @@ class OnCard:
             needs=needs,
             interval=interval,
             verdict=outcome.on(self._card),
-            smallest_card=outcome.smallest(),
+            smallest_card=outcome.smallest(self._card),
         )
 
 

@@ -1,0 +1,143 @@
+"""Rehearses a script for a card that is not there: fake tensors from its first training forward on, for two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.foresight.device.cuda import cuda_is_there
+from lowtide.foresight.device.rehearsing import OnCard
+from lowtide.foresight.sizing import resized, size_of
+from lowtide.identity import tensors_in
+from lowtide.script.running import Script
+from lowtide.script.steps import Enough
+from lowtide.script.watching import run_watched
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from lowtide.foresight.answers import Answers
+    from lowtide.foresight.device.outcome import CardForesight
+    from lowtide.memory.cards import Card
+
+
+class Foreseeing:
+    """Puts the model on `card` at its first forward, and ends the script after two steps there.
+
+    With `size` every tensor at hand whose first dimension is as long as the batch's gets that size: those that the
+    model is called with, and those in variables of the functions that call it.
+    """
+
+    def __init__(self, card: Card, size: int | None = None) -> None:
+        self.done = False
+        self.foresight: CardForesight | None = None
+        self._card, self._size = card, size
+        self._rehearsal: OnCard | None = None
+        self._n_steps = 0
+        self.answers: Answers | None = None
+        """Since the first forward."""
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """From here on nothing is computed; or the second step begins."""
+        given = None if self._size is None else size_of(batch, 0)
+        nearby = [] if given is None else [*tensors_in(batch), *_in_variables(sys._getframe(1))]
+        if self._rehearsal is None:
+            rehearsal = OnCard(self._card, model, [] if given else batch, (optimizers,))
+            rehearsal.__enter__()
+            self._rehearsal, self.answers = rehearsal, rehearsal.answers
+        elif self._n_steps == 1:
+            self._rehearsal.second()
+        if given is not None and self._size is not None:
+            size = self._size
+            self._rehearsal.put(nearby, lambda tensor: resized(tensor, 0, given, size))
+
+    def ends(self, model: nn.Module) -> None:
+        """After the second step everything real is put back, and the script ended."""
+        assert self._rehearsal is not None
+        self._n_steps += 1
+        if self._n_steps == 2:
+            self._rehearsal.finish()
+            rehearsal = self._rehearsal
+            self.leaves()
+            self.foresight, self.done = rehearsal.foresight(), True
+            raise Enough
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one."""
+        self.leaves()
+        self._n_steps = 0
+
+    def leaves(self) -> None:
+        """Put everything back."""
+        if self._rehearsal is not None:
+            rehearsal, self._rehearsal = self._rehearsal, None
+            rehearsal.__exit__(None, None, None)
+
+
+def foresee_script(script: Script, card: Card, size: int | None = None) -> tuple[int, CardForesight | None]:
+    """Run `script` up to two steps on `card`: its exit code, and what is known then.
+
+    Raises what a rehearsal raises, with the line of the script that was asked for too much.
+    """
+    crew = Foreseeing(card, size)
+    with _before(card), _nothing_saved(crew):
+        try:
+            code = run_watched(script, crew)
+        except LowtideError as error:
+            first = None if crew.answers is None else crew.answers.refused
+            raise first or error  # noqa: B904  the last one came of cleaning up after the first
+    return code, crew.foresight
+
+
+@contextlib.contextmanager
+def _nothing_saved(crew: Foreseeing) -> Iterator[None]:
+    """From the first forward on nothing is written over what the script saved when it really trained."""
+    save = torch.save
+
+    def saves(*args: Any, **kwargs: Any) -> None:
+        if crew.answers is None:
+            save(*args, **kwargs)
+        else:
+            crew.answers.note("torch.save is left out")
+
+    with patch.object(torch, "save", saves):
+        yield
+
+
+@contextlib.contextmanager
+def _before(card: Card) -> Iterator[None]:
+    """Before its first forward a script that asks for CUDA is told that there is one, and stays on the CPU.
+
+    Nothing is compiled: what is rehearsed are the operators themselves.
+    """
+    importlib.import_module("torch._dynamo")  # see `cuda_is_there`
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "compile", _as_it_is))
+        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: None))
+        if not torch.cuda.is_available():
+            stack.enter_context(cuda_is_there(card, "cpu", None, None))
+        yield
+
+
+def _as_it_is(model: Any = None, **options: Any) -> Any:
+    return (lambda model: model) if model is None else model
+
+
+def _in_variables(frame: FrameType | None) -> Iterator[Tensor]:
+    """The tensors in variables of the functions that call, from the inside out, but for torch's and this package's."""
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "lowtide.", "importlib")):
+            for value in [*frame.f_locals.values()]:
+                found = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
+                yield from (tensor for tensor in found if not tensor.requires_grad)
+        frame = frame.f_back

@@ -1,0 +1,107 @@
+"""`lowtide rehearse --device`: an unchanged script, for a card that is not there."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from lowtide import cli
+
+TRAIN = """
+import argparse, torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int, default=256)
+given = parser.parse_args()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    assert torch.cuda.get_device_capability() == (8, 6), torch.cuda.get_device_name()
+model = nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Dropout(0.1), nn.Linear(4096, 64)).to(device)
+model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+first = model[0].weight.detach().clone()
+try:
+    for step in range(5):
+        x = torch.randn(given.rows, 64).to(device, non_blocking=True)
+        y = torch.randint(0, 64, (given.rows,)).cuda()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        print(f"loss {loss.item():.3f}")
+finally:
+    # as a script that saves its model at the end: everything is real again, and as it was
+    torch.save(model.state_dict(), __file__ + ".pt")
+    print("same weights", torch.equal(model[0].weight, first), type(model[0].weight).__name__)
+print("the end")
+"""
+
+
+@pytest.fixture
+def rehearse(tmp_path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def command(*options: str, text: str = TRAIN, args: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        path = tmp_path / "train.py"
+        path.write_text(text, encoding="utf-8")
+        capfd.readouterr()
+        code = cli.main(("rehearse", *options, str(path), *args))
+        return (code, *capfd.readouterr())
+
+    return command
+
+
+def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(rehearse, tmp_path) -> None:
+    code, out, err = rehearse("--device", "RTX 3060")
+    assert code == 0
+    assert "on RTX 3060, with 11.7 GiB: it fits" in out
+    assert "smallest card on which it is sure to fit: RTX 4060" in out
+    assert "same weights True Parameter" in err
+    assert "the end" not in err
+    assert "torch.save is left out" not in out  # it came after all was known
+    assert [*tmp_path.iterdir()] == [tmp_path / "train.py"]
+
+
+def test_what_does_not_fit_has_exit_code_1_and_names_a_card(rehearse) -> None:
+    code, out, _ = rehearse("--device", "RTX 3060", args=("--rows", "400000"))
+    assert code == 1
+    assert "it does not fit" in out
+    assert "smallest card on which it is sure to fit: L4" in out
+
+
+def test_a_sweep_gives_what_the_script_does_at_those_sizes(rehearse) -> None:
+    code, out, _ = rehearse("--device", "RTX 3060", "--json", "-", "--batch", "64", "--batch", "1024")
+    assert code == 0
+    small, large = json.loads(out)
+    assert (small["batch"], large["batch"]) == (64, 1024)
+    assert small["peak_requested_bytes"] < large["peak_requested_bytes"]
+    for found in (small, large):
+        _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-", args=("--rows", str(found["batch"])))
+        (by_itself,) = json.loads(alone)
+        assert found["peak_requested_bytes"] == pytest.approx(by_itself["peak_requested_bytes"], rel=0.02)
+
+
+def test_a_script_that_fails_has_exit_code_2(rehearse) -> None:
+    code, _, err = rehearse("--device", "RTX 3060", text="raise ValueError('no data')")
+    assert code == 2
+    assert "no data" in err
+    decides = TRAIN.replace("optimizer.zero_grad()", "assert loss.item() < 100")
+    code, _, err = rehearse("--device", "RTX 3060", text=decides)
+    assert code == 2
+    assert "train.py:" in err
+    assert "it decides by a number from a tensor" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--device", "RTX 9999"), "no card"), (("--batch", "4"), "--device"), (("--device", "T4", "--plain"), "--plain")],
+)
+def test_what_can_not_be_meant_is_refused_before_the_script_runs(rehearse, options, said) -> None:
+    code, out, err = rehearse(*options, text="print('it runs')")
+    assert code == 2
+    assert said in err
+    assert "it runs" not in out + err
