@@ -11,30 +11,26 @@ from lowtide.planner.records import Decisions, Prediction, Profile
 
 def n_decisions(profile: Profile) -> int:
     """How many yes-or-no questions there are."""
-    addresses, ids = _questions(profile)
-    return len(addresses) + len(ids)
+    return sum(map(len, _questions(profile)))
 
 
 def outcomes(profile: Profile) -> list[Prediction]:
     """What each possible plan needs, good or bad."""
-    simulator, found = Simulator(profile), []
-    for decisions in _decisions(profile):
-        try:
-            found.append(simulator.predict(decisions))
-        except ValueError:  # a replay inside a replay
-            continue
-    return found
+    simulator = Simulator(profile)
+    return [simulator.predict(decisions) for decisions in _decisions(profile)]
 
 
 def _decisions(profile: Profile) -> Iterator[Decisions]:
-    addresses, ids = _questions(profile)
-    for flags in itertools.product((False, True), repeat=len(addresses) + len(ids)):
-        chosen = {name for name, flag in zip((*addresses, *ids), flags, strict=True) if flag}
-        yield Decisions(remake=frozenset(chosen & set(addresses)), replay=frozenset(chosen & set(ids)))
+    questions = [(kind, name) for kind, names in enumerate(_questions(profile)) for name in names]
+    for flags in itertools.product((False, True), repeat=len(questions)):
+        chosen = [question for question, flag in zip(questions, flags, strict=True) if flag]
+        remake, replay, advance = (frozenset(name for kind, name in chosen if kind == k) for k in range(3))
+        yield Decisions(remake=remake, replay=replay, advance=advance)
 
 
-def _questions(profile: Profile) -> tuple[list[str], list[str]]:
-    """Addresses that can be remade, and calls that may run again."""
+def _questions(profile: Profile) -> tuple[list[str], list[str], list[str]]:
+    """Addresses that can be remade, calls that may run again, and those that may be run forward for their result."""
     index = Simulator(profile).index
     addresses = sorted({index.addresses[row] for row in index.slot_address[index.slot_remakeable]})
-    return addresses, [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls]
+    replays = [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls]
+    return addresses, replays, [id_ for id_, calls in zip(index.ids, index.advances_of_id, strict=True) if calls]

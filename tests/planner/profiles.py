@@ -13,6 +13,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Call, Decisions, Fingerprint, Profile, Slot, Static, Storage, Value
 from planner.reference import remakeable
 
@@ -256,8 +257,13 @@ def _body(tape: Tape, shape: Random, detail: Random, live: list[int], n_ops: int
             refused = detail.choice([None, None, None, "differs"])
             child = f"{path}.{children}"
             cost = shape.choice([0.0, 1.0, inside * 1.5])
+            number = len(tape.calls)
             with tape.call(f"{child}#0", *inputs, ms=cost, flops=int(cost), refused=refused):
                 _body(tape, shape, detail, live, inside, child)
+            if detail.random() < 0.5:
+                tape.calls[number] = replace(
+                    tape.calls[number], gives=live[-1], advance_ms=cost + 1.0, advance_flops=int(cost) + 1
+                )
             continue
         n_ops -= 1
         args = shape.sample(live[-4:], shape.randint(1, min(2, len(live))))
@@ -287,18 +293,18 @@ def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:
 
 
 def random_decisions(profile: Profile, seed: int) -> Decisions:
-    """Remakes and replays that the profile allows, without one replay inside another."""
+    """Remakes, replays and advances that the profile allows."""
     choose = Random(seed)
     share = choose.choice([0.2, 0.6, 0.95])
     values = remakeable(profile)
     can = sorted({slot.address for slot in profile.slots if slot.storage is not None and slot.value in values})
-    around: dict[str, set[str]] = {}
-    for call in profile.calls:
-        outer = set() if call.parent is None else {profile.calls[call.parent].id}
-        around.setdefault(call.id, set()).update(outer.union(*(around[id_] for id_ in outer)))
-    replay: set[str] = set()
-    for call in profile.calls:
-        nested = around[call.id] & replay or any(call.id in around[id_] for id_ in replay)
-        if call.refused is None and not nested and choose.random() < 0.4:
-            replay.add(call.id)
-    return Decisions(remake=frozenset(a for a in can if choose.random() < share), replay=frozenset(replay))
+    index = Simulator(profile).index
+    replay = [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls and choose.random() < 0.4]
+    advance = [
+        id_ for id_, calls in zip(index.ids, index.advances_of_id, strict=True) if calls and choose.random() < 0.4
+    ]
+    return Decisions(
+        remake=frozenset(a for a in can if choose.random() < share),
+        replay=frozenset(replay),
+        advance=frozenset(advance),
+    )

@@ -45,6 +45,11 @@ class Step:
         self.replayed = {
             index for index, call in enumerate(profile.calls) if call.id in decisions.replay and call.refused is None
         }
+        self.advanced = {
+            index
+            for index, call in enumerate(profile.calls)
+            if call.id in decisions.advance and self.gives(index) is not None and self.around(call.parent) is None
+        }
         self.slots = [slot for slot in profile.slots if slot.storage is not None]
         self.saved = [slot for slot in self.slots if not slot.is_input]
         self.fate = {value: self.fate_of(value) for value in range(len(profile.values))}
@@ -64,27 +69,56 @@ class Step:
             call = self.profile.calls[call].parent
         return call
 
+    def gives(self, call: int) -> int | None:
+        """The value that a call can be advanced to."""
+        value = self.profile.calls[call].gives
+        entries = {slot.value for slot in self.profile.slots if slot.is_input and slot.call == call}
+        storages = {slot.storage for slot in self.profile.slots if slot.value == value and slot.storage is not None}
+        if value is None or value in entries or not storages:
+            return None
+        born = self.profile.storages[min(storages)].born
+        return value if self.profile.calls[call].enter <= born < self.profile.calls[call].exit else None
+
     def action(self, slot: Slot) -> str | int:
         """keep, remake, or the call that brings it back."""
-        outer = self.around(slot.call)
-        if not slot.is_input and outer is not None:
+        outer = self.around(self.profile.calls[slot.call].parent if slot.is_input else slot.call)
+        call = outer
+        while call is not None:
             for entry in self.slots:
-                if entry.is_input and entry.call == outer and entry.value == slot.value:
+                if entry.is_input and entry.call == call and entry.value == slot.value:
                     return self.action(entry)
+            call = self.around(self.profile.calls[call].parent)
         if slot.address in self.decisions.remake and slot.value in self.can:
             return "remake"
-        return "keep" if slot.is_input or outer is None else outer
+        return "keep" if outer is None else outer
 
     def fate_of(self, value: int) -> str | int:
-        """keep, remake, pass, or the call that brings it back."""
-        actions = [
-            self.action(slot)
+        """keep, remake, pass, the call that brings it back, or `advance` and the call that gives it."""
+        slots = [
+            slot
             for slot in self.slots
-            if slot.value == value and (not slot.is_input or slot.call in self.replayed)
+            if slot.value == value and (not slot.is_input or slot.call in self.replayed | self.advanced)
         ]
+        actions = [self.action(slot) for slot in slots]
+        for call in sorted(self.advanced, reverse=True):
+            inside = [action for slot, action in zip(slots, actions, strict=True) if self.is_in(slot.call, call)]
+            if self.gives(call) == value and not {"keep", "remake"} & set(inside):
+                return f"advance {call}"
         if not actions:
             return "remake" if value in self.several else "pass"
-        return "keep" if "keep" in actions else actions[0]
+        if "keep" in actions or actions[0] == "remake":
+            return "keep" if "keep" in actions else "remake"
+        return min(action for action in actions if isinstance(action, int))
+
+    def is_in(self, call: int | None, outer: int) -> bool:
+        while call is not None and call != outer:
+            call = self.profile.calls[call].parent
+        return call is not None
+
+    def advances(self, value: int) -> int | None:
+        """The call that is advanced to give `value`."""
+        fate = self.fate[value]
+        return int(fate.removeprefix("advance ")) if isinstance(fate, str) and fate.startswith("advance") else None
 
     def foreign(self, value: int) -> bool:
         """Left to a replay, but not born in it."""
@@ -119,6 +153,10 @@ class Step:
     def readers(self, value: int) -> list[tuple[str, int]]:
         """The remakes and replays that need `value`."""
         remakes = [("value", v) for v, fate in self.fate.items() if fate == "remake" and value in self.operands(v)[0]]
+        for made in self.fate:
+            call = self.advances(made)
+            if call is not None and value in self.inputs(call):
+                remakes.append(("value", made))
         return remakes + [("call", call) for call in self.replayed if value in self.inputs(call)]
 
     def is_read(self, value: int, position: int) -> bool:
@@ -155,6 +193,15 @@ class Step:
         self.made["value", value] = position
         if isinstance(fate, int):
             self.replay(fate, position)
+        call = self.advances(value)
+        if call is not None:
+            for operand in self.inputs(call):
+                self.ask(operand, position)
+            self.extra_ms += self.profile.calls[call].advance_ms
+            self.extra_flops += self.profile.calls[call].advance_flops
+            self.result["value", value] = self.bytes_of(value)
+            peak = max(self.forward_again(call, {self.storage_of(value)}), default=0)
+            self.scratch["value", value] = max(0, peak - self.bytes_of(value))
         if fate == "remake":
             self.result["value", value] = self.profile.values[value].bytes
             operands, on_the_way = self.operands(value)
@@ -170,6 +217,15 @@ class Step:
                 self.scratch["value", value] = transient
             else:
                 self.scratch["value", value] = transient + passing
+
+    def storage_of(self, value: int) -> int:
+        return next(s.storage for s in self.profile.slots if s.value == value and s.storage is not None)
+
+    def bytes_of(self, value: int) -> int:
+        """What making it again allocates."""
+        if self.advances(value) is not None:
+            return self.profile.storages[self.storage_of(value)].bytes
+        return self.profile.values[value].bytes
 
     def replay(self, call: int, position: int) -> None:
         if ("call", call) in self.made:
@@ -204,6 +260,10 @@ class Step:
         read = any(slot.value == value and slot.need == position for slot in self.saved)
         return not read and not self.is_wanted("value", value, position + 1)
 
+    def is_made_alone(self, value: int) -> bool:
+        """Remade, or advanced to."""
+        return self.fate[value] == "remake" or self.advances(value) is not None
+
     def forward_again(self, call: int, left: set[int | None]) -> list[int]:
         """What a forward of `call` allocates, position by position, if it leaves the storages in `left`."""
         enter, exit_ = self.profile.calls[call].enter, self.profile.calls[call].exit
@@ -228,12 +288,12 @@ class Step:
             for slot in self.saved:
                 fate = self.fate[slot.value]
                 if slot.need == position and isinstance(fate, int):
-                    self.replay(fate, position)
+                    self.replay(fate, position)  # of what is foreign, too
                 if slot.need == position:
                     self.ask(slot.value, position)
             made = [value for (kind, value), when in self.made.items() if kind == "value" and when == position]
-            brief = {value for value in made if self.fate[value] == "remake" and self.is_brief(value, position)}
-            self.waiting[position] += sum(self.profile.values[value].bytes for value in brief)
+            brief = {value for value in made if self.is_made_alone(value) and self.is_brief(value, position)}
+            self.waiting[position] += sum(self.bytes_of(value) for value in brief)
             base = self.profile.base_bytes[max(position - 1, 0) : position + 1]
             running = min(base) + self.running(position)
             found.append(self.held(position, brief) + max(base[-1], running))
@@ -250,12 +310,9 @@ class Step:
             ):
                 total += storage.bytes
         for value in self.fate.keys() - brief:
-            if (
-                self.fate[value] == "remake"
-                and ("value", value) in self.made
-                and self.is_wanted("value", value, position)
-            ):
-                total += self.profile.values[value].bytes
+            made = self.is_made_alone(value) and ("value", value) in self.made
+            if made and self.is_wanted("value", value, position):
+                total += self.bytes_of(value)
         for caught in self.caught.values():
             still = {self.profile.values[v].storage for v in caught if self.is_wanted("value", v, position)}
             total += sum(self.profile.storages[s].bytes for s in still if s is not None)

@@ -256,14 +256,89 @@ def test_a_saved_tensor_that_is_the_calls_input_follows_the_input() -> None:
     assert remade.extra_ms == 6.0
 
 
-def test_replayed_calls_may_not_contain_each_other() -> None:
+def nested(groups: int = 3, blocks: int = 2) -> Profile:
+    """Groups of blocks of x -> h -> x with 10 and 40 bytes; the ops of `chain(inner=1)`, in calls of calls."""
     tape = Tape()
-    with tape.call("model#0"):
+    with tape.call("model#0", refused="the model itself"):
         x = tape.op(10)
-        with tape.call("model.block#0", x):
-            tape.op(1, x, saves=[x])
-    with pytest.raises(ValueError, match=r"model\.block#0 is inside model#0"):
-        predict(tape.profile(), Decisions(replay=frozenset({"model#0", "model.block#0"})))
+        for group in range(groups):
+            with tape.call(f"groups.{group}#0", x, ms=10.0):
+                for block in range(blocks):
+                    with tape.call(f"groups.{group}.{block}#0", x, ms=5.0):
+                        h = tape.op(40, x, saves=[x])
+                        x = tape.op(10, h, saves=[h])
+        tape.op(1, x, saves=[x])
+    return tape.profile()
+
+
+def test_a_replay_inside_a_replay_leaves_its_input_to_the_outer_one() -> None:
+    profile = nested()
+    outer = [f"groups.{group}#0" for group in range(3)]
+    inner = [f"groups.{group}.{block}#0" for group in range(3) for block in range(2)]
+    both = usage(profile, replay=outer + inner)
+    # Forward: the inputs of the groups so far, and x and h of the block that runs.
+    assert both[:14] == [10, 50, 60, 60, 60, 60, 70, 70, 70, 70, 80, 80, 80, 41]
+    # At the read of the last h the last group runs again for the x between its blocks (10, and h and the next x for a
+    # moment), then the last block for its h. At that of x of its first block nothing more has to run.
+    prediction = predict(profile, Decisions(replay=frozenset(outer + inner)))
+    assert prediction.extra_ms == 3 * 10.0 + 6 * 5.0
+    assert prediction.held_bytes == 40
+    single = predict(profile, Decisions(replay=frozenset(inner)))
+    assert single.held_bytes == 70
+    assert prediction.peak_bytes < single.peak_bytes
+
+
+def with_results(profile: Profile, *blocks: int) -> Profile:
+    """`profile`, a chain, with the results of `blocks` brought back by running them forward, for 6 ms each."""
+    entries = {slot.call: slot.value for slot in profile.slots if slot.is_input}
+    calls = list(profile.calls)
+    for block in blocks:
+        calls[block + 1] = replace(calls[block + 1], gives=entries[block + 2], advance_ms=6.0, advance_flops=10)
+    return replace(profile, calls=tuple(calls))
+
+
+def test_an_advance_makes_the_input_of_the_next_replay() -> None:
+    """Blocks 0 to 3 of x0 -> h0 -> x1 ...: x1, x2 and x3 are not kept, but made from x0 one after the other, once."""
+    profile = with_results(chain(4, inner=1), 0, 1, 2)
+    ids = [f"blocks.{block}#0" for block in range(4)]
+    decisions = Decisions(replay=frozenset(ids), advance=frozenset(ids[:3]))
+    prediction = predict(profile, decisions)
+    assert prediction.held_bytes == 10 + 10  # x0, and x4, which the loss saves
+    assert (prediction.extra_ms, prediction.extra_flops) == (4 * 5.0 + 3 * 6.0, 4 * 9 + 3 * 10)
+    simulator = Simulator(profile)
+    levels = [int(level) for level in simulator.sweep(simulator.choice(decisions)).usage]
+    # At the read of h3: x0, x1, x2 and x3 are there; then h3 and x4 are made in the replay of block 3.
+    assert levels[11] == 40 + 50
+    # At that of h2 block 2 runs again. What is above x2 is gone.
+    assert levels[13] == 30 + 50
+
+
+def test_an_advance_alone_drops_what_others_save() -> None:
+    """The next block saves x1 itself: made at the first read of it, from x0, with h0 for a moment."""
+    profile = with_results(chain(2, inner=1), 0)
+    decisions = Decisions(advance=frozenset({"blocks.0#0"}))
+    simulator = Simulator(profile)
+    levels = [int(level) for level in simulator.sweep(simulator.choice(decisions)).usage]
+    plain = usage(profile)
+    assert levels[5] == plain[5] - 10  # at the loss
+    assert levels[8] == plain[8] + 40  # at the read of x1: h0 is there twice
+    assert simulator.predict(decisions).extra_ms == 6.0
+
+
+def test_what_is_kept_inside_of_a_call_is_not_advanced() -> None:
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        x = tape.op(10)
+        with tape.call("block#0", x):
+            y = tape.op(20, x, saves_result=True)
+        tape.op(1, y, saves=[y])
+    profile = tape.profile()
+    calls = (profile.calls[0], replace(profile.calls[1], gives=1, advance_ms=3.0))
+    profile = replace(profile, calls=calls)
+    alone = predict(profile, Decisions(advance=frozenset({"block#0"})))
+    assert (alone.held_bytes, alone.extra_ms) == (20, 0.0)
+    replayed = predict(profile, Decisions(advance=frozenset({"block#0"}), replay=frozenset({"block#0"})))
+    assert (replayed.held_bytes, replayed.extra_ms) == (10, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +348,8 @@ def test_replayed_calls_may_not_contain_each_other() -> None:
         (Decisions(remake=frozenset({"model#0:0"})), "model#0:0 has no recipe"),
         (Decisions(replay=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
         (Decisions(replay=frozenset({"model#0"})), "model#0 may not be replayed: the model itself"),
+        (Decisions(advance=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
+        (Decisions(advance=frozenset({"blocks.0#0"})), "blocks.0#0 may not be advanced"),
     ],
 )
 def test_impossible_decisions_are_refused(decisions: Decisions, message: str) -> None:

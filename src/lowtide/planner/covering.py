@@ -1,21 +1,21 @@
 """The problem of a profile as a linear program that promises too much and never too little.
 
-For each storage x says that it is dropped, d that it is remade; for each call q says that it runs again; for each value
-that several remakes need and nobody holds p says that it is made. Whatever a solver decides gives such numbers, 0 or 1,
-that keep to every row below; so no plan can take less time than the least that these rows allow. What is left out only
-makes it look cheaper.
+For each storage x says that it is dropped, d that it is remade; for each call q says that it runs again, and a that it
+is advanced; for each value that several remakes need and nobody holds p says that it is made. Whatever a solver decides
+gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time than the least that these rows
+allow. What is left out only makes it look cheaper.
 
-    dropped     x <= d + the q that can bring it back; a call that runs brings back all that is saved in it alone
+    dropped     x <= d + the q and a that can bring it back; of what is saved in a call alone that runs, nothing is kept
     passing     d <= p, and p <= p' for what p needs in its turn
-    nested      q + q' <= 1 for a call inside another
     capacity    at position t: base + storages alive by themselves + (1 - x) * bytes of what is kept for backward
                 + x * bytes of what backward has read and not let go of + bytes of what is made early <= limit
     early       what is remade needs its operands, and a call its inputs, before backward asks for them itself:
                 m[v, t] >= m[u, t] + d[v] - 1 where a remake of u needs v, with m[u, t] = d[u] once u is read;
-                a call that runs for one value makes all others that it brings back
+                a call that runs for one value makes all others that it brings back, unless a call inside it does
 
-Left out: scratch memory, operands kept longer than backward needs them, values that share a storage once they are made
-again; and of what is made early all but the `NEAREST` values that backward asks for next and are worth mentioning.
+Left out: scratch memory, what advances are made from, operands kept longer than backward needs them, values that share
+a storage once they are made again; and of what is made early all but the `NEAREST` values that backward asks for next
+and are worth mentioning.
 The rows of one position have variables of their own, so that a program (`programme.py`) is put together from any
 positions.
 """
@@ -63,7 +63,14 @@ class Covering:
         passing = sorted(set().union(*index.passing))
         self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
         """The variable of each value that is made once for several remakes."""
-        self.n_fixed = 2 * n + len(self.calls) + len(passing)
+        first = 2 * n + len(self.calls) + len(passing)
+        given = [call for calls in index.advances_of_id for call in calls]
+        self.advances = {call: first + number for number, call in enumerate(given)}
+        """The variable of each call that can be run forward for its result."""
+        self.n_fixed = first + len(given)
+        self._given: dict[int, list[int]] = {}
+        for call, variable in self.advances.items():
+            self._given.setdefault(index.gives[call], []).append(variable)
 
         rows = np.flatnonzero(~index.slot_is_input)
         pairs = sorted(set(zip(index.slot_storage[rows].tolist(), index.slot_value[rows].tolist(), strict=True)))
@@ -124,7 +131,8 @@ class Covering:
         self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
         for storage, values in enumerate(self._values):
             read = [value for value in values if index.read[value] < index.end]
-            self.upper[storage] = all(index.remakeable[v] or v in self._bring for v in values) and bool(values)
+            made = (index.remakeable[v] or v in self._bring or v in self._given for v in values)
+            self.upper[storage] = all(made) and bool(values)
             self.upper[n + storage] = self.upper[storage] and any(index.remakeable[v] or v not in read for v in values)
             if len(read) == len(values):
                 recipes = [index.recipes[value] for value in read if index.remakeable[value]]
@@ -133,6 +141,9 @@ class Covering:
         for call, variable in self.runs.items():
             self.ms[variable] = self.simulator.profile.calls[call].cost_ms
             self.flops[variable] = self.simulator.profile.calls[call].flops
+        for call, variable in self.advances.items():
+            self.ms[variable] = self.simulator.profile.calls[call].advance_ms
+            self.flops[variable] = self.simulator.profile.calls[call].advance_flops
         for value, variable in self.passes.items():
             self.ms[variable], self.flops[variable] = index.recipes[value].ms, index.recipes[value].flops
 
@@ -140,6 +151,7 @@ class Covering:
         index, n, found = self.index, self.n_storages, list[Row]()
         for storage, values in enumerate(self._values):
             bring = {self.runs[call] for value in values for call in self._bring.get(value, ())}
+            bring |= {variable for value in values for variable in self._given.get(value, ())}
             found.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
             found.append(({n + storage: 1.0, storage: -1.0}, 0.0))
         follows = set(index.slot_value[index.follower].tolist())
@@ -156,9 +168,6 @@ class Covering:
         made = [(n + storage, value) for storage, value in self.alone.items() if index.read[value] < index.end]
         for variable, value in [*made, *((variable, value) for value, variable in self.passes.items())]:
             found += [({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.passing[value])]
-        for call in self.calls:
-            outer = [self.runs[around] for around in index.around[call][1:] if around in self.runs]
-            found += [({self.runs[call]: 1.0, variable: 1.0}, 1.0) for variable in outer]
         return found
 
     def usage(self, dropped: Floats) -> Floats:
@@ -201,7 +210,8 @@ class Covering:
         for call in ran:
             for storage in self.inside[call]:
                 if index.read[self.alone[storage]] <= position:
-                    rows.append(({self.runs[call]: 1.0, n + storage: -1.0, ran[call]: -1.0}, 0.0))
+                    others = self._other_ways(call, storage)
+                    rows.append(({self.runs[call]: 1.0, n + storage: -1.0, ran[call]: -1.0, **others}, 0.0))
         for storage, value in ahead:
             asked = [v for u in self._asks.get(value, ()) if (v := made(u)) is not None]
             asked += [ran[call] for call in self._needing.get(value, ())]
@@ -209,11 +219,19 @@ class Covering:
                 rows.append(({variable: 1.0, storage: 1.0, there[storage]: -1.0}, 1.0))
                 rows.append(({variable: 1.0, n + storage: 1.0, remade[value]: -1.0}, 1.0))
                 bringing = dict.fromkeys((ran[call] for call in self._bring.get(value, ())), -1.0)
+                bringing |= dict.fromkeys(self._given.get(value, ()), -1.0)
                 rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **bringing}, 1.0))
             for call in self._bring.get(value, ()):
                 if storage in self.inside[call]:
-                    rows.append(({ran[call]: 1.0, n + storage: -1.0, there[storage]: -1.0}, 0.0))
+                    others = self._other_ways(call, storage)
+                    rows.append(({ran[call]: 1.0, n + storage: -1.0, there[storage]: -1.0, **others}, 0.0))
         return rows, there
+
+    def _other_ways(self, call: int, storage: int) -> dict[int, float]:
+        """What may bring back what is saved in `call` instead of its replay: that of a call inside, an advance."""
+        value = self.alone[storage]
+        inner = (self.runs[c] for c in self._bring[value] if c != call and call in self.index.around[c])
+        return dict.fromkeys((*inner, *self._given.get(value, ())), -1.0)
 
 
 def _joined(rows: list[Row], n_fixed: int) -> Rows:

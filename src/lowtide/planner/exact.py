@@ -46,7 +46,9 @@ class Exact:
         self._call_ids = [(v, index.id_index[simulator.profile.calls[call].id]) for call, v in covering.runs.items()]
         self._groups = [[covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups]
         """The variables that say that a group is remade."""
+        self._advance_ids = [(v, index.id_index[simulator.profile.calls[c].id]) for c, v in covering.advances.items()]
         calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
+        calls += [[covering.advances[call] for call in calls] for calls in index.advances_of_id]
         self._together: list[Row] = []
         """A group is remade as a whole, and a call runs again in every call of the model."""
         for first, *others in filter(None, [*self._groups, *calls]):
@@ -105,6 +107,9 @@ class Exact:
         for variable, id_ in self._call_ids:
             if variables[variable] > 0.5:
                 choice.replay[id_] = True
+        for variable, id_ in self._advance_ids:
+            if variables[variable] > 0.5:
+                choice.advance[id_] = True
         return choice
 
     def _within(self, span: Span) -> list[Row]:

@@ -1,9 +1,20 @@
-"""What becomes of each value under a choice: it is kept, remade, brought back by a replay, or only passed through.
+"""What becomes of each value under a choice: it is kept, made again in one of three ways, or only passed through.
 
-A slot is remade if its address is chosen and a recipe can; else the replayed module call around it brings it back; else
-it is kept. The slots of a call's inputs count only where that call is replayed, and a saved tensor that is an input of
-a replayed call around it shares what happens to that input. One kept slot keeps its value; otherwise the first slot
-that saves a value decides and later ones share.
+**Remade.** A slot is remade if its address is chosen and a recipe can.
+
+**Replayed.** Else the innermost replayed call around it brings it back. A replay holds its inputs, which are slots of
+the call around it: a replayed call inside another one leaves its inputs to the outer replay, which brings them back
+and leaves what the inner call saved to the inner one's own. A tensor that is an input of several replayed calls around
+it shares what happens to it as an input of the outermost. What one replayed call saves and another around that one
+saves or gives on is brought back by the outer.
+
+**Advanced.** A call that is advanced runs forward once more for its result, from its inputs, and saves nothing: the
+result is held by nobody, whoever saves it or is given it. Except where a slot in the call itself keeps or remakes it;
+and only where no replayed call is around it. So of a chain of replayed blocks only every n-th needs to keep its input,
+and the others are made from it one after the other, once (two-level checkpointing; "advance" is what Griewank and
+Walther 2000, doi 10.1145/347837.347846, call this action).
+
+**Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share.
 
 A value without such a slot passes: it exists only while a remake runs. Where several remakes need it, it is made once
 and waits for them, as if it were saved.
@@ -18,58 +29,81 @@ import numpy as np
 
 from lowtide.planner.indexed import Flags, Index, Ints
 
-KEPT, REMADE, REPLAYED, PASSED = range(4)
+KEPT, PASSED, REMADE, REPLAYED, ADVANCED = range(5)
+"""From REMADE on: made again when somebody asks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Decisions as flags: one for each of `Index.addresses` and of `Index.ids`."""
+    """Decisions as flags: one for each of `Index.addresses`, and two for each of `Index.ids`."""
 
     remake: Flags
     replay: Flags
+    advance: Flags
 
     def copy(self) -> Choice:
-        return Choice(self.remake.copy(), self.replay.copy())
+        return Choice(self.remake.copy(), self.replay.copy(), self.advance.copy())
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal choices about one profile."""
+        return self.remake.tobytes() + self.replay.tobytes() + self.advance.tobytes()
 
 
 class Fates(NamedTuple):
     """What becomes of the values, one row each."""
 
     state: Ints
-    """KEPT, REMADE, REPLAYED or PASSED."""
+    """KEPT, PASSED, REMADE, REPLAYED or ADVANCED."""
     by_call: Ints
-    """The replayed call around the first slot that saves it, or -1."""
+    """The call that is replayed or advanced for it, or -1."""
     foreign: Ints
     """Indices of values that are saved in a replayed call but born elsewhere, and not as an input: somebody else holds
     them, so they cost no memory, but reading them runs the replay."""
 
 
 def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
-    """The fates under `choice`, of which `replayed` are the calls. Raises ValueError if one of these is in another."""
-    owner = np.full(len(index.within), -1, np.int64)
-    for call in replayed:  # outer calls come first
-        if owner[call] >= 0:
-            outer, inner = (index.profile.calls[c].id for c in (owner[call], call))
-            raise ValueError(f"{inner} is inside {outer}: a replayed call inside a replayed call is not supported")
+    """The fates under `choice`, of which `replayed` are the calls, outer ones first."""
+    owner = np.full(len(index.within) + 1, -1, np.int64)  # the last stands for what is around the model
+    is_replayed = np.zeros(len(index.within), np.bool_)
+    is_replayed[replayed] = True
+    for call in replayed:
         owner[index.within[call]] = call
-    inside = owner[index.slot_call]
+    advanced = [
+        call
+        for id_ in np.flatnonzero(choice.advance)
+        for call in index.advances_of_id[id_]
+        if owner[index.parent[call]] < 0
+    ]
+    holds_inputs = is_replayed.copy()
+    holds_inputs[advanced] = True
 
-    active = ~index.slot_is_input | (inside == index.slot_call)
+    active = ~index.slot_is_input | holds_inputs[index.slot_call]
+    around = owner[np.where(index.slot_is_input, index.parent[index.slot_call], index.slot_call)]
     remake = active & choice.remake[index.slot_address] & index.slot_remakeable
-    replay = (inside >= 0) & ~index.slot_is_input & ~remake
-    following = inside[index.follower] == index.followed_in
-    remake[index.follower[following]] = remake[index.followed[following]]
-    replay[index.follower[following]] = False
+    replay = (around >= 0) & ~remake
+    follows = is_replayed[index.followed_in]
+    follower, followed = index.follower[follows], index.followed[follows]
+    # The outermost call comes last for each row, and the last is what stays.
+    remake[follower], replay[follower], around[follower] = remake[followed], replay[followed], around[followed]
 
     state = np.where(index.shared, REMADE, PASSED)
-    by_call = np.full(index.n_values, -1, np.int64)
+    by_call = np.full(index.n_values, len(index.within), np.int64)
     rows = np.flatnonzero(active)[::-1]  # backwards, so that the first slot of a value is the last to write
     state[index.slot_value[rows]] = np.where(remake[rows], REMADE, np.where(replay[rows], REPLAYED, KEPT))
-    by_call[index.slot_value[rows]] = inside[rows]
-    state[index.slot_value[active & ~remake & ~replay]] = KEPT
+    rows = np.flatnonzero(active & replay)
+    np.minimum.at(by_call, index.slot_value[rows], around[rows])  # calls are numbered from the outside in
+    by_call[by_call == len(index.within)] = -1
+    kept = active & ~remake & ~replay
+    state[index.slot_value[kept]] = KEPT
 
     values = np.flatnonzero(state == REPLAYED)
     born = index.born[index.value_storage[values]]
     foreign = values[(born < index.enter[by_call[values]]) | (born >= index.exit[by_call[values]])]
     state[foreign] = KEPT
+    for call in reversed(advanced):  # inner calls first
+        inside, value = index.rows_within[call], index.gives[call]
+        if state[value] != ADVANCED and not any(kept[row] or (active[row] and remake[row]) for row in inside):
+            state[value], by_call[value] = ADVANCED, call
+            foreign = foreign[foreign != value]
     return Fates(state, by_call, foreign)

@@ -18,49 +18,54 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 Block = dict[str, dict[str, str] | list[str]]
-"""`remake`: address below the block -> autograd node. `replay`: calls below the block."""
+"""`remake`: address below the block -> autograd node. `replay`, `advance`: calls below the block."""
+CALLS = ("replay", "advance")
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A component of a path that is a number."""
 _RANGES = re.compile(r"\{([\d,-]+)\}")
 
 
-def fold(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, Block]:
+def fold(remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = ()) -> dict[str, Block]:
     """Decisions by block: each is written once for all the blocks, alike but for one number, of which it is taken."""
     numbers: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
-    for kind, decisions in (("remake", remake), ("replay", dict.fromkeys(replay, ""))):
+    calls = {"replay": dict.fromkeys(replay, ""), "advance": dict.fromkeys(advance, "")}
+    for kind, decisions in (("remake", remake), *calls.items()):
         for address, node in decisions.items():
             family, number, below = _split(address)
             numbers[family, kind, below, node] += number
     remade: dict[str, dict[str, str]] = defaultdict(dict)
-    replayed: dict[str, list[str]] = defaultdict(list)
+    run: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in CALLS}
     for (family, kind, below, node), found in sorted(numbers.items()):
         block = family.replace("{}", ranges(found))
         if kind == "remake":
             remade[block][below] = node
         else:
-            replayed[block].append(below)
+            run[kind][block].append(below)
     blocks: dict[str, Block] = {}
-    for block in sorted(remade.keys() | replayed.keys(), key=_natural):
-        both = {"remake": remade.get(block), "replay": replayed.get(block)}
-        blocks[block] = {kind: made for kind, made in both.items() if made}
+    for block in sorted({*remade, *run["replay"], *run["advance"]}, key=_natural):
+        all_ = {"remake": remade.get(block), **{kind: run[kind].get(block) for kind in CALLS}}
+        blocks[block] = {kind: made for kind, made in all_.items() if made}
     return blocks
 
 
-def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], tuple[str, ...]]:
+def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
     """The decisions one by one, each under its whole address, in order. Raises ValueError for what is no decision."""
     remake: dict[str, str] = {}
-    replay: dict[str, None] = {}
+    run: dict[str, set[str]] = {kind: set() for kind in CALLS}
     for block, made in blocks.items():
-        if unknown := made.keys() - {"remake", "replay"}:
-            raise ValueError(f"{block!r} has {', '.join(sorted(unknown))}; it can have remake and replay")
-        remade, replayed = made.get("remake", {}), made.get("replay", [])
-        if not isinstance(remade, dict) or not isinstance(replayed, list):
-            raise ValueError(f"{block!r} must have an object of nodes by address as remake, a list of calls as replay")
+        if unknown := made.keys() - {"remake", *CALLS}:
+            raise ValueError(f"{block!r} has {', '.join(sorted(unknown))}; it can have remake, replay and advance")
+        remade, calls = made.get("remake", {}), {kind: made.get(kind, []) for kind in CALLS}
+        if not isinstance(remade, dict) or not all(isinstance(found, list) for found in calls.values()):
+            raise ValueError(
+                f"{block!r} must have an object of nodes by address as remake, a list of calls as replay or advance"
+            )
         for path in _expand(block):
             remake |= {join(path, below): node for below, node in remade.items()}
-            replay |= dict.fromkeys(join(path, below) for below in replayed)
-    return dict(sorted(remake.items())), tuple(sorted(replay))
+            for kind, found in calls.items():
+                run[kind].update(join(path, below) for below in found)
+    return dict(sorted(remake.items())), tuple(sorted(run["replay"])), tuple(sorted(run["advance"]))
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -20,7 +20,8 @@ import numpy as np
 
 from lowtide.planner.fates import REMADE, Choice
 from lowtide.planner.indexed import Flags
-from lowtide.planner.moves import Move, Moves, Replay
+from lowtide.planner.moves import Move, Moves
+from lowtide.planner.pieces import Replay
 from lowtide.planner.pool import Pool
 from lowtide.planner.predict import Simulator, Sweep
 
@@ -110,6 +111,8 @@ class Search:
         for move in self.moves.undoing(choice):
             if any(full[list(g.storages)].any() and not choice.replay[list(g.inside)].any() for g in move.keep):
                 continue
+            if any(full[list(a.storages)].any() for a in move.unadvance):
+                continue
             less = move.after(choice)
             after = self.sweep(less)
             if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
@@ -134,11 +137,12 @@ class Search:
         """`choice` without decisions that change nothing."""
         index, sweep = self.simulator.index, self.sweep(choice)
         calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
+        calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.advances_of_id[id_]]
         effective = np.array(sweep.state)[index.slot_value] == REMADE
         effective &= ~index.slot_is_input | np.isin(index.slot_call, calls)
         needed = np.zeros_like(choice.remake)
         needed[index.slot_address[effective]] = True
-        tidy = Choice(choice.remake & needed, choice.replay)
+        tidy = Choice(choice.remake & needed, choice.replay, choice.advance)
         same = self.sweep(tidy)
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
@@ -146,7 +150,11 @@ class Search:
         """The choice with the smallest peak: of everything done at once, and of greedy searches for less and less."""
         moves = self.moves
         starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
-        starts += [_replayed(start, level) for start in starts for level in moves.levels()]
+        starts += [
+            move.after(start)
+            for start in starts
+            for move in (*(Move(replay=level) for level in moves.levels()), *moves.deep())
+        ]
         best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
         other, step = self.simulator.nothing(), (peak - self._floor()) // 2
         while step > peak // 200:

@@ -68,6 +68,7 @@ class Index:
         calls = profile.calls
         self.enter = np.array([call.enter for call in calls], np.int64)
         self.exit = np.array([call.exit for call in calls], np.int64)
+        self.parent = np.array([-1 if call.parent is None else call.parent for call in calls], np.int64)
         self.ids = tuple(dict.fromkeys(call.id for call in calls))
         self.id_index = {id_: index for index, id_ in enumerate(self.ids)}
         self.calls_of_id: list[list[int]] = [[] for _ in self.ids]
@@ -141,16 +142,38 @@ class Index:
         for call, value in input_row:
             self.inputs[call] += (value,)
         self.caught: list[set[int]] = [set() for _ in calls]
-        """For each call the values that a replay of it can bring back: saved in it, and born in it."""
+        """For each call the values that a replay of it can bring back: saved or given on in it, and born in it."""
         follows = []
         for row, slot in enumerate(slots):
-            for call in () if slot.is_input else self.around[slot.call]:
+            for call in self.around[slot.call][1:] if slot.is_input else self.around[slot.call]:
                 if (call, slot.value) in input_row:
                     follows.append((row, input_row[call, slot.value], call))
                 elif calls[call].enter <= self.born[self.slot_storage[row]] < calls[call].exit:
                     self.caught[call].add(slot.value)
         self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
-        """Saved tensors that are an input of a call around them: row of the slot, row of the input, the call."""
+        """Tensors that are also an input of a call around them: row of the slot, row of the input, the call. For each
+        row the innermost call first."""
+        self.gives: list[int] = [self._given(call) for call in range(len(calls))]
+        """For each call the value that it can be run forward again for, or -1."""
+        self.rows_within: list[list[int]] = [
+            [] if value < 0 else [r for r in np.flatnonzero(self.slot_value == value).tolist() if self._is_in(call, r)]
+            for call, value in enumerate(self.gives)
+        ]
+        """For each such call the slots of that value in it."""
+        self.advances_of_id: list[list[int]] = [[] for _ in self.ids]
+        """Calls by id that may be run forward again."""
+        for call, value in enumerate(self.gives):
+            if value >= 0:
+                self.advances_of_id[self.id_index[calls[call].id]].append(call)
+
+    def _given(self, call: int) -> int:
+        value = self.profile.calls[call].gives
+        if value is None or value in self.inputs[call] or self.value_storage[value] < 0:
+            return -1
+        return value if self.enter[call] <= self.born[self.value_storage[value]] < self.exit[call] else -1
+
+    def _is_in(self, call: int, row: int) -> bool:
+        return call in self.around[int(self.slot_call[row])]
 
     def recipe(self, value: int, passed: Flags) -> Recipe:
         """What it takes to remake `value` when nobody holds the values in `passed`: they are made on the way."""
@@ -192,6 +215,8 @@ class Index:
             asked_by[self.n_values + call] |= self.caught[call]
             for value in inputs:
                 asked_by[value].add(self.n_values + call)
+                if self.gives[call] >= 0:
+                    asked_by[value].add(self.gives[call])
         try:
             return np.array(list(graphlib.TopologicalSorter(asked_by).static_order()), np.int64)
         except graphlib.CycleError as error:

@@ -1,57 +1,22 @@
-"""What a solver can decide: the smallest sets of decisions that free memory, and the most that each can be worth.
-
-A storage is freed only when every value in it is dropped, and an address stands for the slots of every call of the
-model in the step. So remakes come in groups: storages that share an address go together. A replay is one call id;
-remakes inside it overlap with it, because what it brings back needs none.
-"""
+"""What a solver can do next: take decisions, take them back, and what each can be worth at most."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lowtide.planner.fates import Choice
-from lowtide.planner.indexed import Index, Ints
+from lowtide.planner.indexed import Ints
+from lowtide.planner.pieces import MS_PER_FLOP, Advance, Group, Replay, advances_of, groups_of, replays_of
 from lowtide.planner.predict import Simulator, Sweep
 
 Floats = npt.NDArray[np.float64]
-MS_PER_FLOP = 1e-15
-"""FLOPs decide between what takes the same time, and where no time was measured."""
-_Node = tuple[str, int]
 _Part = TypeVar("_Part")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """Storages that are dropped together, by remaking everything in them."""
-
-    number: int
-    addresses: Ints
-    storages: frozenset[int]
-    cost: float
-    expensive: bool
-    inside: frozenset[int]
-    """Ids of the calls whose replay would bring all of it back."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Replay:
-    """One module call, in every call of the model."""
-
-    id: int
-    start: int
-    """First position of its forward."""
-    storages: frozenset[int]
-    """What it can bring back."""
-    cost: float
-    around: frozenset[int]
-    """Ids of the replayable calls around it."""
-    within: frozenset[int]
-    """Ids of the replayable calls inside it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +27,8 @@ class Move:
     keep: tuple[Group, ...] = ()
     replay: tuple[Replay, ...] = ()
     unreplay: tuple[Replay, ...] = ()
+    advance: tuple[Advance, ...] = ()
+    unadvance: tuple[Advance, ...] = ()
 
     def after(self, choice: Choice) -> Choice:
         """`choice`, changed by this move."""
@@ -72,6 +39,8 @@ class Move:
             more.remake[group.addresses] = True
         more.replay[[replay.id for replay in self.unreplay]] = False
         more.replay[[replay.id for replay in self.replay]] = True
+        more.advance[[advance.id for advance in self.unadvance]] = False
+        more.advance[[advance.id for advance in self.advance]] = True
         return more
 
 
@@ -81,26 +50,35 @@ class Moves:
     def __init__(self, simulator: Simulator) -> None:
         index = simulator.index
         self.simulator = simulator
-        self.replays = _replays(index)
-        self.groups = _groups(index, self.replays)
+        self.replays = replays_of(index)
+        self.groups = groups_of(index, self.replays)
+        self.advances = advances_of(index)
         self.moves = [
             *(Move(remake=(group,)) for group in self.groups),
             *(self._replayed(replay, cheap=True) for replay in self.replays.values()),
             *(self._replayed(replay, cheap=False) for replay in self.replays.values()),
+            *(Move(replay=(replay,)) for replay in self.replays.values() if replay.within),
+            *(Move(advance=(advance,)) for advance in self.advances),
         ]
-        """Each group remade; each call replayed with what is cheap in it remade; each replayed with nothing remade."""
+        """Each group remade; each call replayed with what is cheap in it remade; each with nothing in it remade; each
+        around the replays in it; each advanced."""
 
         self.read = np.full(len(index.born), index.end, np.int64)
         """For each storage the first position at which backward reads what is in it."""
         stored = index.value_storage >= 0
         np.minimum.at(self.read, index.value_storage[stored], index.read[stored])
-        drops = ([*(g.storages for g in m.remake), *(r.storages for r in m.replay)] for m in self.moves)
+        drops = [
+            [*(g.storages for g in m.remake), *(r.storages for r in m.replay), *(a.storages for a in m.advance)]
+            for m in self.moves
+        ]
         self._relieves = _pairs(drops, lambda storages: storages)
         self._remakes = _pairs((m.remake for m in self.moves), lambda group: (group.number,))
         self._keeps = _pairs((m.keep for m in self.moves), lambda group: (group.number,))
         self._unreplays = _pairs((m.unreplay for m in self.moves), lambda replay: (replay.id,))
-        self._clashes = _pairs((m.replay for m in self.moves), lambda replay: (replay.id, *replay.around))
-        self._replay_cost = np.array([sum(r.cost for r in move.replay) for move in self.moves], np.float64)
+        self._clashes = _pairs((m.replay for m in self.moves), lambda replay: (replay.id,))
+        self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
+        costs = [sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) for m in self.moves]
+        self._call_cost = np.array(costs, np.float64)
         self._group_cost = np.array([group.cost for group in self.groups], np.float64)
         self._group_address = np.array([group.addresses[0] for group in self.groups], np.int64)
         self._id_cost = np.zeros(len(index.ids))
@@ -136,7 +114,7 @@ class Moves:
         gain = np.bincount(move, relief[storage], n)
 
         made = choice.remake[self._group_address]
-        cost = self._replay_cost.copy()
+        cost = self._call_cost.copy()
         move, group = self._remakes
         cost += np.bincount(move, self._group_cost[group] * ~made[group], n)
         move, group = self._keeps
@@ -144,26 +122,32 @@ class Moves:
         move, id_ = self._unreplays
         cost -= np.bincount(move, self._id_cost[id_] * choice.replay[id_], n)
         move, id_ = self._clashes
-        impossible = np.bincount(move, choice.replay[id_], n) > 0
+        done = np.bincount(move, choice.replay[id_], n)
+        move, id_ = self._advanced
+        impossible = done + np.bincount(move, choice.advance[id_], n) > 0
         found: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
         return found
 
     def detours(self, choice: Choice, sweep: Sweep) -> list[Move]:
-        """What can lower a peak that no more dropping lowers: keep what is remade there, replay inner calls instead."""
+        """What can lower a peak that no more dropping lowers: keep what is made again there, replay inner calls."""
         at = int(sweep.usage.argmax())
         there = {copy.node for copy in sweep.copies if copy.start <= at < copy.end}
         index, n_values = self.simulator.index, self.simulator.index.n_values
         storages = {int(index.value_storage[node]) for node in there if node < n_values}
         ids = {index.id_index[self.simulator.profile.calls[node - n_values].id] for node in there if node >= n_values}
         found = [Move(keep=(group,)) for group in self.groups if group.storages & storages]
+        found += [Move(unadvance=(a,)) for a in self.advances if a.storages & storages and choice.advance[a.id]]
         for id_ in sorted(ids):
             replay = self.replays[id_]
             inner = tuple(self.replays[i] for i in sorted(replay.within) if not self.replays[i].around & replay.within)
-            found += [Move(unreplay=(replay,)), *([Move(replay=inner, unreplay=(replay,))] if inner else [])]
+            found += [
+                Move(unreplay=(replay,)),
+                *([Move(replay=inner, unreplay=(replay,)), Move(replay=inner)] if inner else []),
+            ]
         return found
 
     def undoing(self, choice: Choice) -> list[Move]:
-        """Each group and each replay of `choice` taken back: the costly ones first, of equal ones the late ones."""
+        """Each group and call of `choice` taken back: the costly ones first, of equal ones the late ones."""
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
             (-group.cost, -min(int(index.born[s]) for s in group.storages), Move(keep=(group,)))
@@ -175,6 +159,7 @@ class Moves:
             for replay in self.replays.values()
             if choice.replay[replay.id]
         ]
+        parts += [(-a.cost, -a.start, Move(unadvance=(a,))) for a in self.advances if choice.advance[a.id]]
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
     def remade(self, *, expensive: bool) -> Choice:
@@ -191,84 +176,23 @@ class Moves:
             for at in range(depth + 1)
         ]
 
-
-def _replays(index: Index) -> dict[int, Replay]:
-    """The calls whose replay brings something back, by id."""
-    profile = index.profile
-    brings_back = {
-        id_: frozenset(int(index.value_storage[value]) for call in calls for value in index.caught[call])
-        for id_, calls in enumerate(index.calls_of_id)
-    }
-    around: dict[int, set[int]] = {id_: set() for id_, storages in brings_back.items() if storages}
-    for id_, outer in around.items():
-        enclosing = {index.id_index[profile.calls[o].id] for call in index.calls_of_id[id_] for o in index.around[call]}
-        outer |= (enclosing & around.keys()) - {id_}
-    return {
-        id_: Replay(
-            id=id_,
-            start=int(index.enter[index.calls_of_id[id_][0]]),
-            storages=brings_back[id_],
-            cost=sum(profile.calls[c].cost_ms + profile.calls[c].flops * MS_PER_FLOP for c in index.calls_of_id[id_]),
-            around=frozenset(outer),
-            within=frozenset(inner for inner, its in around.items() if id_ in its),
-        )
-        for id_, outer in around.items()
-    }
+    def deep(self) -> list[Move]:
+        """Two-level replays: all calls of a level, inside those of the level above; and with every n-th result kept."""
+        levels = self.levels()
+        found = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
+        for every in _strides(len(self.advances)):
+            advance = tuple(a for number, a in enumerate(self.advances, 1) if number % every)
+            found += [Move(replay=level, advance=advance) for level in levels]
+        return found
 
 
-def _groups(index: Index, replays: dict[int, Replay]) -> list[Group]:
-    """What can be remade, joined where it shares an address or a storage."""
-    joined = _Joined()
-    for row in np.flatnonzero(index.slot_remakeable).tolist():
-        joined.join(("address", int(index.slot_address[row])), ("storage", int(index.slot_storage[row])))
-
-    around = [set(index.around[call]) for call in index.slot_call.tolist()]
-    for row in np.flatnonzero(index.slot_is_input).tolist():
-        around[row].discard(int(index.slot_call[row]))
-    rows_of: dict[int, list[int]] = {}
-    for row, storage in enumerate(index.slot_storage.tolist()):
-        rows_of.setdefault(storage, []).append(row)
-
-    found: list[Group] = []
-    for members in joined.sets():
-        storages = frozenset(number for kind, number in members if kind == "storage")
-        rows = [row for storage in storages for row in rows_of[storage]]
-        values = sorted({value for value in index.slot_value[rows].tolist() if index.remakeable[value]})
-        passing = set().union(*(index.passing[value] for value in values))
-        recipes = [index.recipes[value] for value in (*values, *sorted(passing))]
-        ids = ({index.id_index[index.profile.calls[call].id] for call in around[row]} & replays.keys() for row in rows)
-        found.append(
-            Group(
-                number=len(found),
-                addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
-                storages=storages,
-                cost=sum(recipe.ms + recipe.flops * MS_PER_FLOP for recipe in recipes),
-                expensive=any(recipe.expensive for recipe in recipes),
-                inside=frozenset(id_ for id_ in set.intersection(*ids) if storages <= replays[id_].storages),
-            )
-        )
-    return found
-
-
-class _Joined:
-    """Disjoint sets, in the order in which their first members came."""
-
-    def __init__(self) -> None:
-        self._leader: dict[_Node, _Node] = {}
-
-    def join(self, one: _Node, other: _Node) -> None:
-        self._leader[self._find(other)] = self._find(one)
-
-    def _find(self, node: _Node) -> _Node:
-        while (leader := self._leader.setdefault(node, node)) != node:
-            node = leader
-        return node
-
-    def sets(self) -> list[list[_Node]]:
-        found: dict[_Node, list[_Node]] = {}
-        for node in self._leader:
-            found.setdefault(self._find(node), []).append(node)
-        return list(found.values())
+def _strides(n: int) -> list[int]:
+    """How far apart results are kept, of `n` that could be advanced; the last for keeping none."""
+    found, stride = [], 2
+    while stride <= n:
+        found.append(stride)
+        stride += max(1, stride // 3)
+    return [*found, n + 1] if n else []
 
 
 def _pairs(moves: Iterable[Sequence[_Part]], numbers: Callable[[_Part], Iterable[int]]) -> tuple[Ints, Ints]:

@@ -22,8 +22,16 @@ def flops_first(profile: Profile) -> Profile:
     if not flops:
         return profile
     ms_of_flop = DEARER * sum(cost.cost_ms for cost in costs if cost.flops) / flops
+
+    def weighed(call: Call) -> Call:
+        return replace(
+            call,
+            cost_ms=call.cost_ms + ms_of_flop * call.flops,
+            advance_ms=call.advance_ms + ms_of_flop * call.advance_flops,
+        )
+
     return replace(
         profile,
         values=tuple(replace(value, cost_ms=value.cost_ms + ms_of_flop * value.flops) for value in profile.values),
-        calls=tuple(replace(call, cost_ms=call.cost_ms + ms_of_flop * call.flops) for call in profile.calls),
+        calls=tuple(map(weighed, profile.calls)),
     )

@@ -52,7 +52,7 @@ def plan(
         bound_ms = lower_bound(allowed, budget_bytes) if minimize == "time" else 0.0
     predicted = simulator.predict(decisions)
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
-    assert predicted.peak_bytes <= budget_bytes or not decisions.remake | decisions.replay, (
+    assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
         "the solver's decisions are over the budget"
     )
     node = {slot.address: profile.values[slot.value].node for slot in reversed(profile.slots)}
@@ -61,6 +61,7 @@ def plan(
         budget_bytes=budget_bytes,
         remake={address: node[address] for address in sorted(decisions.remake)},
         replay=tuple(sorted(decisions.replay)),
+        advance=tuple(sorted(decisions.advance)),
         predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
         plain=plain,
         step_ms=profile.step_ms,
@@ -101,11 +102,17 @@ def only_cheap(profile: Profile) -> Profile:
         refused |= {i for i, value in enumerate(profile.values) if any(n in refused - read for n in value.needs)}
         refused.update(*(values for values in values_at.values() if values & refused))
     costly = {call.id for call in profile.calls if call.flops}
+    advance_costly = {call.id for call in profile.calls if call.advance_flops}
     why = 'expensive, and allow="cheap"'
     return replace(
         profile,
         values=tuple(replace(v, refused=v.refused or why) if i in refused else v for i, v in enumerate(profile.values)),
         calls=tuple(
-            replace(call, refused=call.refused or why) if call.id in costly else call for call in profile.calls
+            replace(
+                call,
+                refused=call.refused or why if call.id in costly else call.refused,
+                gives=None if call.id in advance_costly else call.gives,
+            )
+            for call in profile.calls
         ),
     )

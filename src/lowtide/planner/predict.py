@@ -21,10 +21,9 @@ What is there in a part of a position counts in all of it, so the sum is an uppe
 Remakes and replays run when backward reads a value, which is what a position begins with: before anything is allocated
 in it. They run one after the other, each before what is made from it: of their scratch memory only the largest counts,
 less what is made later, on top of what waits for the others. A replay allocates again what its whole forward did
-(`_replay_peak`); the engine stops it early and may need less.
+(`forwards.py`); the engine stops it early and may need less. So does an advance, which leaves only its result.
 
-Cost: array operations over slots and positions and a loop over what is not kept, about 1 ms for 1000 slots. Not yet:
-replayed calls inside replayed calls.
+Cost: array operations over slots and positions and a loop over what is not kept, about 1 ms for 1000 slots.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.planner.fates import KEPT, PASSED, REMADE, REPLAYED, Choice, fates_of
+from lowtide.planner.fates import ADVANCED, KEPT, PASSED, REMADE, REPLAYED, Choice, fates_of
+from lowtide.planner.forwards import Forwards
 from lowtide.planner.indexed import Index, Ints, Recipe
 from lowtide.planner.records import Decisions, Prediction, Profile
 
@@ -44,20 +44,20 @@ from lowtide.planner.records import Decisions, Prediction, Profile
 def predict(profile: Profile, decisions: Decisions) -> Prediction:
     """Peak, extra time and extra FLOPs of the step under `decisions`.
 
-    Raises ValueError for decisions that the profile does not know or cannot carry out, and for replays inside replays;
-    LowtideError for a profile that contradicts itself. For many predictions of one profile, hold a `Simulator`.
+    Raises ValueError for decisions that the profile does not know or cannot carry out, LowtideError for a profile that
+    contradicts itself. For many predictions of one profile, hold a `Simulator`.
     """
     return Simulator(profile).predict(decisions)
 
 
 class Copy(NamedTuple):
-    """Memory that a remake or replay allocates: there in positions [start, end)."""
+    """Memory that a remake, replay or advance allocates: there in positions [start, end)."""
 
     start: int
     end: int
     bytes: int
     node: int
-    """The value that is remade, or `n_values` plus the call that is replayed."""
+    """The value that is remade or advanced to, or `n_values` plus the call that is replayed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class Sweep:
     extra_ms: float
     extra_flops: int
     state: list[int]
-    """For each value KEPT, REMADE, REPLAYED or PASSED."""
+    """For each value KEPT, PASSED, REMADE, REPLAYED or ADVANCED."""
     ends: Ints
     """For each storage the first position at which it is gone."""
     copies: list[Copy]
@@ -84,11 +84,15 @@ class Simulator:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.index = Index(profile)
-        self._replay_peaks: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._windows: dict[int, Ints] = {}
+        self._forwards = Forwards(self.index)
         births = np.zeros(self.index.end + 1, np.int64)
         np.add.at(births, self.index.born, self.index.storage_bytes)
         self._births = births
+        self._storage_of: list[int] = self.index.value_storage.tolist()
+        self._storage_bytes: list[int] = self.index.storage_bytes.tolist()
+        self._made: list[int] = [*self.index.read.tolist(), *[self.index.end] * len(profile.calls)]
+        """For each node the position at which backward asks for it, before any other node does."""
+        self._wanted: list[int] = [*self.index.released.tolist(), *[0] * len(profile.calls)]
         before = np.concatenate((self.index.base[:1], self.index.base[:-1]))
         self._rise: list[int] = np.maximum(self.index.base - before, 0).tolist()
         """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
@@ -114,10 +118,11 @@ class Simulator:
             if address not in index.address_index:
                 raise ValueError(f"no slot of this profile has the address {address!r}")
             choice.remake[index.address_index[address]] = True
-        for id_ in decisions.replay:
-            if id_ not in index.id_index:
-                raise ValueError(f"no call of this profile has the id {id_!r}")
-            choice.replay[index.id_index[id_]] = True
+        for ids, flags in ((decisions.replay, choice.replay), (decisions.advance, choice.advance)):
+            for id_ in ids:
+                if id_ not in index.id_index:
+                    raise ValueError(f"no call of this profile has the id {id_!r}")
+                flags[index.id_index[id_]] = True
         asked = choice.remake[index.slot_address]
         impossible = set(index.slot_address[asked]) - set(index.slot_address[asked & index.slot_remakeable])
         for row in sorted(impossible):
@@ -125,27 +130,30 @@ class Simulator:
         for call in self.profile.calls:
             if call.id in decisions.replay and not index.calls_of_id[index.id_index[call.id]]:
                 raise ValueError(f"{call.id} may not be replayed: {call.refused}")
+            if call.id in decisions.advance and not index.advances_of_id[index.id_index[call.id]]:
+                raise ValueError(f"{call.id} may not be advanced: nothing says that its result can be made so")
         return choice
 
     def nothing(self) -> Choice:
         """The choice to keep everything."""
-        return Choice(np.zeros(len(self.index.addresses), np.bool_), np.zeros(len(self.index.ids), np.bool_))
+        sizes = (len(self.index.addresses), len(self.index.ids), len(self.index.ids))
+        return Choice(*(np.zeros(size, np.bool_) for size in sizes))
 
     def decisions(self, choice: Choice) -> Decisions:
         """`choice` by name."""
         return Decisions(
             remake=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.remake)),
             replay=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.replay)),
+            advance=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.advance)),
         )
 
     def sweep(self, choice: Choice) -> Sweep:
-        """The step under `choice`. Raises ValueError where a call inside a replayed call is replayed."""
+        """The step under `choice`."""
         index, calls, never, first_call = self.index, self.profile.calls, self.index.end, self.index.n_values
         replayed = sorted(call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_])
         states, by_call, foreign = fates_of(index, choice, replayed)
-        state, call_of, storage_of = states.tolist(), by_call.tolist(), index.value_storage.tolist()
-        made = [*index.read.tolist(), *[never] * len(calls)]
-        wanted = [*index.released.tolist(), *[0] * len(calls)]
+        state, call_of, storage_of = states.tolist(), by_call.tolist(), self._storage_of
+        made, wanted = self._made.copy(), self._wanted.copy()
         later = [0] * len(made)
         rows = np.flatnonzero(states[index.slot_value] == KEPT)
         ends = index.dies.copy()
@@ -173,26 +181,36 @@ class Simulator:
                 ask(first_call + call_of[node], when, until, later[node])
                 brings_back[call_of[node]].append(node)
                 continue
-            if node < first_call:
-                operands, ms, flops, passing, scratch, _ = self._recipe(node, state)
-            else:
+            if node >= first_call:
                 call = calls[node - first_call]
                 operands, ms, flops, passing = index.inputs[node - first_call], call.cost_ms, call.flops, 0
+            elif state[node] == ADVANCED:
+                call, passing, scratch = calls[call_of[node]], 0, 0
+                operands, ms, flops = index.inputs[call_of[node]], call.advance_ms, call.advance_flops
+            else:
+                operands, ms, flops, passing, scratch, _ = self._recipe(node, state)
             after = later[node]
             if when < never:
                 times.append(ms)
                 extra_flops += flops
                 if node >= first_call:
-                    left = [(storage_of[value], wanted[value]) for value in brings_back[node - first_call]]
-                    caught, scratch = self._bring_back(node - first_call, when, left)
-                    copies += caught
-                    size = sum(copy.bytes for copy in caught)
+                    ends_of = dict[int, int]()
+                    for value in brings_back[node - first_call]:
+                        storage = storage_of[value]
+                        if wanted[value] > ends_of.get(storage, when):
+                            ends_of[storage] = wanted[value]
+                    copies += [Copy(when, end, self._storage_bytes[s], node) for s, end in ends_of.items()]
+                    size = sum(map(self._storage_bytes.__getitem__, ends_of))
+                    scratch = max(0, self._forwards.peak(node - first_call, tuple(sorted(ends_of))) - size)
                 else:
                     size = index.value_bytes[node]
+                    if state[node] == ADVANCED:
+                        size = self._storage_bytes[storage_of[node]]
+                        scratch = max(0, self._forwards.peak(call_of[node], (storage_of[node],)) - size)
                     stays = until > when + 1 or index.read[node] == when  # else it is gone when the others have run
                     copies.append(Copy(when, until, size if stays else 0, node))
                     waiting[when] += 0 if stays else size
-                if any(state[operand] in (REMADE, REPLAYED) for operand in operands):
+                if any(state[operand] >= REMADE for operand in operands):
                     waiting[when] += passing  # until the operand has been made
                 else:
                     scratch += passing
@@ -200,7 +218,7 @@ class Simulator:
                     running[when] = Copy(when, when + 1, scratch - after, node)
                 after += size
             for operand in operands:
-                if state[operand] == REMADE or state[operand] == REPLAYED:
+                if state[operand] >= REMADE:
                     ask(operand, when, when + 1 if when < never else until, after)
                 else:  # kept; or nobody's and without a recipe, then it is held like what is kept
                     held[storage_of[operand]] = max(held[storage_of[operand]], until)
@@ -215,7 +233,7 @@ class Simulator:
     def _not_kept(self, states: Ints, replayed: list[int]) -> list[int]:
         """The nodes that have to be made again, dependents first."""
         active = np.zeros(self.index.n_values + len(self.profile.calls), np.bool_)
-        active[: self.index.n_values] = (states == REMADE) | (states == REPLAYED)
+        active[: self.index.n_values] = states >= REMADE
         active[[self.index.n_values + call for call in replayed]] = True
         order: list[int] = self.index.order[active[self.index.order]].tolist()
         return order
@@ -226,49 +244,15 @@ class Simulator:
                 return self.index.recipe(value, np.array(state) == PASSED)
         return self.index.recipes[value]
 
-    def _bring_back(self, call: int, when: int, wanted: list[tuple[int, int]]) -> tuple[list[Copy], int]:
-        """What a replay of `call` at `when` brings back, if (storage, until) are `wanted`, and its scratch memory."""
-        ends: dict[int, int] = {}
-        for storage, until in wanted:
-            if until > when:
-                ends[storage] = max(ends.get(storage, 0), until)
-        node = self.index.n_values + call
-        caught = [Copy(when, until, int(self.index.storage_bytes[storage]), node) for storage, until in ends.items()]
-        beyond = self._replay_peak(call, tuple(sorted(ends))) - sum(copy.bytes for copy in caught)
-        return caught, max(beyond, 0)
-
-    def _replay_peak(self, call: int, caught: tuple[int, ...]) -> int:
-        """The most bytes that one more forward of `call` allocates at once, if it leaves the storages in `caught`."""
-        if (call, caught) not in self._replay_peaks:
-            enter, exit_ = int(self.index.enter[call]), int(self.index.exit[call])
-            if enter == exit_:
-                return 0
-            held = list(caught)
-            more = np.zeros(exit_ - enter + 1, np.int64)
-            np.add.at(more, np.minimum(self.index.dies[held], exit_) - enter, self.index.storage_bytes[held])
-            self._replay_peaks[call, caught] = int((self._window(call) + more.cumsum()[:-1]).max())
-        return self._replay_peaks[call, caught]
-
-    def _window(self, call: int) -> Ints:
-        """What the forward of `call` allocates, position by position, when nothing in it is kept."""
-        if call not in self._windows:
-            index, enter, exit_ = self.index, int(self.index.enter[call]), int(self.index.exit[call])
-            # The level at entry is in both neighbouring positions; the smallest around it never understates the rest.
-            level = index.base[max(enter - 1, 0) : exit_].min() if enter else min(0, index.base[:exit_].min())
-            inside = (index.born >= enter) & (index.born < exit_)
-            changes = np.zeros(exit_ - enter + 1, np.int64)
-            np.add.at(changes, index.born[inside] - enter, index.storage_bytes[inside])
-            np.subtract.at(changes, np.minimum(index.dies[inside], exit_) - enter, index.storage_bytes[inside])
-            self._windows[call] = index.base[enter:exit_] - level + changes.cumsum()[:-1]
-        return self._windows[call]
-
     def _usage(self, ends: Ints, copies: list[Copy]) -> Ints:
         """Bytes beyond `static` at each position, when storages last to `ends` and `copies` come in addition."""
         changes = self._births.copy()
         np.subtract.at(changes, ends, self.index.storage_bytes)
-        made = np.array(copies, np.int64).reshape(-1, 4)
-        np.add.at(changes, made[:, 0], made[:, 2])
-        np.subtract.at(changes, made[:, 1], made[:, 2])
+        if copies:
+            starts, stops, sizes, _ = zip(*copies, strict=True)
+            size = np.array(sizes, np.int64)
+            np.add.at(changes, np.array(starts, np.int64), size)
+            np.subtract.at(changes, np.array(stops, np.int64), size)
         usage: Ints = self.index.base + changes.cumsum()[:-1]
         return usage
 

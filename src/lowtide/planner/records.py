@@ -171,6 +171,11 @@ class Call(Record):
     """Why it can't be replayed; None where a replay gave every saved tensor bit for bit."""
     group: str | None = None
     """Calls of blocks with the same structure and shapes share it."""
+    gives: int | None = None
+    """The value that its result is, where running it forward again gave that bit for bit; None elsewhere."""
+    advance_ms: float = 0.0
+    """What running it forward to its result takes; a replay stops at the last tensor that it saves."""
+    advance_flops: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +228,9 @@ class Decisions(Record):
 
     remake: frozenset[str] = frozenset()
     replay: frozenset[str] = frozenset()
+    """Calls that run again for what they saved; one may be inside another."""
+    advance: frozenset[str] = frozenset()
+    """Calls whose result is not kept: they run forward again for it, from what they were given, and save nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +252,7 @@ class Prediction(Record):
 class Plan(Record):
     """What to do with each saved slot so that a step's peak stays within `budget_bytes`.
 
-    In its JSON text `remake` and `replay` are `decisions`, written once for blocks that are alike (`folding.py`).
+    In its JSON text `remake`, `replay` and `advance` are `decisions`, written once for alike blocks (`folding.py`).
     """
 
     fingerprint: Fingerprint
@@ -252,10 +260,12 @@ class Plan(Record):
     remake: dict[str, str]
     """Slot address -> autograd node whose recipe remakes it."""
     replay: tuple[str, ...]
-    """Ids of the module calls that run again."""
+    """Ids of the module calls that run again for what they saved."""
     predicted: Prediction
     plain: Prediction
     step_ms: float
+    advance: tuple[str, ...] = ()
+    """Ids of the module calls that run forward again for their result."""
     bound_ms: float = 0.0
     """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
     levers: tuple[Pulled, ...] = ()
@@ -265,17 +275,17 @@ class Plan(Record):
 
     @property
     def decisions(self) -> Decisions:
-        return Decisions(remake=frozenset(self.remake), replay=frozenset(self.replay))
+        return Decisions(remake=frozenset(self.remake), replay=frozenset(self.replay), advance=frozenset(self.advance))
 
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)
         first = {name: fields.pop(name) for name in ("format", "fingerprint", "budget_bytes")}
-        del fields["remake"], fields["replay"]
-        return {**first, "decisions": fold(self.remake, self.replay), **fields}
+        del fields["remake"], fields["replay"], fields["advance"]
+        return {**first, "decisions": fold(self.remake, self.replay, self.advance), **fields}
 
     @classmethod
     def _read(cls, text: bytes) -> Self:
         fields = msgspec.json.decode(text, type=dict[str, Any])
         decisions = msgspec.convert(fields.pop("decisions", None), dict[str, Block])
-        fields["remake"], fields["replay"] = unfold(decisions)
+        fields["remake"], fields["replay"], fields["advance"] = unfold(decisions)
         return msgspec.convert(fields, cls)

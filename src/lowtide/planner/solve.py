@@ -151,7 +151,7 @@ class Ladder:
         found = _cheapest(limit, span, [*seen, search.seen])
         if self._quick and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
             starts = [*search.attempts(limit), found.choice]
-            for choice in {(choice.remake.tobytes(), choice.replay.tobytes()): choice for choice in starts}.values():
+            for choice in {choice.key: choice for choice in starts}.values():
                 search.pruned(choice, limit)
             found = _cheapest(limit, span, [*seen, search.seen])
         return Rung(found, search.seen, left_out)

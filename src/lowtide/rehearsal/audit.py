@@ -18,7 +18,7 @@ from torch import nn
 
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft, describe
-from lowtide.rehearsal.trials import Meter, identical
+from lowtide.rehearsal.trials import CAN_GO_WRONG, Meter, advance, identical
 from lowtide.rehearsal.upstream import calls_noting, needs_a_replay
 from lowtide.remat import values
 from lowtide.remat.actions import DROPOUT_MASK, NUMBERS
@@ -26,7 +26,7 @@ from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.remake import CannotRemake, Remake
-from lowtide.remat.replay import Frame, ReplayMismatch
+from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
 from lowtide.remat.values import Geometry, Handle, Maker, Value, register, registered
 
@@ -65,6 +65,8 @@ class Audit(Engine):
         self._open: list[tuple[int, Frame | None]] = []
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._passed_through: list[Value] = []
+        """Values without a slot, so far: made on the way in remakes, or results of calls."""
+        self._returned: Any = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -233,15 +235,25 @@ class Audit(Engine):
         call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
         return Handle(value, view)
 
+    def returning(self, seam: Seam, result: Any) -> None:
+        self._returned = result
+
     def leaving(self, seam: Seam) -> None:
         index, frame = self._open.pop()
+        returned, self._returned = self._returned, None
         call = self.calls[index]
         call.stop_slot = len(self.slots)
         if frame is not None:
             frame.close()
             call.refused = self.try_replay(call, frame)
-            if call.refused is None and self._frugal and seam.module in self._blocks:
-                self.let_go(call, frame)
+            if call.refused is None and seam.module in self._blocks:
+                if (advanced := advance(frame, returned, self._meter.flops)) is not None:
+                    result, call.advance_ms, call.advance_flops = advanced
+                    value, _ = self.known(result)
+                    call.gives = self._index[value]
+                    self._passed_through.append(value)
+                if self._frugal:
+                    self.let_go(call, frame)
         if not self._open:
             self._let_go()
 
@@ -263,7 +275,7 @@ class Audit(Engine):
         try:
             with self._meter.flops:
                 found = frame.catch()
-        except (ReplayMismatch, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except CAN_GO_WRONG as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
         call.cost_ms = (time.perf_counter() - began) * 1000
         call.flops = self._meter.flops.total - flops

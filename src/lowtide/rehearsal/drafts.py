@@ -50,6 +50,9 @@ class CallDraft:
     cost_ms: float = 0.0
     flops: int = 0
     refused: str | None = None
+    gives: int | None = None
+    advance_ms: float = 0.0
+    advance_flops: int = 0
 
 
 def describe(tensor: Tensor, node: str) -> str:

@@ -145,6 +145,9 @@ def assemble(
                 flops=call.flops,
                 refused=call.refused,
                 group=groups.get(k),
+                gives=call.gives,
+                advance_ms=call.advance_ms,
+                advance_flops=call.advance_flops,
             )
             for k, call in enumerate(calls)
         ),
@@ -189,6 +192,8 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
         visit(index)
     for slot in (*slots, *(slot for call in calls for slot in call.inputs)):
         slot.value = place[slot.value]
+    for call in calls:
+        call.gives = None if call.gives is None else place[call.gives]
     return ordered
 
 
@@ -205,6 +210,11 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
         cost_ms = min(draft.cost_ms for draft in drafts)
         for draft in drafts:
             draft.cost_ms = cost_ms
+    for group in set(groups.values()):
+        given = [calls[k] for k, its in groups.items() if its == group and calls[k].gives is not None]
+        least_ms = min((call.advance_ms for call in given), default=0.0)
+        for call in given:
+            call.advance_ms = least_ms
 
 
 def _watch(stream: EventStream) -> _Seen:

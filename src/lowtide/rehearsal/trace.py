@@ -78,6 +78,9 @@ class Trace:
         self._open.append(self._calls)
         self._calls += 1
 
+    def returning(self, seam: Seam, result: Any) -> None:
+        """Nothing: `leaving` is told, too."""
+
     def leaving(self, seam: Seam) -> None:
         self.mark("leave", self._open.pop())
 

@@ -11,12 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from lowtide.rehearsal.drafts import ValueDraft
+from lowtide.remat.advance import Advance, result_node
+from lowtide.remat.replay import Frame, ReplayMismatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.remat.remake import Remake
     from lowtide.remat.values import Geometry
+
+CAN_GO_WRONG = (ReplayMismatch, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+"""What a call may raise that is run again where it must not be."""
 
 FORMULAS = flop_registry | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
 """torch's formulas, and the one that it leaves out."""
@@ -98,3 +103,22 @@ _BITS = {
     torch.bfloat16: torch.int16,
     torch.complex64: torch.int64,
 }
+
+
+def advance(frame: Frame, returned: Any, flops: Flops) -> tuple[Tensor, float, int] | None:
+    """The result in what the call of `frame` `returned`, and the time and FLOPs of running it forward for that.
+
+    None where it gives other bits, or can't be had so.
+    """
+    found = result_node(frame, returned)
+    if found is None:
+        return None
+    tensor, base, _, _ = found
+    began, flops_before = time.perf_counter(), flops.total
+    try:
+        with flops:
+            made = Advance(frame, frame.operands, tensor, base).forward()
+    except CAN_GO_WRONG:
+        return None
+    took_ms = (time.perf_counter() - began) * 1000
+    return (tensor, took_ms, flops.total - flops_before) if identical(made, base) else None

@@ -22,14 +22,16 @@ class Decision(NamedTuple):
 
 
 class Actions:
-    """What a plan says about one call of one module: which ordinals are remade, and whether it is replayed."""
+    """What a plan says about one call of one module: which ordinals are remade, whether it is replayed or advanced."""
 
-    __slots__ = ("draws", "inputs", "numbers", "remake", "replay")
+    __slots__ = ("advance", "draws", "inputs", "numbers", "remake", "replay")
 
     def __init__(self) -> None:
         self.remake: dict[int, Decision] = {}
         self.inputs: dict[int, Decision] = {}
         self.replay = False
+        self.advance = False
+        """Whether its result is made by running it forward again."""
         self.draws = False
         """Whether a dropout mask is drawn again."""
         self.numbers = False
@@ -39,7 +41,9 @@ class Actions:
 NO_ACTIONS = Actions()
 
 
-def actions_for(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, dict[int, Actions]]:
+def actions_for(
+    remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = ()
+) -> dict[str, dict[int, Actions]]:
     """Decisions by module path and call number, from addresses as plans write them."""
     table: dict[str, dict[int, Actions]] = {}
 
@@ -56,4 +60,6 @@ def actions_for(remake: Mapping[str, str], replay: Iterable[str]) -> dict[str, d
         of(call).numbers |= node.endswith(NUMBERS)
     for call in replay:
         of(call).replay = True
+    for call in advance:
+        of(call).advance = True
     return table

@@ -59,9 +59,12 @@ class Arguments:
         for cached in self._cached:
             cached.close()
 
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the call began with. Raises RuntimeError if a tensor of it was changed in place."""
-        pairs = zip(self.handles, self._grads, strict=True)
+    def again(self, handles: tuple[Handle, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the call began with, through `handles`: those in here, or others on the same values in the same order.
+
+        Raises RuntimeError if a tensor of it was changed in place.
+        """
+        pairs = zip(handles, self._grads, strict=True)
         tensors = [handle.get().detach().requires_grad_(grad) for handle, grad in pairs]
         args, kwargs = self._build(_Given(tensors))
         return args, kwargs

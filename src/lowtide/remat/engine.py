@@ -20,6 +20,7 @@ from lowtide._torch import CALL, in_backward, in_function_transform, saved_tenso
 from lowtide.errors import LowtideError
 from lowtide.remat import values
 from lowtide.remat.actions import DROPOUT_MASK, Actions, Decision, actions_for
+from lowtide.remat.advance import Advance
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.masks import Draws
@@ -76,7 +77,7 @@ class Engine:
             return Handle(without_history(tensor, base, frame), view)
         found = registered(node, output)
         if found is not None and shared(found, base, frame):
-            if decision is None and not found.kept:
+            if decision is None and not (found.kept or isinstance(found.maker, Advance)):
                 if frame is None:
                     found.keep(base.detach())
                 else:

@@ -13,10 +13,11 @@ import torch
 from lowtide._torch import saved_tensor_hooks
 from lowtide.remat import values
 from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
+from lowtide.remat.advance import left_to_advance
 from lowtide.remat.masks import Draws
 from lowtide.remat.numbers import Numbers
 from lowtide.remat.replay import Frame
-from lowtide.remat.values import Handle, unpack
+from lowtide.remat.values import Handle, Value, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ class Here(threading.local):
 class Pass:
     """One run of the model's forward: where in the model it is."""
 
-    __slots__ = ("__weakref__", "engine", "frame", "notes", "scope", "times")
+    __slots__ = ("__weakref__", "engine", "frame", "notes", "results", "scope", "times")
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -68,6 +69,8 @@ class Pass:
         """Calls of each module so far."""
         self.notes = False
         """Whether what operators are given is being noted."""
+        self.results: list[Value] = []
+        """Results of calls, made again by advancing: held until those who are given them have handles."""
 
     def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
@@ -82,8 +85,12 @@ class Pass:
                 values.probe.entering(seam, args, kwargs)
             run = self.framed if seam.replays else self.run
             if self.engine.notes(scope) and not self.notes:
-                return self.noting(run, seam, args, kwargs)
-            return run(seam, args, kwargs)
+                result = self.noting(run, seam, args, kwargs)
+            else:
+                result = run(seam, args, kwargs)
+            if values.probe is not None:
+                values.probe.returning(seam, result)
+            return result
         finally:
             if values.probe is not None:
                 values.probe.leaving(seam)
@@ -108,21 +115,27 @@ class Pass:
         return self.scope.id
 
     def framed(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that the plan may want replayed: then everything it saves is left to that."""
+        """A call that the plan may want replayed: then everything it saves is left to that. Or advanced: its result."""
         scope, outer = self.scope, self.frame
         assert scope is not None
-        replay = scope.actions.replay and torch.is_grad_enabled() and self.ours(seam)
+        replay, advance = scope.actions.replay, scope.actions.advance and outer is None
+        if (replay or advance) and not (torch.is_grad_enabled() and self.ours(seam)):
+            replay = advance = False
         if outer is not None:
             outer.nested.append((seam, replay))
-        if not replay:
+        if not (replay or advance):
             return seam.inner(*args, **kwargs)
         hold = partial(self.argument, scope.actions.inputs, itertools.count(), outer)
-        self.frame = frame = Frame(seam, args, kwargs, hold, outer)
+        frame = Frame(seam, args, kwargs, hold, outer)
+        self.frame = frame if replay else outer
         try:
-            return seam.inner(*args, **kwargs)
+            result = seam.inner(*args, **kwargs)
         finally:
             self.frame = outer
             frame.close()
+        if advance and (value := left_to_advance(frame, result, replayed=replay)) is not None:
+            self.results.append(value)
+        return result
 
     def argument(
         self, decisions: Mapping[int, Decision], places: Iterator[int], outer: Frame | None, tensor: Tensor

@@ -63,7 +63,7 @@ class Draws:
             raise CannotRemake("too small to gain anything")
         if is_fake(mask):  # rehearsed without contents: taken for what it looks like
             constants = {"shape": mask.shape, "dtype": mask.dtype, "state": state, "p": 0.5, "left": None}
-            return Value(maker=Remake(_RECIPE, [], constants, mask.stride()))
+            return Value(maker=Remake(_RECIPE, {}, constants, mask.stride()))
         first = mask.view(-1)[:_COMPARED]
         for p in self._probabilities(first):
             if torch.equal(drawn(first.shape, first.dtype, state, p), first):

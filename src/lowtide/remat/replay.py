@@ -45,7 +45,7 @@ class _MustHold(BaseException):
     """The call runs backward inside of its forward and needs what it saved."""
 
 
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()
 """Random numbers, flags and buffers are set back for a replay, and backward may run in several threads."""
 
 
@@ -133,7 +133,7 @@ class Frame:
 
     def make(self, value: Value) -> Tensor:
         """Run the call again; every value that somebody waits for is there afterwards."""
-        with _one_at_a_time:
+        with one_at_a_time:
             if value.tensor is not None:  # another thread was faster
                 return value.tensor
             if values.probe is not None:
@@ -166,17 +166,28 @@ class Frame:
         return rerun.found
 
     def _run_again(self, wanted: set[int]) -> _Rerun:
-        seam, rerun = self.seam, _Rerun(self, wanted)
-        args, kwargs = self.arguments.again()
+        rerun = _Rerun(self, wanted)
+        with _in_place({inner for inner, _ in self.nested}), contextlib.suppress(_Stop):
+            self._run(rerun, self.operands)
+        return rerun
+
+    def forward_again(self, operands: tuple[Handle, ...]) -> Any:
+        """What the call returns when it is run again, through claims of the caller's own on its arguments."""
+        try:
+            return self._run(_Onward(self), operands)
+        except _MustHold:
+            self.seam.reach.holds = True
+            return self._run(_Onward(self), operands)
+
+    def _run(self, rerun: _Rerun | _Onward, operands: tuple[Handle, ...]) -> Any:
+        seam = self.seam
+        args, kwargs = self.arguments.again(operands)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.surroundings.again())
             stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
             stack.enter_context(seam.engine.now(rerun))
-            stack.enter_context(_in_place({inner for inner, _ in self.nested}))
-            stack.enter_context(saved_tensors_hooks(rerun.pack, rerun.unpack))
-            with contextlib.suppress(_Stop):
-                seam.inner(*args, **kwargs)
-        return rerun
+            stack.enter_context(saved_tensors_hooks(rerun.pack, unpack_held))
+            return seam.inner(*args, **kwargs)
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
         """What the value of a place is to be, from what was saved there in the second run."""
@@ -230,17 +241,33 @@ class _Rerun:
             self._catch(tensor)
         return tensor.detach() if self._holds else None
 
-    def unpack(self, packed: Tensor | None) -> Tensor:
-        if packed is None:
-            raise _MustHold
-        return packed
-
     def _catch(self, tensor: Tensor) -> None:
         self._place += 1
         if self._place in self._wanted:
             self.found[self._place] = self._frame.as_saved(self._place, tensor)
         if self._place >= self._last:
             raise _Stop
+
+
+class _Onward:
+    """An advance in progress: nothing is caught."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._holds = frame.seam.reach.holds
+
+    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module is called."""
+        return seam.inner(*args, **kwargs)
+
+    def pack(self, tensor: Tensor) -> Tensor | None:
+        return tensor.detach() if self._holds else None
+
+
+def unpack_held(packed: Tensor | None) -> Tensor:
+    """For a call that runs backward inside of its forward."""
+    if packed is None:
+        raise _MustHold
+    return packed
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ class Seam:
 
     def __init__(self, engine: Engine, module: nn.Module, path: str, actions: dict[int, Actions]) -> None:
         self.engine, self.module, self.path, self.actions = engine, module, path, actions
-        self.replays = any(action.replay for action in actions.values())
-        """Whether the plan replays any call of the module."""
+        self.replays = any(action.replay or action.advance for action in actions.values())
+        """Whether the plan replays or advances any call of the module."""
         self.installed = False
         self._reach: Reach | None = None
         self._thread = threading.get_ident()

@@ -215,6 +215,9 @@ class Probe(Protocol):
     def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is about to run; `seam.engine.scope` is its call."""
 
+    def returning(self, seam: Seam, result: Any) -> None:
+        """The call is about to be over, with a result."""
+
     def leaving(self, seam: Seam) -> None:
         """The call is over, with a result or an exception."""
 

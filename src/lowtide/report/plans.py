@@ -44,8 +44,9 @@ def _bound(plan: Plan) -> str:
 
 def blocks(plan: Plan) -> Iterator[str]:
     """One line for blocks of which the same is decided: `transformer.h.{0-7}: remake ln_1 (2), mlp.act`."""
-    for block, made in fold(plan.remake, plan.replay).items():
-        parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in ("remake", "replay") if kind in made]
+    for block, made in fold(plan.remake, plan.replay, plan.advance).items():
+        kinds = ("remake", "replay", "advance")
+        parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
         yield f"{block or 'outside of blocks'}: {'; '.join(parts)}"
 
 
@@ -100,7 +101,8 @@ def _numbers(plan: Plan) -> dict[str, float]:
 def _decided(plan: Plan) -> dict[str, None]:
     remade = (f"remake {address}" for address in plan.remake)
     pulled = (f"lever {lever.name}" for lever in plan.levers)
-    return dict.fromkeys([*pulled, *remade, *(f"replay {call}" for call in plan.replay)])
+    replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
+    return dict.fromkeys([*pulled, *remade, *replayed, *advanced])
 
 
 def show_diff(first: Plan, second: Plan) -> str:
@@ -128,6 +130,7 @@ def _folded(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
     yield from (line for line in only if line.startswith("lever "))
     remake = {address: node for address, node in plan.remake.items() if f"remake {address}" in mine}
     replay = [call for call in plan.replay if f"replay {call}" in mine]
-    for block, made in fold(remake, replay).items():
+    advance = [call for call in plan.advance if f"advance {call}" in mine]
+    for block, made in fold(remake, replay, advance).items():
         for kind, below in made.items():
             yield from (f"{kind} {join(block, address)}" for address in below)

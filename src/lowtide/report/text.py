@@ -37,7 +37,7 @@ def extra_time(plan: Plan) -> str:
     if not plan.step_ms:
         return ""
     extra, bound = (format_ratio(ms / plan.step_ms, signed=True) for ms in (plan.predicted.extra_ms, plan.bound_ms))
-    return f", {extra} time predicted" + (f", bound {bound}" if plan.remake or plan.replay else "")
+    return f", {extra} time predicted" + (f", bound {bound}" if plan.remake or plan.replay or plan.advance else "")
 
 
 def proof(verdict: Verdict) -> str:
@@ -83,18 +83,18 @@ _MOST_LISTED = 8
 
 def decisions(plan: Plan) -> str:
     """What is remade and replayed, by what it is: `remade layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
-    if not plan.remake and not plan.replay:
+    if not plan.remake and not plan.replay and not plan.advance:
         return "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
     parts = []
     if plan.remake:
         count = Counter(map(_op, plan.remake.values()))
         most = sorted(count.items(), key=lambda item: (-item[1], item[0]))
         parts.append("remade " + ", ".join(f"{op} ({n})" for op, n in most))
-    if plan.replay:
-        families = merged(call.rpartition("#")[0] for call in plan.replay)
+    for how, calls in (("replayed", plan.replay), ("run forward again", plan.advance)):
+        families = merged(call.rpartition("#")[0] for call in calls)
         rest = len(families) - _MOST_LISTED
         more = [f"and {rest} more"] if rest > 0 else []
-        parts.append("replayed " + ", ".join(families[:_MOST_LISTED] + more))
+        parts += [f"{how} " + ", ".join(families[:_MOST_LISTED] + more)] if families else []
     return "; ".join(parts)
 
 

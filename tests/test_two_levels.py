@@ -1,0 +1,86 @@
+"""Below what block inputs alone need: replays inside of replays, and blocks run forward again for the next one's input.
+
+On real networks that are deep for their width; judged by the allocator and by comparing bits.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lowtide
+from lowtide.planner import smallest_peak
+from lowtide.planner.records import Profile
+
+
+def gpt2():
+    config = GPT2Config(
+        n_layer=12, n_embd=32, n_head=2, vocab_size=32, n_positions=512, use_cache=False, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model, ids = GPT2LMHeadModel(config).train(), torch.randint(0, 32, (2, 512))
+    return model, ids, lambda batch: model(input_ids=batch, labels=batch).loss
+
+
+def groups():
+    def block():
+        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32))
+
+    model = nn.Sequential(*(nn.Sequential(*(block() for _ in range(4))) for _ in range(4)))
+    return model, torch.randn(4000, 32), lambda batch: model(batch).square().mean()
+
+
+def without_results(profile: Profile) -> Profile:
+    """`profile`, if no call could be run forward for its result."""
+    return replace(profile, calls=tuple(replace(call, gives=None) for call in profile.calls))
+
+
+def one_level(profile: Profile) -> list[Profile]:
+    """The same, and only calls around others may be replayed, or only those inside others."""
+    profile = without_results(profile)
+    parents = {call.parent for call in profile.calls if call.refused is None}
+    inside = {k for k, call in enumerate(profile.calls) if any(p in parents for p in around(profile, k))}
+    outer = {k for k in parents if k is not None and profile.calls[k].refused is None}
+    return [
+        replace(
+            profile,
+            calls=tuple(replace(c, refused="not this one") if k in no else c for k, c in enumerate(profile.calls)),
+        )
+        for no in (inside, outer)
+    ]
+
+
+def around(profile: Profile, call: int) -> list[int]:
+    found, parent = [], profile.calls[call].parent
+    while parent is not None:
+        if profile.calls[parent].refused is None:
+            found.append(parent)
+        parent = profile.calls[parent].parent
+    return found
+
+
+@pytest.mark.parametrize("build", [gpt2, groups])
+def test_two_levels_reach_a_measured_peak_that_one_does_not(build):
+    torch.manual_seed(0)
+    model, batch, loss_of = build()
+
+    def step(batch):
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(batch)
+        loss.backward()
+        return loss.detach()
+
+    profile = lowtide.rehearse(model, step, batch)
+    single = min(smallest_peak(each)[1].peak_bytes for each in one_level(profile))
+    for each in (profile, without_results(profile)) if build is groups else (profile,):
+        _, smallest = smallest_peak(each)
+        assert smallest.peak_bytes < 0.97 * single
+        with lowtide.fit(model, step, batch, budget=smallest.peak_bytes * 102 // 100, profile=each) as fitted:
+            verdict = fitted.verdict
+            assert verdict.measured_peak_bytes < single
+            assert verdict.identical
+            assert not verdict.drifted
+            assert abs(verdict.predicted_peak_bytes / verdict.measured_peak_bytes - 1) < 0.01
+            assert fitted.plan.advance or build is groups
