@@ -116,6 +116,8 @@ def _chosen(site: Site, profile: Profile, budget: int | str, levers: Collection[
     measured = profile.measured_plain_peak_bytes
     budget_bytes = parse_budget(budget, of=plain.peak_bytes if measured is None else measured)
     if profile.levers:  # they were chosen before
+        if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
+            raise StalePlan(f"this profile was made with {unasked}: name them in levers=, or rehearse again.")
         choice = Choice(profile, plain)
     else:
         choice = choose(site, profile, plain, budget_bytes, levers)

@@ -1,5 +1,6 @@
 """Language models whose loss head is most of their step, and what a step did to them."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ Batch = dict[str, Tensor]
 
 def model_of(kind: str, **settings: Any) -> nn.Module:
     """A model of transformers from seed 0, in training mode."""
+    gc.collect()  # models of other tests, which would go in the middle of a measurement
     torch.manual_seed(0)
     sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=160, num_attention_heads=4)
     made: nn.Module
@@ -34,7 +36,7 @@ def model_of(kind: str, **settings: Any) -> nn.Module:
         made = transformers.BertForMaskedLM(config)
         nn.init.normal_(made.cls.predictions.bias)  # so that it counts
     else:
-        name = {"llama": "Llama", "gemma2": "Gemma2"}[kind]
+        name = {"llama": "Llama", "gemma2": "Gemma2", "granite": "Granite"}[kind]
         more = {"head_dim": 16, "num_key_value_heads": 2} if kind == "gemma2" else {}
         config = getattr(transformers, f"{name}Config")(
             **{**sizes, **more, "vocab_size": VOCABULARY, "use_cache": False, **settings}

@@ -1,8 +1,10 @@
 """The lever `outputs`: logits go before backward, where nobody reads them, and a late reader is told."""
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,22 @@ def test_a_late_reader_is_told_which_lever_it_was(read: Callable[[Any], object])
         outputs = run(model, batch).outputs
     with pytest.raises(lowtide.LowtideError, match=r"'outputs' is on.*levers=\(\)"):
         read(outputs)
+
+
+def test_nothing_is_left_of_a_lever_that_was_taken_off() -> None:
+    model, batch = model_of("llama"), batch_of()
+    gone = weakref.ref(model.lm_head.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        with pulled(model, "outputs", "loss head", "micro-batches", n=2) as on:
+            run(model, batch)
+        front = weakref.ref(on)
+        del on, model
+        assert front() is None
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_left_of_the_outputs_looks_as_before() -> None:

@@ -7,6 +7,7 @@ versions of the gradients.
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -133,12 +134,16 @@ def _watching_calls(seen: Seen) -> Iterator[None]:
         elif frame.f_code is scaler:
             seen.scaled = True
 
-    before = sys.getprofile()
+    before: Any = sys.getprofile()
     sys.setprofile(watch)
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
+        if isinstance(before, cProfile.Profile):  # which is in force without being a function
+            before.enable()
+        else:
+            sys.setprofile(before)
 
 
 def _code(function: Any) -> CodeType:

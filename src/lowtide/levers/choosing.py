@@ -9,6 +9,7 @@ profiles give the same levers.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,9 @@ from lowtide.levers import DEFAULT, LEVERS, put_on
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.pieces import MicroBatches, numbers
 from lowtide.levers.released import Refused
-from lowtide.planner import plan, smallest_peak
 from lowtide.planner.planning import simulator_of
-from lowtide.planner.records import Decisions, Plan, Prediction, Profile, Pulled
+from lowtide.planner.records import Decisions, Prediction, Profile, Pulled
+from lowtide.planner.solve import ladder_of
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.unchanged import Unchanged
@@ -52,7 +53,7 @@ def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, n
             continue
         try:
             if lever.name == MicroBatches.name:
-                best = _in_pieces(site, best, lever) if best.plan is None else best
+                best = best if best.has_plan else _in_pieces(site, best, lever)
             else:
                 best = _with(site, best, lever, lever.settings(site))
         except NoUse as why:
@@ -62,50 +63,46 @@ def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, n
 
 
 class Tried:
-    """A profile, and the plan it leads to."""
+    """A profile, and what it can be brought down to."""
 
     def __init__(self, profile: Profile, budget_bytes: int) -> None:
         self.profile, self.budget_bytes = profile, budget_bytes
-        self.plan: Plan | None = None
-        try:
-            self.plan = plan(profile, budget_bytes)
-        except Infeasible as error:
-            self._smallest_bytes: int | None = error.smallest_peak_bytes
-        else:
-            self._smallest_bytes = None
+        measured = profile.measured_plain_peak_bytes
+        self.peak_bytes = simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
+        """Of the step without remakes and replays."""
 
     @property
     def is_free(self) -> bool:
         """Whether the step fits without any remake or replay."""
-        return self.plan is not None and not (self.plan.remake or self.plan.replay)
+        return self.peak_bytes <= self.budget_bytes
 
     @property
-    def peak_bytes(self) -> int:
-        """Of the step without remakes and replays."""
-        measured = self.profile.measured_plain_peak_bytes
-        return simulator_of(self.profile).predict(Decisions()).peak_bytes if measured is None else measured
+    def has_plan(self) -> bool:
+        """Whether there is a plan for the budget."""
+        return self.is_free or self.smallest_bytes <= self.budget_bytes
 
-    @property
+    @functools.cached_property
     def smallest_bytes(self) -> int:
         """The smallest peak that a plan reaches."""
-        if self._smallest_bytes is None:
-            self._smallest_bytes = smallest_peak(self.profile)[1].peak_bytes
-        return self._smallest_bytes
+        return self.profile.static.total + ladder_of(simulator_of(self.profile)).bottom.peak
 
 
 def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
     """`before` with one more lever. Raises NoUse if that can't be, or does not pay."""
     pulled = Pulled(name=lever.name, what=lever.what, exact=lever.exact, settings=dict(settings))
     found = rehearsed(site, (*before.profile.levers, pulled))
-    after = Tried(found, before.budget_bytes)
-    saved = before.peak_bytes - after.peak_bytes
-    if saved <= 0:
-        saved = before.smallest_bytes - after.smallest_bytes
-    if saved <= 0 or (before.plan is not None and after.plan is None):
-        raise NoUse("no peak is lower with it")
     more_ms = max(0.0, found.step_ms - before.profile.step_ms) if lever.name == MicroBatches.name else 0.0
-    levers = (*before.profile.levers, replace(pulled, bytes=saved, extra_ms=more_ms))
-    return Tried(replace(found, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
+
+    def saving(saved_bytes: int) -> Tried:
+        levers = (*before.profile.levers, replace(pulled, bytes=saved_bytes, extra_ms=more_ms))
+        return Tried(replace(found, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
+
+    after = saving(max(0, before.peak_bytes - Tried(found, 0).peak_bytes))
+    if before.peak_bytes <= after.peak_bytes:
+        after = saving(max(0, before.smallest_bytes - after.smallest_bytes))
+    if not after.profile.levers[-1].bytes or (before.has_plan and not after.has_plan):
+        raise NoUse("no peak is lower with it")
+    return after
 
 
 def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:
@@ -120,10 +117,10 @@ def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:
     while candidates:
         middle = len(candidates) // 2 if found else len(candidates) - 1  # the most first: if that is too large, all are
         tried = _with(site, before, lever, {"n": candidates[middle]})
-        if tried.plan is None and found is None:
+        if not tried.has_plan and found is None:
             return tried
-        candidates = candidates[:middle] if tried.plan is not None else candidates[middle + 1 :]
-        found = tried if tried.plan is not None else found
+        candidates = candidates[:middle] if tried.has_plan else candidates[middle + 1 :]
+        found = tried if tried.has_plan else found
     assert found is not None
     return found
 

@@ -1,9 +1,12 @@
 """Logits that are not there yet: a tensor that knows what it would be computed from.
 
 Where it ends in a cross entropy, that is computed in chunks (`torch.nn.functional.linear_cross_entropy`) and the logits
-never exist. On the way there it may be cast to a wider type, have its rows cut and be reshaped as long as the
-vocabulary stays the last dimension: all this is done to the hidden states instead. Whatever else happens to it makes
-it the plain tensor first, so the step is right either way.
+never exist. On the way there it may be cast to a wider type, have its rows cut, be reshaped as long as the vocabulary
+stays the last dimension, and be scaled by a number: all this is done to the hidden states instead. Whatever else
+happens to it makes it the plain tensor first, so the step is right either way.
+
+Debt: in bfloat16 torch adds up the chunks' losses in bfloat16, so the loss itself, not its gradient, is good to about
+two digits.
 """
 
 from __future__ import annotations
@@ -167,6 +170,19 @@ def _getitem(logits: Logits, index: Any) -> Logits | None:
     return logits.rows(lambda tensor: tensor[index])
 
 
+def _times(logits: Logits, factor: Any) -> Logits | None:
+    return logits.rows(lambda tensor: tensor * factor) if _may_scale(logits, factor) else None
+
+
+def _divided(logits: Logits, divisor: Any, **how: Any) -> Logits | None:
+    return logits.rows(lambda tensor: tensor / divisor) if _may_scale(logits, divisor) and not how else None
+
+
+def _may_scale(logits: Logits, number: Any) -> bool:
+    """Whether scaling the hidden states scales the logits: a bias would not be."""
+    return isinstance(number, int | float) and logits.head.layer.bias is None
+
+
 def _cross_entropy(
     logits: Logits,
     target: Tensor,
@@ -215,6 +231,8 @@ _SHORTCUTS: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     Tensor.__getitem__: _getitem,
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
     functional.cross_entropy: _cross_entropy,
 }
 

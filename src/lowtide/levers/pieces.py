@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -90,8 +91,9 @@ class _On:
         def loss_of(piece: Any) -> Tensor:
             output = inner(*piece[0], **piece[1])
             if is_model_output(output):
-                kinds.append((type(output), tuple(name for name in output if name != "loss")))
-                output = output.get("loss")
+                there = OrderedDict.__iter__(output)  # also where the lever `outputs` has let go of some
+                kinds.append((type(output), tuple(name for name in there if name != "loss")))
+                output = getattr(output, "loss", None)
             if not isinstance(output, Tensor) or output.numel() != 1:
                 raise LowtideError(
                     "micro-batches need a model that gives its loss: pass it the labels. Where the loss is computed "

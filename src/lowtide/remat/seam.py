@@ -108,8 +108,9 @@ class Front:
         return type(None), ()
 
     def remove(self) -> None:
-        """Leave the place as it was found. May be called again."""
+        """Leave the place as it was found, and let go of whoever put it there. May be called again."""
         _unlink(self)
+        self.around = _pass_on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -119,6 +120,10 @@ class Front:
             if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in Seam
                 return call_module(caller, *args, **kwargs)
         return self.around(self.inner, args, kwargs)
+
+
+def _pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
 
 
 def _unlink(gone: Seam | Front) -> None:
