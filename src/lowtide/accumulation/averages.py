@@ -60,8 +60,8 @@ class Average:
 _NOTED = "lowtide.average"  # key in the metadata of nodes that do not tell themselves
 
 
-def note_average(loss: Tensor, average: Average) -> None:
-    """Say how `loss` averages, on its node: for one that an operator of ours made."""
+def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
+    """Say how `loss` averages, on its node, for one whose node does not tell; found out when it is asked for."""
     if loss.grad_fn is not None:
         _torch.node_metadata(loss.grad_fn)[_NOTED] = average
 
@@ -74,8 +74,9 @@ def average_of(loss: Tensor) -> Average | None:
     if node is None:
         return None
     noted = _torch.node_metadata(node).get(_NOTED)
-    if isinstance(noted, Average):
-        return noted
+    if noted is not None:
+        found: Average = noted()
+        return found
     name = node.name()
     if name in _NLL:
         return _likelihood(node)

@@ -8,7 +8,6 @@ profiles give the same levers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from lowtide.planner.records import Decisions, Prediction, Profile, Pulled
 from lowtide.planner.solve import ladder_of
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
 from lowtide.units import format_bytes
 
@@ -113,15 +113,18 @@ def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:
     candidates = list(numbers(site))
     if not candidates:
         raise NoUse("the batch has a single row")
-    found: Tried | None = None
+    found = _with(site, before, lever, {"n": candidates.pop()})
+    if not found.has_plan:
+        return found
     while candidates:
-        middle = len(candidates) // 2 if found else len(candidates) - 1  # the most first: if that is too large, all are
-        tried = _with(site, before, lever, {"n": candidates[middle]})
-        if not tried.has_plan and found is None:
-            return tried
+        middle = len(candidates) // 2
+        try:
+            tried = _with(site, before, lever, {"n": candidates[middle]})
+        except NoUse:  # so few are of no use
+            candidates = candidates[middle + 1 :]
+            continue
         candidates = candidates[:middle] if tried.has_plan else candidates[middle + 1 :]
         found = tried if tried.has_plan else found
-    assert found is not None
     return found
 
 
@@ -143,8 +146,11 @@ def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
 def advice(site: Site, names: Collection[str], error: Infeasible) -> tuple[str, ...]:
     """Levers beyond `names` that may help where no plan fits, as things to try."""
     if site.optimizer is None:
-        with contextlib.suppress(RuntimeError, MemoryError):  # out of memory, as a step that does not fit may be
+        try:
             site = replace(site, optimizer=optimizer_of(site.model, site.step, site.batch))
+        except Exception as failed:
+            if not is_out_of_memory(failed):
+                raise
     found = []
     for lever in LEVERS.values():
         if lever.name not in names and (saved := lever.may_save(site, error.parts)):

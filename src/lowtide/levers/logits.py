@@ -126,7 +126,7 @@ def _to(logits: Logits, *args: Any, **kwargs: Any) -> Logits | None:
         return _cast(logits, args[0])
     if not args and kwargs.keys() == {"dtype"}:
         return _cast(logits, kwargs["dtype"])
-    if len(args) == 1 and not kwargs and torch.device(args[0]) == logits.device:
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and args[0] == logits.device:
         return logits
     return None
 
@@ -142,9 +142,11 @@ def _view(logits: Logits, *shape: Any) -> Logits | None:
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if not sizes or not all(isinstance(size, int) for size in sizes):
         return None
+    rows = logits.shape[:-1].numel()
+    if sizes[-1] == -1 and torch.Size(sizes[:-1]).numel() == rows:
+        sizes = *sizes[:-1], logits.shape[-1]
     if sizes[-1] != logits.shape[-1]:
         return None
-    rows = logits.shape[:-1].numel()
     if sizes[:-1].count(-1) > 1 or (-1 not in sizes and torch.Size(sizes[:-1]).numel() != rows):
         return None
     return logits.rows(lambda tensor: tensor.reshape(*sizes[:-1], tensor.shape[-1]))
@@ -216,9 +218,9 @@ def _cross_entropy(
     ).to(logits.dtype)
     logits.head.chunked += 1
     if reduction == "mean" and weight is None:
-        note_average(loss, Average("mean", float((target != ignore_index).sum()), target, ignore_index))
+        note_average(loss, lambda: Average("mean", float((target != ignore_index).sum()), target, ignore_index))
     elif reduction == "sum":
-        note_average(loss, Average("sum", float(target.numel()), target, ignore_index))
+        note_average(loss, lambda: Average("sum", float(target.numel()), target, ignore_index))
     return loss
 
 

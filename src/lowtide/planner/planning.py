@@ -28,9 +28,9 @@ def plan(
 
     A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
     bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the profile
-    has it, else the predicted one. `allow="cheap"` redoes no matrix product, convolution or attention.
-    `minimize="flops"` looks for few FLOPs rather than little time, and has no bound; they are the same on any machine,
-    while times are those that the rehearsal measured.
+    has it, else the predicted one; with the levers that the profile was made with. `allow="cheap"` redoes no matrix
+    product, convolution or attention. `minimize="flops"` looks for few FLOPs rather than little time, and has no bound;
+    they are the same on any machine, while times are those that the rehearsal measured.
 
     Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
     Infeasible, with the smallest peak that was found, where no plan fits.

@@ -8,6 +8,7 @@ from lowtide.planner.planning import simulator_of
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.solve import smallest_peak
 from lowtide.report.plans import extra
+from lowtide.report.text import levers
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
@@ -32,6 +33,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     share = format_ratio(least.peak_bytes / peak_bytes)
     yield f"smallest peak: {format_bytes(least.peak_bytes)} ({share}), {extra(least.extra_ms, profile.step_ms)}"
     yield f"  peak{format_parts(least.peak_bytes, least.parts)}"
+    yield from levers(profile)
     yield from (f"note: {note}" for note in profile.notes)
 
 

@@ -11,7 +11,7 @@ from lowtide.planner.folding import ranges
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
 if TYPE_CHECKING:
-    from lowtide.planner.records import Plan
+    from lowtide.planner.records import Plan, Profile
     from lowtide.verification import Verdict
 
 
@@ -22,8 +22,8 @@ def summary(plan: Plan, verdict: Verdict) -> str:
     return "\n".join((*lines, *levers(plan), proof(verdict)))
 
 
-def levers(plan: Plan) -> list[str]:
-    """A line for each lever of the plan: `lever outputs: of the model's outputs ..., 4 MiB less, no more work`."""
+def levers(plan: Plan | Profile) -> list[str]:
+    """A line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, no more work`."""
     return [
         f"lever {lever.name}: {lever.what}; "
         + (f"{format_bytes(lever.bytes)} less, " if lever.bytes else "")
