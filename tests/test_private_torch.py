@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
+from conftest import RunPython
 from lowtide import _torch
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -273,3 +274,74 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
     assert (made.shape, made.dtype) == ((3, 2), torch.bfloat16)
     with pytest.raises(RuntimeError, match="invalid python storage"):
         made.untyped_storage().data_ptr()
+
+
+# --- the place for devices of other makers --------------------------------------------------------------------------
+
+ON_A_DEVICE_OF_ONES_OWN = """
+import torch
+from lowtide import _torch
+
+torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
+assert _torch.device_place() is None
+
+class Module(_torch.DeviceModule):
+    def is_available(self):
+        return False
+
+    def get_amp_supported_dtype(self):
+        return [torch.float16]
+
+_torch.take_device_place("mine", Module(), _torch.DeviceHook())
+assert _torch.device_place() == "mine"
+ran = []
+aten = torch.ops.aten
+
+def linear(x, weight, bias=None):
+    ran.append("cast")
+    with _torch.without_autocast():
+        return aten.linear(x.half(), weight.half(), bias)
+
+def relu(x):
+    ran.append("composed")
+    return x.clamp(min=0)
+
+kept = [
+    _torch.register_kernels("aten", {"linear": linear}, _torch.AUTOCAST_KEY),
+    _torch.register_kernels("aten", {"relu": relu}, _torch.AUTOGRAD_KEY),
+    _torch.pass_through(_torch.AUTOCAST_KEY),
+]
+mode = _torch.fake_mode(run_on_zeros=False)
+with mode, _torch.constants_made_on_cpu(), torch.autograd.set_multithreading_enabled(False):
+    assert torch.tensor([1.0], device="mine").device.type == "mine"
+    weight = torch.nn.Parameter(torch.empty(4, 4, device="mine"))
+    torch.set_autocast_enabled("mine", True)
+    out = torch.nn.functional.linear(torch.relu(weight), weight)
+    torch.set_autocast_enabled("mine", False)
+    assert (out.dtype, ran) == (torch.float16, ["composed", "cast"])
+    out.float().sum().backward()
+    assert weight.grad.device.type == "mine"
+    try:
+        torch.histogram(torch.empty(4, device="mine"), 2)
+    except _torch.NO_FAKE_KERNEL:
+        pass
+    else:
+        raise AssertionError
+    with _torch.running_on_zeros(mode):
+        assert torch.histogram(torch.empty(4), 2)[0].shape == (2,)
+    with _torch.foreach_for_fakes():
+        assert torch.optim.optimizer._default_to_fused_or_foreach([weight], False) == (False, True)
+    assert torch.optim.optimizer._default_to_fused_or_foreach([weight], False) == (False, False)
+"""
+
+
+def test_a_device_of_ones_own(run_python: RunPython) -> None:
+    """In a process of its own: the place is taken once."""
+    done = run_python("-c", ON_A_DEVICE_OF_ONES_OWN)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_of_attention_are_switched_on_and_off() -> None:
+    assert all(_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert [_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import lowtide
+from conftest import RunPython
 from models import build
 
 MIB = 2**20
@@ -43,3 +44,89 @@ def test_a_card_that_is_unclear_is_refused(device: str) -> None:
     case = build("gpt2")
     with pytest.raises(lowtide.LowtideError, match="no card that is known"):
         lowtide.foresee(case.model, case.step, case.batch, device=device)
+
+
+TRAINS_BESIDE = """
+import warnings
+
+import torch, lowtide
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+
+def step(batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+def trained(look):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -1, 1)
+    optimizer.state.clear()
+    losses = []
+    for _ in range(3):
+        losses.append(step(torch.ones(4, 8)).item())
+        if look:
+            lowtide.foresee(model, step, torch.ones(4, 8), device="A100-40")
+    return losses
+
+plain = trained(look=False)
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert trained(look=True) == plain
+assert not torch.cuda.is_available() and not torch.accelerator.is_available()
+assert not torch.is_autocast_enabled("cudalike")
+batches = torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=4, pin_memory=False)
+assert [step(batch).item() > 0 for batch in batches] == [True, True]
+"""
+
+
+def test_training_goes_on_between_rehearsals_bit_by_bit(run_python: RunPython) -> None:
+    done = run_python("-c", TRAINS_BESIDE)
+    assert done.returncode == 0, done.stderr
+
+
+TAKEN = """
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("npu")
+import lowtide
+
+model = torch.nn.Linear(2, 2)
+step = lambda batch: model(batch).sum().backward()
+lowtide.foresee(model, step, torch.ones(1, 2), device="A100-40")
+"""
+
+
+def test_who_has_another_device_is_told_so(run_python: RunPython) -> None:
+    done = run_python("-c", TAKEN)
+    assert "RehearsalError" in done.stderr
+    assert "the device 'npu' has torch's one place" in done.stderr
+
+
+def test_cuda_is_there_in_the_step_and_nowhere_else() -> None:
+    model = nn.Linear(8, 8)
+
+    def step(batch):
+        moved = batch.to("cuda", non_blocking=True)
+        made = torch.zeros(8, device=torch.device("cuda", 0))
+        assert moved.is_cuda
+        assert made.is_cuda
+        assert not torch.zeros(2).is_cuda
+        assert torch.cuda.is_available()
+        assert torch.cuda.get_device_name() == "L4"
+        assert torch.cuda.get_device_capability() == (8, 9)
+        assert torch.cuda.get_device_properties(0).total_memory == torch.cuda.mem_get_info()[1]
+        before = torch.cuda.memory_allocated()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            kept = torch.empty(1000, device="cuda")
+        assert torch.cuda.memory_allocated() - before == kept.nbytes == 4000
+        torch.cuda.synchronize()
+        model(moved + made).sum().backward()
+
+    assert lowtide.foresee(model, step, torch.randn(4, 8), device="L4").fits
+    assert not torch.cuda.is_available() or torch.cuda.get_device_name() != "L4"

@@ -52,7 +52,7 @@ class Foreseeing:
         given = None if self._size is None else size_of(batch, 0)
         nearby = [] if given is None else [*tensors_in(batch), *_in_variables(sys._getframe(1))]
         if self._rehearsal is None:
-            rehearsal = OnCard(self._card, model, [] if given else batch, (optimizers,))
+            rehearsal = OnCard(self._card, model, [] if given else batch, (optimizers,), alone=True)
             rehearsal.__enter__()
             self._rehearsal, self.answers = rehearsal, rehearsal.answers
         elif self._n_steps == 1:

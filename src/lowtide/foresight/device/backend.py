@@ -45,11 +45,7 @@ class _Hook(_torch.DeviceHook):
 
 @contextlib.contextmanager
 def card_in_use(card: Card) -> Iterator[None]:
-    """`NAME` is a device like `card` in this block, which is entered in one thread at a time.
-
-    Raises RehearsalError where somebody else has taken torch's place for such devices.
-    """
-    _take_place()
+    """`NAME` is a device like `card` in this block, which is entered in one thread at a time, after `take_place`."""
     if in_use:
         raise RehearsalError("one rehearsal of a card runs inside of another. Let the first one end.")
     in_use.append(card)
@@ -62,7 +58,18 @@ def card_in_use(card: Card) -> Iterator[None]:
         in_use.clear()
 
 
-def _take_place() -> None:
+def take_place(*, alone: bool = False) -> None:
+    """Make `NAME` a device, for the rest of the process.
+
+    Raises RehearsalError where somebody else has taken torch's place for such devices, and where there is a CUDA card
+    to train on, unless the process is there for the rehearsal alone: torch knows one accelerator, and from then on
+    that is this device.
+    """
+    if torch.cuda.is_available() and not alone:
+        raise RehearsalError(
+            "this process has a CUDA card, whose streams torch would no longer look after once there is a device for "
+            "rehearsals.\n  Rehearse with `lowtide rehearse --device`, or in a process with CUDA_VISIBLE_DEVICES=''."
+        )
     taken = _torch.device_place()
     if taken == NAME:
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lowtide import _torch
 from lowtide.foresight.answers import Answers
-from lowtide.foresight.device.backend import card_in_use
+from lowtide.foresight.device.backend import card_in_use, take_place
 from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME
 from lowtide.foresight.device.ledger import CardLedger
@@ -56,12 +56,20 @@ class OnCard:
     """In this block the model, the batch, and what else `reached` leads to are on `card`, and every operator is fake.
 
     Take one step, say `second`, take another one, say `finish`. At the end of the block everything is as it was.
+    `alone`: the process is there for nothing else.
     """
 
     def __init__(
-        self, card: Card, model: nn.Module, batch: Any, reached: tuple[Any, ...], *, plan: Plan | None = None
+        self,
+        card: Card,
+        model: nn.Module,
+        batch: Any,
+        reached: tuple[Any, ...],
+        *,
+        plan: Plan | None = None,
+        alone: bool = False,
     ) -> None:
-        self._card, self._model, self._batch = card, model, batch
+        self._card, self._model, self._batch, self._alone = card, model, batch, alone
         actions = planned(model, batch, plan, "cuda")
         self._fakes = _torch.fake_mode(run_on_zeros=False)
         self.answers = Answers(self._fakes)
@@ -73,9 +81,10 @@ class OnCard:
         self._static: Static | None = None
 
     def __enter__(self) -> Self:
+        take_place(alone=self._alone)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(card_in_use(self._card))
             stack.enter_context(self._kept)
+            stack.enter_context(card_in_use(self._card))
             at_entry = belongings(self._model, self._batch, self._kept.reached)
             stack.enter_context(self._placed)
             self._placed.put(at_entry)
