@@ -280,6 +280,7 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
 
 ON_A_DEVICE_OF_ONES_OWN = """
 import torch
+from torch.optim import optimizer
 from lowtide import _torch
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
@@ -330,8 +331,8 @@ with mode, _torch.constants_made_on_cpu(), torch.autograd.set_multithreading_ena
     with _torch.running_on_zeros(mode):
         assert torch.histogram(torch.empty(4), 2)[0].shape == (2,)
     with _torch.foreach_for_fakes():
-        assert torch.optim.optimizer._default_to_fused_or_foreach([weight], False) == (False, True)
-    assert torch.optim.optimizer._default_to_fused_or_foreach([weight], False) == (False, False)
+        assert optimizer._default_to_fused_or_foreach([weight], False) == (False, True)
+    assert optimizer._default_to_fused_or_foreach([weight], False) == (False, False)
 """
 
 
