@@ -132,7 +132,7 @@ def _keep(folder: Path, name: str, rows: int) -> None:
         path = Path(temporary) / "snapshot.pickle"
         torch.cuda.memory._dump_snapshot(str(path))
         about = {"torch": torch.__version__, "workload": f"{name}, {rows} rows, two steps, AdamW"}
-        reduced = reduce_snapshot(Snapshot.load(path), name=name, **about)
+        reduced = reduce_snapshot(Snapshot.read(path), name=name, **about)
     (folder / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(reduced).encode(), mtime=0))
 
 
