@@ -1,7 +1,8 @@
 """Convolutions: cuDNN chooses an algorithm, by heuristics that depend on the card, and that takes a workspace.
 
 What is known is where none is taken, and what the common algorithms need. Kernels for tensor cores work on
-channels-last tensors: others are converted, into the workspace.
+channels-last tensors: others are converted, into the workspace. In single precision there are kernels for either
+layout (`..._f32_nchwkcrs_nchw_...`), so that it may be none.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ ROWS = (
     ),
     Behaviour(
         name="convolution",
-        does="cuDNN's workspace: for tensor cores copies of what is not channels-last, else none to as much again",
+        does="cuDNN's workspace: in half precision copies of what is not channels-last, in single precision perhaps",
         source="NVIDIA, Convolutional Layers User's Guide: tensor layouts in memory, NCHW vs NHWC",
         exact=False,
     ),
 )
+
+HALF = (torch.float16, torch.bfloat16)
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -50,19 +53,13 @@ def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Insi
     if groups > 1 and groups == x.shape[1] and x.dtype is torch.float32:
         return []
     copies = sum(t.numel() * t.element_size() for t in (x, weight, out) if not _is_channels_last(t))
-    expected = copies if _on_tensor_cores(x.dtype) else 0
+    expected = copies if x.dtype in HALF and capability()[0] >= 7 else 0
     return [Inside(expected, 0, max(copies, 2 * out.numel() * out.element_size()))]
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
     layout = _CHANNELS_LAST.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout)
-
-
-def _on_tensor_cores(dtype: torch.dtype) -> bool:
-    if dtype is torch.float32:
-        return capability()[0] >= 8 and torch.backends.cudnn.allow_tf32
-    return dtype in (torch.float16, torch.bfloat16) and capability()[0] >= 7
 
 
 INSIDE = {aten.convolution.default: _forward, aten.convolution_backward.default: _backward}
