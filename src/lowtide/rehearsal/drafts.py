@@ -25,6 +25,8 @@ class ValueDraft:
     transient_bytes: int = 0
     spent: int | None = None
     """Which run of a recipe was measured for it."""
+    state_of: int | None = None
+    """The call at whose beginning it was taken, for a value that no node made and no slot holds: random numbers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class CallDraft:
     gives: int | None = None
     advance_ms: float = 0.0
     advance_flops: int = 0
+    state: int | None = None
+    """The value that stands for what a replay holds besides its arguments."""
 
 
 def describe(tensor: Tensor, node: str) -> str:

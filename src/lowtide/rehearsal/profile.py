@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.rehearsal.seen import Seen, levels, natural_ends, phases, watch
 from lowtide.remat.recipes import RECIPES
-
-
-@dataclass(slots=True)
-class _Seen:
-    """Where in the stream things happened: event indices."""
-
-    block_of_slot: dict[int, int] = field(default_factory=dict)
-    block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
-    packed: dict[int, int] = field(default_factory=dict)
-    read: dict[int, int] = field(default_factory=dict)
-    release: dict[int, int] = field(default_factory=dict)
-    enter: dict[int, int] = field(default_factory=dict)
-    leave: dict[int, int] = field(default_factory=dict)
-    born: dict[int, int] = field(default_factory=dict)
-    dies: dict[int, int] = field(default_factory=dict)
-    bytes: dict[int, int] = field(default_factory=dict)
-    copies: set[int] = field(default_factory=set)
-    """Blocks that a remake or replay allocated."""
-    gradients: set[int] = field(default_factory=set)
 
 
 def assemble(
@@ -48,8 +30,8 @@ def assemble(
 ) -> Profile:
     """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls."""
     values = _upstream_first(values, slots, calls)
-    seen = _watch(stream)
-    _natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
+    seen = watch(stream)
+    natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
     blocks = sorted(set(seen.block_of_slot.values()) | set(seen.block_of_input.values()), key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}
     end = len(stream.events)
@@ -78,13 +60,15 @@ def assemble(
         if place < len(calls[k].inputs):
             storage_of_value.setdefault(calls[k].inputs[place].value, number[block])
             labels.setdefault(block, calls[k].inputs[place].label)
-    base, gradients = _levels(stream, cuts, set(blocks), seen)
+    states = [i for i, draft in enumerate(values) if draft.state_of is not None]
+    storage_of_value |= {i: len(blocks) + n for n, i in enumerate(states)}
+    base, gradients = levels(stream, cuts, set(blocks), seen)
     return Profile(
         fingerprint=fingerprint,
         static=static,
         base_bytes=base,
         gradient_bytes=gradients,
-        phases=_phases(seen, position),
+        phases=phases(seen, position),
         storages=tuple(
             Storage(
                 bytes=seen.bytes[block],
@@ -94,7 +78,8 @@ def assemble(
                 category="loss head" if seen.born[block] > last_block else "activations",
             )
             for block in blocks
-        ),
+        )
+        + tuple(_state(values[i], calls, seen, position) for i in states),
         values=tuple(
             Value(
                 storage=storage_of_value.get(i),
@@ -133,6 +118,18 @@ def assemble(
             )
             for k, call in enumerate(calls)
             for place, slot in enumerate(call.inputs)
+        )
+        + tuple(
+            Slot(
+                address=f"{call.id}@{len(call.inputs)}",
+                value=call.state,
+                storage=storage_of_value[call.state],
+                call=k,
+                label=f"{call.id}: random numbers and buffers",
+                is_input=True,
+            )
+            for k, call in enumerate(calls)
+            if call.state is not None
         ),
         calls=tuple(
             Call(
@@ -155,6 +152,13 @@ def assemble(
         measured_plain_peak_bytes=measured_plain_peak_bytes,
         notes=notes,
     )
+
+
+def _state(draft: ValueDraft, calls: list[CallDraft], seen: Seen, position: Callable[[int], int]) -> Storage:
+    """Memory that is there only where something that holds it is to be made again, from the beginning of a call on."""
+    assert draft.state_of is not None
+    at = position(seen.enter[draft.state_of])
+    return Storage(bytes=draft.bytes, born=at, dies=at, label=f"{calls[draft.state_of].id}: random numbers")
 
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
@@ -194,6 +198,7 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
         slot.value = place[slot.value]
     for call in calls:
         call.gives = None if call.gives is None else place[call.gives]
+        call.state = None if call.state is None else place[call.state]
     return ordered
 
 
@@ -215,96 +220,6 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
         least_ms = min((call.advance_ms for call in given), default=0.0)
         for call in given:
             call.advance_ms = least_ms
-
-
-def _watch(stream: EventStream) -> _Seen:
-    seen = _Seen()
-    at: dict[int, int] = {}
-    addresses: dict[int, int] = {}
-    making = 0
-    for i, event in enumerate(stream.events):
-        if type(event) is Allocate:
-            at[event.address] = event.block
-            addresses[event.block] = event.address
-            seen.born[event.block], seen.bytes[event.block] = i, event.bytes
-            if making:
-                seen.copies.add(event.block)
-        elif type(event) is Free:
-            seen.dies[event.block] = i
-            where = addresses.get(event.block)
-            if where is not None and at.get(where) == event.block:
-                del at[where]
-        elif type(event) is Mark:
-            _note(seen, at, i, event.label, event.data)
-            making += {"making": 1, "made": -1}.get(event.label, 0)
-    return seen
-
-
-def _note(seen: _Seen, at: dict[int, int], i: int, label: str, data: object) -> None:
-    match label, data:
-        case "pack", (int(slot), int(where)):
-            seen.packed[slot] = i
-            if where in at:
-                seen.block_of_slot[slot] = at[where]
-        case "read", int(slot):
-            seen.read.setdefault(slot, i)
-        case "release", int(slot):
-            seen.release[slot] = i
-        case "enter", (int(call), tuple(inputs)):
-            seen.enter[call] = i
-            for place, where in enumerate(inputs):
-                if where in at:
-                    seen.block_of_input[call, place] = at[where]
-        case "leave", int(call):
-            seen.leave[call] = i
-        case "gradients", tuple(found):
-            seen.gradients.update(at[where] for where in found if where in at)
-
-
-def _natural_ends(seen: _Seen, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
-    """Blocks that somebody held in the trace: say that they would have ended with the last call that was given them."""
-    held: dict[int, int] = {}
-    for n in kept & seen.block_of_slot.keys():
-        block = seen.block_of_slot[n]
-        held[block] = max(held.get(block, 0), seen.leave[slots[n].call])
-    for (call, _), block in seen.block_of_input.items():
-        if call in replayed or block in held:
-            held[block] = max(held.get(block, 0), seen.leave[call])
-    for block, last in held.items():
-        seen.dies[block] = min(last, seen.dies.get(block, last))
-
-
-def _levels(
-    stream: EventStream, cuts: list[int], storages: set[int], seen: _Seen
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients."""
-    level = gradients = 0
-    base, gradient = [0] * len(cuts), [0] * len(cuts)
-    p = -1
-    for i, event in enumerate(stream.events):
-        if type(event) is Allocate and event.block not in storages and event.block not in seen.copies:
-            level += event.bytes
-            gradients += event.bytes if event.block in seen.gradients else 0
-        elif type(event) is Free and event.block not in storages and event.block not in seen.copies:
-            level -= event.bytes
-            gradients -= event.bytes if event.block in seen.gradients else 0
-        if p + 1 < len(cuts) and cuts[p + 1] == i:
-            p += 1
-            base[p], gradient[p] = level, gradients
-        elif level > base[p]:
-            base[p], gradient[p] = level, gradients
-    for q in range(p + 1, len(cuts)):
-        base[q], gradient[q] = level, gradients
-    return tuple(base), tuple(gradient)
-
-
-def _phases(seen: _Seen, position: object) -> dict[str, int]:
-    at = position
-    assert callable(at)
-    forward = min(seen.enter.values(), default=0)
-    backward = min(seen.read.values(), default=forward)
-    after = max((*seen.read.values(), *seen.release.values()), default=backward)
-    return {"forward": at(forward), "backward": at(backward), "after backward": at(after)}
 
 
 def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> dict[int, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,8 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.remat import values
+from lowtide.remat.actions import DROPOUT_MASK
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.engine import Engine
+from lowtide.remat.remake import Remake
+from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
 from lowtide.remat.values import Handle, Maker
 
@@ -31,7 +34,8 @@ class Trace:
     """The probe that marks what happens in a step between its allocations.
 
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
-    `read` (slot), `release` (slot), `making`, `made`, `optimizer`, `gradients` (their addresses).
+    `states` (addresses of random numbers and the like that something to be made again holds), `read` (slot),
+    `release` (slot), `making`, `made`, `optimizer`, `gradients` (their addresses).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
@@ -92,6 +96,7 @@ class Trace:
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
         self.mark("pack", (slot, address(tensor)))
+        self.mark("states", tuple(map(address, states_of(handle.value.maker))))
 
     def reading(self, handle: Handle) -> None:
         self.mark("read", self._slots[handle])
@@ -101,6 +106,13 @@ class Trace:
 
     def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
         self.mark("made", None)
+
+
+def states_of(maker: Maker | None) -> Iterable[Tensor]:
+    """What a value that is to be made again holds of tensors that nobody else has."""
+    if isinstance(maker, Frame):
+        return maker.surroundings.tensors
+    return [maker.constants["state"]] if isinstance(maker, Remake) and maker.recipe.node == DROPOUT_MASK else []
 
 
 def address(tensor: Tensor) -> int:

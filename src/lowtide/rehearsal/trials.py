@@ -45,10 +45,8 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Meter:
     """What each run of a recipe took."""
 
-    def __init__(self, mark: Callable[[str, object], None]) -> None:
-        self.flops = Flops()
-        """In force, it counts."""
-        self._mark = mark
+    def __init__(self, mark: Callable[[str, object], None], flops: Flops) -> None:
+        self._mark, self._flops = mark, flops
         self._runs: list[ValueDraft] = []
         """In order; the marks `making` and `made` carry the index."""
         self._last: dict[Remake, int] = {}
@@ -57,13 +55,13 @@ class Meter:
     def making(self) -> None:
         """A recipe is about to run."""
         self._mark("making", len(self._runs))
-        self._begun = time.perf_counter(), self.flops.total
+        self._begun = time.perf_counter(), self._flops.total
 
     def made(self, maker: Remake, result: Tensor) -> None:
         """It ran. Of several runs of one remake the least time counts, and the FLOPs of the one that counted them."""
         began, flops = self._begun
         cost_ms = (time.perf_counter() - began) * 1000
-        flops = self.flops.total - flops
+        flops = self._flops.total - flops
         number = len(self._runs)
         self._mark("made", number)
         if maker in self._last:

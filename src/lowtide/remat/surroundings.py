@@ -105,6 +105,18 @@ class Surroundings:
             if tensor is not None and (module, name) not in copied
         ]
 
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held of tensors that nobody else has: random numbers and copies of buffers."""
+        yield self.rng
+        yield from (state for _, state in (*self.cards, *self.generators))
+        yield from (content for _, _, content in self.buffers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `tensors`."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def learn(self) -> None:
         """The first call is over: what it did not touch is not copied for the next ones."""
         reach = self.reach

@@ -1,0 +1,206 @@
+"""One half of the audit: every tensor that a step saves is kept, and remade once if there is a recipe.
+
+The result is compared with the true tensor bit by bit; what differs on this model and device is not used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
+from lowtide.rehearsal.trials import Flops, Meter, identical
+from lowtide.remat.actions import DROPOUT_MASK, NUMBERS
+from lowtide.remat.engine import Engine, Pass
+from lowtide.remat.forward import Scope
+from lowtide.remat.layout import producer
+from lowtide.remat.remake import CannotRemake, Remake
+from lowtide.remat.replay import Frame
+from lowtide.remat.values import Geometry, Handle, Value, register, registered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+MIN_BYTES = 4096
+"""Smaller saved tensors are always kept."""
+
+SHORT_MS = 20.0
+"""What took less is timed once more."""
+
+
+class Remakes(Engine):
+    """An engine that keeps everything, and tries the recipe of everything."""
+
+    def __init__(
+        self, model: nn.Module, static: frozenset[int], mark: Callable[[str, object], None], *, frugal: bool
+    ) -> None:
+        super().__init__(model, {})
+        self.values: list[ValueDraft] = []
+        self.slots: list[SlotDraft] = []
+        self._static = static
+        self._frugal = frugal
+        self._flops = Flops()
+        self._meter = Meter(mark, self._flops)
+        self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
+        self._saved: set[int] = set()
+        """Values that a slot has had so far; others are arguments of calls, which only a replay would hold."""
+        self._open: list[tuple[int, Frame | None]] = []
+        """The calls in progress, and the frames of those that may be replayed."""
+        self._handles: dict[int, tuple[Value, Geometry | None]] = {}
+        self._passed_through: list[Value] = []
+
+    def let_go_of_all(self) -> None:
+        """Hold no tensor any longer: backward begins, or the step has failed."""
+        self._handles.clear()
+        self._passed_through.clear()
+        self._meter.forget()
+
+    def draws(self, scope: Scope) -> bool:
+        return True
+
+    def notes(self, scope: Scope) -> bool:
+        return True
+
+    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+        scope = now.scope
+        assert scope is not None
+        value, view = self.known(tensor)
+        index = self._index[value]
+        if not self.values[index].node:
+            self.try_mask(index, tensor, scope)
+        label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
+        slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
+        self._handles[len(self.slots)] = value, view
+        self._saved.add(index)
+        self.slots.append(slot)
+        scope.ordinal += 1
+        return Handle(value, view)
+
+    def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
+        """The kept value of a tensor, audited when it is first seen."""
+        base, node, output, view = producer(tensor)
+        if node is None:
+            value = Value(base.detach())
+            if isinstance(base, nn.Parameter):
+                value.leaf = id(base)
+            self.add(value, base, "")
+            return value, view
+        there = registered(node, output)
+        if there is not None and there in self._index and not isinstance(there.maker, Remake):
+            return there, view
+        if there is None or there not in self._index:
+            value = Value(base.detach(), output=output)
+            self.try_recipe(self.add(value, base, node.name()), node, output, base)
+        else:  # so far only passed through in the remakes of others
+            value = there
+            self.compare(self._index[value], value, base)
+            value.keep(base.detach())
+        register(node, output, value)
+        return value, view
+
+    def add(self, value: Value, base: Tensor, node: str) -> int:
+        """A new value; 0 bytes for what is there anyway."""
+        static = base.untyped_storage().data_ptr() in self._static
+        self._index[value] = len(self.values)
+        self.values.append(ValueDraft(bytes=0 if static else base.numel() * base.element_size(), node=node))
+        return len(self.values) - 1
+
+    def state(self, size: int) -> int:
+        """A value for `size` bytes that are held, from the call in progress on, so that something can be made again."""
+        self.values.append(ValueDraft(bytes=size, node="", state_of=self._open[-1][0]))
+        return len(self.values) - 1
+
+    def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
+        """Find out whether and at what cost a recipe remakes a value."""
+        draft = self.values[index]
+        if draft.bytes < MIN_BYTES:
+            draft.refused = "too small to gain anything"
+            return
+        try:
+            self.compare(index, self.builder.remake(node, output, base), base)
+        except CannotRemake as why:
+            draft.refused = str(why)
+
+    def try_mask(self, index: int, tensor: Tensor, scope: Scope) -> None:
+        """Find out whether a tensor that no node made is a dropout mask, and can be drawn again."""
+        assert scope.draws is not None
+        try:
+            value = scope.draws.value(tensor)
+        except CannotRemake:
+            return
+        self.compare(index, value, tensor)
+        draft = self.values[index]
+        if draft.recipe is not None:
+            assert isinstance(value.maker, Remake)
+            draft.node, draft.needs = DROPOUT_MASK, (self.state(value.maker.constants["state"].nbytes),)
+
+    def compare(self, index: int, value: Value, base: Tensor) -> None:
+        """Remake `value` and compare it with what it should be."""
+        draft, maker = self.values[index], value.maker
+        assert isinstance(maker, Remake)
+        assert self.scope is not None
+        noting = calls_noting(maker)
+        if noting - {self.scope.id}:
+            draft.refused = "it takes a number that an operator was given in another call than the one that saves it"
+            return
+        if self._frugal and needs_a_replay(maker):
+            draft.refused = "what it is made of is inside a block that is replayed to save memory"
+            return
+        try:
+            with self._flops:
+                made = maker.make(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            draft.refused = f"its recipe failed: {error}".splitlines()[0]
+            return
+        draft.bytes = base.numel() * base.element_size()
+        spent = self._meter.of(maker)
+        draft.needs = self.operands(maker)
+        draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
+        if any(map(self.only_given, draft.needs)):
+            draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
+        elif identical(made, base):
+            draft.recipe = maker.recipe.node
+            draft.node += NUMBERS if noting else ""
+            del made
+            if draft.cost_ms < SHORT_MS:
+                maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
+                draft.cost_ms = self._meter.of(maker).cost_ms
+        else:
+            draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
+
+    def only_given(self, index: int) -> bool:
+        """Whether a value is there, so far, because it was given to a call, or is made of such a one."""
+        draft = self.values[index]
+        return index not in self._saved and (draft.recipe is None or any(map(self.only_given, draft.needs)))
+
+    def operands(self, maker: Remake) -> tuple[int, ...]:
+        """Indices of a remake's operands, without what is always there; those only passed through are added here."""
+        needs = []
+        for value in (handle.value for handle in maker.operands if handle is not None):
+            if value not in self._index and isinstance(value.maker, Remake):
+                upstream = self.operands(value.maker)
+                spent = self._meter.of(value.maker)
+                self._index[value] = len(self.values)
+                self.values.append(replace(spent, needs=upstream, recipe=spent.node))
+                self._passed_through.append(value)
+            if value in self._index:
+                needs.append(self._index[value])
+        return tuple(dict.fromkeys(needs))
+
+
+def calls_noting(maker: Remake) -> set[str]:
+    """The calls in which numbers were noted that a remake, or one that it passes through, takes."""
+    passed = (handle.value.maker for handle in maker.operands if handle is not None)
+    upstream = (calls_noting(other) for other in passed if isinstance(other, Remake))
+    return {maker.noted}.union(*upstream) - {""}
+
+
+def needs_a_replay(maker: Remake) -> bool:
+    """Whether a remake would start a replay to get its operands."""
+    makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
+    return any(isinstance(m, Frame) or (isinstance(m, Remake) and needs_a_replay(m)) for m in makers)

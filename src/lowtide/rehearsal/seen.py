@@ -1,0 +1,119 @@
+"""Where in a recording of a traced step things happened, and what was in memory between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lowtide.memory.events import Allocate, EventStream, Free, Mark
+from lowtide.rehearsal.drafts import SlotDraft
+
+
+@dataclass(slots=True)
+class Seen:
+    """Where in the stream things happened: event indices."""
+
+    block_of_slot: dict[int, int] = field(default_factory=dict)
+    block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
+    packed: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+    release: dict[int, int] = field(default_factory=dict)
+    enter: dict[int, int] = field(default_factory=dict)
+    leave: dict[int, int] = field(default_factory=dict)
+    born: dict[int, int] = field(default_factory=dict)
+    dies: dict[int, int] = field(default_factory=dict)
+    bytes: dict[int, int] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
+    """Blocks that a remake or replay allocated, or holds so that it can run."""
+    gradients: set[int] = field(default_factory=set)
+
+
+def watch(stream: EventStream) -> Seen:
+    seen = Seen()
+    at: dict[int, int] = {}
+    addresses: dict[int, int] = {}
+    making = 0
+    for i, event in enumerate(stream.events):
+        if type(event) is Allocate:
+            at[event.address] = event.block
+            addresses[event.block] = event.address
+            seen.born[event.block], seen.bytes[event.block] = i, event.bytes
+            if making:
+                seen.copies.add(event.block)
+        elif type(event) is Free:
+            seen.dies[event.block] = i
+            where = addresses.get(event.block)
+            if where is not None and at.get(where) == event.block:
+                del at[where]
+        elif type(event) is Mark:
+            _note(seen, at, i, event.label, event.data)
+            making += {"making": 1, "made": -1}.get(event.label, 0)
+    return seen
+
+
+def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> None:
+    match label, data:
+        case "pack", (int(slot), int(where)):
+            seen.packed[slot] = i
+            if where in at:
+                seen.block_of_slot[slot] = at[where]
+        case "states", tuple(found):
+            seen.copies.update(at[where] for where in found if where in at)
+        case "read", int(slot):
+            seen.read.setdefault(slot, i)
+        case "release", int(slot):
+            seen.release[slot] = i
+        case "enter", (int(call), tuple(inputs)):
+            seen.enter[call] = i
+            for place, where in enumerate(inputs):
+                if where in at:
+                    seen.block_of_input[call, place] = at[where]
+        case "leave", int(call):
+            seen.leave[call] = i
+        case "gradients", tuple(found):
+            seen.gradients.update(at[where] for where in found if where in at)
+
+
+def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
+    """Blocks that somebody held in the trace: say that they would have ended with the last call that was given them."""
+    held: dict[int, int] = {}
+    for n in kept & seen.block_of_slot.keys():
+        block = seen.block_of_slot[n]
+        held[block] = max(held.get(block, 0), seen.leave[slots[n].call])
+    for (call, _), block in seen.block_of_input.items():
+        if call in replayed or block in held:
+            held[block] = max(held.get(block, 0), seen.leave[call])
+    for block, last in held.items():
+        seen.dies[block] = min(last, seen.dies.get(block, last))
+
+
+def levels(
+    stream: EventStream, cuts: list[int], storages: set[int], seen: Seen
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients."""
+    level = gradients = 0
+    base, gradient = [0] * len(cuts), [0] * len(cuts)
+    p = -1
+    for i, event in enumerate(stream.events):
+        if type(event) is Allocate and event.block not in storages and event.block not in seen.copies:
+            level += event.bytes
+            gradients += event.bytes if event.block in seen.gradients else 0
+        elif type(event) is Free and event.block not in storages and event.block not in seen.copies:
+            level -= event.bytes
+            gradients -= event.bytes if event.block in seen.gradients else 0
+        if p + 1 < len(cuts) and cuts[p + 1] == i:
+            p += 1
+            base[p], gradient[p] = level, gradients
+        elif level > base[p]:
+            base[p], gradient[p] = level, gradients
+    for q in range(p + 1, len(cuts)):
+        base[q], gradient[q] = level, gradients
+    return tuple(base), tuple(gradient)
+
+
+def phases(seen: Seen, at: Callable[[int], int]) -> dict[str, int]:
+    """The first position of each phase; `at` gives the position of an event."""
+    forward = min(seen.enter.values(), default=0)
+    backward = min(seen.read.values(), default=forward)
+    after = max((*seen.read.values(), *seen.release.values()), default=backward)
+    return {"forward": at(forward), "backward": at(backward), "after backward": at(after)}
