@@ -26,6 +26,7 @@ LAYERS = [
     ["lowtide.applying"],
     ["lowtide.foresight"],
     ["lowtide.verification"],
+    ["lowtide.shapes"],
     ["lowtide.watching", "lowtide.releasing"],
     ["lowtide.report"],
     ["lowtide.fitting", "lowtide.oom"],

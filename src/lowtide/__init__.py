@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         StalePlan,
         TorchMissing,
     )
-    from lowtide.fitting import Fitted, fit
+    from lowtide.fitting import Fitted, FittedSizes, fit
     from lowtide.foresight import Foresight, Largest, Unforeseeable, foresee, largest
     from lowtide.graphs import graph
     from lowtide.memory.measuring import measure
@@ -39,6 +39,7 @@ __all__ = [
     "Applied",
     "BudgetError",
     "Fitted",
+    "FittedSizes",
     "Foresight",
     "Frontier",
     "Infeasible",
@@ -79,6 +80,7 @@ _HOMES = {
     "Applied": "lowtide.applying",
     "BudgetError": "lowtide.errors",
     "Fitted": "lowtide.fitting",
+    "FittedSizes": "lowtide.fitting",
     "Foresight": "lowtide.foresight",
     "Frontier": "lowtide.planner.frontier",
     "Infeasible": "lowtide.errors",

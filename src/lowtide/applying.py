@@ -32,7 +32,7 @@ class Applied:
                 undo.callback(put_on(model, plan.levers, optimizer).remove)
             except NoUse as why:
                 raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
-            if self._engine.actions:  # a plan that changes nothing costs nothing
+            if any(self._engine.tables):  # a plan that changes nothing costs nothing
                 undo.callback(self._engine.remove)
                 self._engine.install()
             self._undo = undo.pop_all()

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lowtide.applying import Applied, apply
-from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
+from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.levers import DEFAULT, named
 from lowtide.levers.choosing import Choice, advice, choose, optimizer_of
@@ -18,6 +18,9 @@ from lowtide.planner import plan
 from lowtide.planner.planning import simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import rehearse
+from lowtide.shapes.buckets import Bucket, buckets_for
+from lowtide.shapes.sizes import Range
+from lowtide.shapes.switching import Switched, Switching
 from lowtide.units import parse_budget
 from lowtide.verification import Verdict, verify
 
@@ -56,6 +59,24 @@ class Fitted:
         return summary(self.plan, self.verdict)
 
 
+class FittedSizes(Fitted):
+    """A model whose steps fit at every size: a plan for each bucket of sizes. What `Fitted` has is of the largest."""
+
+    applied: Switched  # type: ignore[assignment]
+
+    def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
+        last = buckets[-1]
+        self.buckets = tuple(buckets)
+        """Smallest first."""
+        self.profile, self.plan, self.verdict = last.profile, last.plan, last.verdict
+        self.applied = Switched(Switching(model, buckets))
+
+    def __str__(self) -> str:
+        from lowtide.report.text import sizes
+
+        return sizes((bucket.size, bucket.plan, bucket.verdict) for bucket in self.buckets)
+
+
 def fit(
     model: nn.Module,
     step: Callable[[Any], Any],
@@ -65,6 +86,7 @@ def fit(
     optimizer: Optimizer | None = None,
     profile: Profile | None = None,
     levers: Collection[str] = DEFAULT,
+    shapes: Any = None,
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
@@ -78,6 +100,10 @@ def fit(
     backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
     the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
 
+    With `shapes` smaller batches pay less or nothing: `batch` is the largest of the loop, and `shapes` a small one of
+    the same form, or "auto" for its sequences (without any, its rows) cut to a quarter. Each bucket of sizes between
+    the two has a plan and a proof of its own, which is some 30 steps; the result is a FittedSizes. No levers then.
+
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
     reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned; StalePlan
     for a profile of something else. Then nothing is applied.
@@ -85,10 +111,17 @@ def fit(
     parse_budget(budget, of=sys.maxsize)  # nonsense is refused before anything runs
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [named(name) for name in levers]
+    if isinstance(shapes, str) and shapes != "auto":
+        raise LowtideError(f'shapes is {shapes!r}; it takes "auto" or a batch that is smaller than the other.')
+    if shapes is not None and set(levers) - set(DEFAULT):
+        raise LowtideError("levers and shapes were both given, and one plan has one of them: leave out the other.")
     if profile is None:
         profile = rehearse(model, step, batch, optimizer=optimizer)
     elif differences := profile.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this profile is not of this {type(model).__name__} and batch.", differences=differences)
+    if shapes is not None:
+        sizes = Range(batch, None if isinstance(shapes, str) else shapes)
+        return _fit_sizes(model, step, sizes, budget, optimizer, profile)
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
         optimizer = optimizer_of(model, step, batch)
     site = Site(model, step, batch, optimizer)
@@ -138,6 +171,21 @@ def _planned(choice: Choice, aim_bytes: int, budget_bytes: int) -> Plan:
     """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
     made = plan(choice.profile, aim_bytes)
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes))
+
+
+def _fit_sizes(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    sizes: Range,
+    budget: int | str,
+    optimizer: Optimizer | None,
+    profile: Profile,
+) -> FittedSizes:
+    def fit_one(batch: Any, budget_bytes: int, profile: Profile) -> tuple[Plan, Verdict]:
+        with fit(model, step, batch, budget=budget_bytes, optimizer=optimizer, profile=profile, levers=()) as fitted:
+            return fitted.plan, fitted.verdict
+
+    return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, profile=profile))
 
 
 def _not_identical(verdict: Verdict) -> str:

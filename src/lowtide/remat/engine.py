@@ -38,10 +38,11 @@ __all__ = ["Actions", "Decision", "Engine", "Pass", "actions_for"]
 class Engine:
     """The pair of hooks, and the seams in a model."""
 
-    def __init__(self, model: nn.Module, actions: Mapping[str, dict[int, Actions]]) -> None:
+    def __init__(self, model: nn.Module, *actions: Mapping[str, dict[int, Actions]]) -> None:
+        """`actions` are those of one plan, or of several, of which `choose` takes one for each run of the model."""
         self.model = model
         self.builder = Builder(owners(model))
-        self.actions = actions
+        self.tables = actions
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
         self.here = Here()
@@ -132,6 +133,10 @@ class Engine:
 
     # --- the calls
 
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The plan for a run of the model that begins with this call, by its number; None to do nothing."""
+        return 0
+
     def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
         if not torch.is_grad_enabled() or not self.model.training or in_backward():
@@ -150,7 +155,11 @@ class Engine:
                 )
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
-        now = Pass(self)
+        plan = self.choose(seam, args, kwargs)
+        if plan is None:
+            with self.now(Aside()):
+                return seam.inner(*args, **kwargs)
+        now = Pass(self, plan)
         with saved_tensors_hooks(pack_into(now), unpack), self.now(now):
             return now.call(seam, args, kwargs)
 
@@ -173,7 +182,7 @@ class Engine:
                 )
             front = front.before
         for path, module in self.model.named_modules():
-            self._seams.append(Seam(self, module, path, self.actions.get(path, {})))
+            self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
 
     def remove(self) -> None:
         """Take every seam out again. Handles that a running backward still holds go on working."""

@@ -58,10 +58,12 @@ class Here(threading.local):
 class Pass:
     """One run of the model's forward: where in the model it is."""
 
-    __slots__ = ("__weakref__", "engine", "frame", "notes", "results", "scope", "times")
+    __slots__ = ("__weakref__", "engine", "frame", "notes", "plan", "results", "scope", "times")
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, plan: int = 0) -> None:
         self.engine = engine
+        self.plan = plan
+        """The number of the plan in force in it."""
         self.scope: Scope | None = None
         self.frame: Frame | None = None
         """The innermost call in progress that will be replayed."""
@@ -77,7 +79,7 @@ class Pass:
         number = self.times.get(seam, 0)
         self.times[seam] = number + 1
         outer = self.scope
-        self.scope = scope = Scope(seam.path, number, seam.actions.get(number, NO_ACTIONS))
+        self.scope = scope = Scope(seam.path, number, seam.actions[self.plan].get(number, NO_ACTIONS))
         if self.engine.draws(scope):
             scope.draws = Draws(seam.module)
         try:

@@ -28,10 +28,10 @@ class Seam:
 
     __slots__ = ("_reach", "_thread", "actions", "before", "engine", "inner", "installed", "module", "path", "replays")
 
-    def __init__(self, engine: Engine, module: nn.Module, path: str, actions: dict[int, Actions]) -> None:
+    def __init__(self, engine: Engine, module: nn.Module, path: str, actions: tuple[dict[int, Actions], ...]) -> None:
         self.engine, self.module, self.path, self.actions = engine, module, path, actions
-        self.replays = any(action.replay or action.advance for action in actions.values())
-        """Whether the plan replays or advances any call of the module."""
+        self.replays = any(action.replay or action.advance for of_plan in actions for action in of_plan.values())
+        """Whether a plan replays or advances any call of the module."""
         self.installed = False
         self._reach: Reach | None = None
         self._thread = threading.get_ident()

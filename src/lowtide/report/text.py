@@ -32,6 +32,18 @@ def levers(plan: Plan | Profile) -> list[str]:
     ]
 
 
+def sizes(buckets: Iterable[tuple[str, Plan, Verdict]]) -> str:
+    """One line for each bucket of sizes: `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), +3.1 % time ...`."""
+    lines = []
+    for size, plan, verdict in buckets:
+        change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
+        extra = extra_time(plan) if plan.remake or plan.replay else ""
+        lines.append(
+            f"up to {size}: {change} peak (budget {format_bytes(plan.budget_bytes)}){extra}; {decisions(plan)}"
+        )
+    return "\n".join([*lines, proof(verdict)])
+
+
 def extra_time(plan: Plan) -> str:
     """What the plan takes, and the least that any takes: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
     if not plan.step_ms:

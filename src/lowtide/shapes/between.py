@@ -1,0 +1,89 @@
+"""The profile of a size between two that were rehearsed.
+
+Two steps that do the same work on tensors of other sizes have the same slots, values, calls and positions; only bytes
+and costs differ. In a size they are convex: constant, linear, and for attention quadratic parts, all of them positive.
+So what lies on the straight line between the two is never less than the truth, and a plan made from it keeps to its
+budget. The line is exact for what grows linearly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.planner.records import Fingerprint, Profile
+
+
+PREDICTED = "predicted from two rehearsed sizes"
+"""What such a profile has among its notes."""
+
+
+def alike(one: Profile, other: Profile) -> bool:
+    """Whether two profiles are of the same work: the same in everything but bytes and costs."""
+    return _skeleton(one) == _skeleton(other)
+
+
+def between(small: Profile, large: Profile, share: float, fingerprint: Fingerprint) -> Profile:
+    """The profile at a share of the way from one to the other, which must be `alike`; rounded up."""
+
+    def line(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    def whole(a: int, b: int) -> int:
+        return math.ceil(line(a, b) - 1e-6)
+
+    pairs = zip(small.storages, large.storages, strict=True)
+    values = zip(small.values, large.values, strict=True)
+    calls = zip(small.calls, large.calls, strict=True)
+    peaks = small.measured_plain_peak_bytes, large.measured_plain_peak_bytes
+    return replace(
+        large,
+        fingerprint=fingerprint,
+        static=replace(large.static, inputs=whole(small.static.inputs, large.static.inputs)),
+        base_bytes=_each(whole, small.base_bytes, large.base_bytes),
+        gradient_bytes=_each(whole, small.gradient_bytes, large.gradient_bytes),
+        storages=tuple(replace(b, bytes=whole(a.bytes, b.bytes)) for a, b in pairs),
+        values=tuple(
+            replace(
+                b,
+                bytes=whole(a.bytes, b.bytes),
+                cost_ms=line(a.cost_ms, b.cost_ms),
+                flops=whole(a.flops, b.flops),
+                transient_bytes=whole(a.transient_bytes, b.transient_bytes),
+            )
+            for a, b in values
+        ),
+        calls=tuple(
+            replace(
+                b,
+                cost_ms=line(a.cost_ms, b.cost_ms),
+                flops=whole(a.flops, b.flops),
+                advance_ms=line(a.advance_ms, b.advance_ms),
+                advance_flops=whole(a.advance_flops, b.advance_flops),
+            )
+            for a, b in calls
+        ),
+        step_ms=line(small.step_ms, large.step_ms),
+        measured_plain_peak_bytes=None if peaks[0] is None or peaks[1] is None else whole(peaks[0], peaks[1]),
+        notes=(*large.notes, PREDICTED),
+    )
+
+
+def _each(line: Callable[[int, int], int], few: tuple[int, ...], many: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(line(a, b) for a, b in zip(few, many, strict=True))
+
+
+def _skeleton(profile: Profile) -> object:
+    values = profile.values
+    return (
+        len(profile.base_bytes),
+        profile.phases,
+        [(s.born, s.dies, s.category) for s in profile.storages],
+        [(v.storage, v.node, v.recipe, v.needs, v.expensive, v.refused is None) for v in values],
+        [replace(slot, label="") for slot in profile.slots],
+        [(c.id, c.cls, c.parent, c.enter, c.exit, c.refused is None, c.gives) for c in profile.calls],
+    )

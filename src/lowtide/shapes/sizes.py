@@ -1,0 +1,155 @@
+"""Batches of many sizes: which dimensions vary, the leading part of a batch, and which call is no larger than which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lowtide.errors import RehearsalError
+from lowtide.remat.arguments import tensors_in_call
+from lowtide.remat.engine import Engine
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.remat.seam import Seam
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of all tensors that a call is given, in order."""
+
+LEAST_SHARE = 4
+"""Unless told, sizes are looked at down to the largest one divided by this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """A dimension of a tensor of the batch that is not of the same size in every batch."""
+
+    leaf: int
+    dim: int
+    small: int
+    large: int
+
+    def at(self, share: float) -> int:
+        """Its size at a share of the way from the small batch to the large one, rounded down."""
+        return _at(share, self.small, self.large)
+
+
+class Range:
+    """The batches between a small one and a large one, of which they are leading parts."""
+
+    def __init__(self, large: Any, small: Any = None) -> None:
+        """Without a `small` batch the length of token sequences varies; the number of rows where there are none.
+
+        Raises RehearsalError if the two differ in more than sizes, or in nothing.
+        """
+        self.large = large
+        self._leaves, self._structure = tree_flatten(large)
+        self.varying = tuple(_by_itself(self._leaves) if small is None else _between(large, small))
+        if not self.varying:
+            raise RehearsalError(
+                "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of its form."
+            )
+        self.steps = max(v.large - v.small for v in self.varying)
+        """How many sizes there are, less one."""
+
+    def share(self, step: int) -> float:
+        """How far on the way a size is; the largest is at 1."""
+        return step / self.steps
+
+    def batch(self, share: float) -> Any:
+        """The leading part of the large batch."""
+        leaves = list(self._leaves)
+        for v in self.varying:
+            leaves[v.leaf] = leaves[v.leaf].narrow(v.dim, 0, v.at(share))
+        # Copies, as large as they are: a view would hold all of the large batch.
+        cut = {v.leaf for v in self.varying}
+        leaves = [leaf.clone() if n in cut else leaf for n, leaf in enumerate(leaves)]
+        return tree_unflatten(leaves, self._structure)
+
+    def say(self, share: float) -> str:
+        """The sizes in words: `[8, 128]`, of the first tensor that varies."""
+        first = self.varying[0].leaf
+        shape = list(self._leaves[first].shape)
+        for v in self.varying:
+            if v.leaf == first:
+                shape[v.dim] = v.at(share)
+        return str(shape)
+
+
+def _at(share: float, small: int, large: int) -> int:
+    return math.floor(small + share * (large - small) + 1e-9)
+
+
+def _between(large: Any, small: Any) -> Iterator[Varying]:
+    (many, structure), (few, found) = tree_flatten(large), tree_flatten(small)
+    if structure != found:
+        raise RehearsalError("the batches hold different things: `shapes` takes a batch like the other, but smaller.")
+    for leaf, (one, other) in enumerate(zip(many, few, strict=True)):
+        if not isinstance(one, torch.Tensor):
+            continue
+        if not isinstance(other, torch.Tensor) or other.dim() != one.dim() or other.dtype != one.dtype:
+            raise RehearsalError(f"tensor {leaf} of the two batches differs in more than its sizes.")
+        for dim, (most, least) in enumerate(zip(one.shape, other.shape, strict=True)):
+            if least > most:
+                raise RehearsalError(
+                    f"tensor {leaf} of the batch is {list(one.shape)}, and {list(other.shape)} in the one that should "
+                    "be smaller: fit with the largest."
+                )
+            if least < most:
+                yield Varying(leaf, dim, least, most)
+
+
+def _by_itself(leaves: list[Any]) -> Iterator[Varying]:
+    """The second dimension of tokens and of what is as long; else the first of everything."""
+    tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    tokens = [t.shape[1] for t in tensors.values() if t.dim() > 1 and not t.is_floating_point()]
+    dim = 1 if tokens else 0
+    most = max(tokens or [t.shape[0] for t in tensors.values()], default=0)
+    least = max(1, most // LEAST_SHARE)
+    for n, tensor in tensors.items():
+        if least < most and tensor.dim() > dim and tensor.shape[dim] == most:
+            yield Varying(n, dim, least, most)
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """What a call is given."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs))
+
+
+def within(one: Shapes, other: Shapes) -> bool:
+    """Whether each tensor is in no dimension larger than the other's."""
+    return len(one) == len(other) and all(
+        len(a) == len(b) and all(m <= n for m, n in zip(a, b, strict=True)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
+    """Of the same calls for a batch in between: they grow as the batch does. Without those that are of other forms."""
+    found = {}
+    for path in small.keys() & large.keys():
+        one, other = small[path], large[path]
+        if [len(shape) for shape in one] == [len(shape) for shape in other]:
+            pairs = zip(one, other, strict=True)
+            found[path] = tuple(tuple(_at(share, m, n) for m, n in zip(a, b, strict=True)) for a, b in pairs)
+    return found
+
+
+class Calls(Engine):
+    """Notes with what shapes the model, or a part of it by itself, is called; does nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, {})
+        self.shapes: dict[str, Shapes] = {}
+        """By the module's path, of its largest call."""
+
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = shapes_of(args, kwargs)
+        known = self.shapes.get(seam.path)
+        if known is None or within(known, found):
+            self.shapes[seam.path] = found

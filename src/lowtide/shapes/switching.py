@@ -1,0 +1,71 @@
+"""Several plans in force on one model: each run of its forward takes that of the smallest bucket which holds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide.remat.actions import actions_for
+from lowtide.remat.engine import Engine
+from lowtide.shapes.sizes import Shapes, shapes_of, within
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.remat.seam import Seam
+    from lowtide.shapes.buckets import Bucket
+
+
+class Switching(Engine):
+    """An engine with a plan for each of `buckets`, smallest first."""
+
+    def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
+        super().__init__(
+            model, *(actions_for(bucket.plan.remake, bucket.plan.replay, bucket.plan.advance) for bucket in buckets)
+        )
+        self._shapes = [bucket.shapes for bucket in buckets]
+        first, last = self._shapes[0], self._shapes[-1]
+        self._telling = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
+        """Paths of calls that tell how large a batch is."""
+        self._largest = buckets[-1].size
+        self._was_larger = False
+
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """By the shapes of what the outermost call is given: a few comparisons."""
+        chosen = len(self.tables) - 1
+        if seam.path in self._telling:
+            found = shapes_of(args, kwargs)
+            for number, shapes in enumerate(self._shapes):
+                if seam.path in shapes and within(found, shapes[seam.path]):
+                    chosen = number
+                    break
+            else:
+                self.larger(seam, found)
+        return chosen if self.tables[chosen] else None
+
+    def larger(self, seam: Seam, found: Shapes) -> None:
+        """Say, once, that a batch is beyond what is known."""
+        if not self._was_larger:
+            self._was_larger = True
+            shapes = [list(shape) for shape in found]
+            self.say(
+                f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): it "
+                "gets that one's plan and may need more than the budget. Fit with the largest."
+            )
+
+
+class Switched:
+    """Plans in force on a model. Leaves it as it was on `remove()`."""
+
+    def __init__(self, engine: Switching) -> None:
+        self._engine = engine
+        if any(engine.tables):
+            engine.install()
+
+    @property
+    def drifted(self) -> frozenset[str]:
+        """Addresses of slots that were not what the rehearsals saw, and were kept instead."""
+        return frozenset(self._engine.drifted)
+
+    def remove(self) -> None:
+        """Give the model back as it was. May be called again."""
+        self._engine.remove()
