@@ -26,7 +26,7 @@ class Applied:
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> None:
         self.plan = plan
-        self._engine = Engine(model, actions_for(plan.remake, plan.replay, plan.advance))
+        self._engine = Engine(model, actions_for(plan.remake, plan.replay, plan.advance, plan.offload))
         with contextlib.ExitStack() as undo:
             try:
                 undo.callback(put_on(model, plan.levers, optimizer).remove)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Call, Decisions, Fingerprint, Profile, Slot, Static, Storage, Value
-from planner.reference import remakeable
+from planner.reference_fates import remakeable
 
 FINGERPRINT = Fingerprint(torch="2.13.0", model="model", batch="x [2, 3] float32", device="cpu")
 
@@ -242,7 +242,8 @@ def random_profile(seed: int, n_ops: int) -> Profile:
         replace(slot, release=None) if not slot.is_input and detail.random() < 0.05 else slot for slot in profile.slots
     )
     storages = (replace(storage, dies=storage.dies + detail.choice([0, 0, 0, 3, 9])) for storage in profile.storages)
-    return replace(profile, slots=tuple(slots), storages=tuple(storages))
+    rate = detail.choice([None, None, 4.0])
+    return replace(profile, slots=tuple(slots), storages=tuple(storages), offload_bytes_per_ms=rate)
 
 
 def _body(tape: Tape, shape: Random, detail: Random, live: list[int], n_ops: int, path: str) -> None:
@@ -307,4 +308,5 @@ def random_decisions(profile: Profile, seed: int) -> Decisions:
         remake=frozenset(a for a in can if choose.random() < share),
         replay=frozenset(replay),
         advance=frozenset(advance),
+        offload=frozenset(a for a in index.addresses if index.can_offload and choose.random() < share / 2),
     )

@@ -5,54 +5,19 @@ Nothing is worked out in advance. Values and calls are asked for, made, and let 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import cache
 
 from lowtide.planner.records import Decisions, Profile, Slot
+from planner.reference_fates import Fates
 
 
-def remakeable(profile: Profile) -> set[int]:
-    """Values with a recipe whose operands are saved somewhere or remakeable themselves."""
-    found: set[int] = set()
-    for index, value in enumerate(profile.values):
-        there = all(profile.values[need].storage is not None or need in found for need in value.needs)
-        if value.recipe is not None and value.refused is None and there:
-            found.add(index)
-    return found
+class Step(Fates):
+    """The walk."""
 
-
-def several(profile: Profile) -> set[int]:
-    """Values with bytes of their own that several remakes need, also through views that are only passed through."""
-    can = remakeable(profile)
-    saved = {slot.value for slot in profile.slots if slot.storage is None or not slot.is_input}
-
-    def readers(value: int) -> int:
-        found = 0
-        for index, other in enumerate(profile.values):
-            if value in other.needs and index in can:
-                found += readers(index) if index not in saved and not other.bytes else 1
-        return found
-
-    return {value for value in can - saved if profile.values[value].bytes and readers(value) > 1}
-
-
-class Step:
     def __init__(self, profile: Profile, decisions: Decisions) -> None:
-        self.profile, self.end = profile, len(profile.base_bytes)
-        self.can = remakeable(profile)
-        self.several = several(profile)
-        self.decisions = decisions
-        self.replayed = {
-            index for index, call in enumerate(profile.calls) if call.id in decisions.replay and call.refused is None
-        }
-        self.advanced = {
-            index
-            for index, call in enumerate(profile.calls)
-            if call.id in decisions.advance and self.gives(index) is not None and self.around(call.parent) is None
-        }
-        self.slots = [slot for slot in profile.slots if slot.storage is not None]
-        self.saved = [slot for slot in self.slots if not slot.is_input]
-        self.fate = {value: self.fate_of(value) for value in range(len(profile.values))}
+        super().__init__(profile, decisions)
         self.made: dict[tuple[str, int], int] = {}
         self.scratch: dict[tuple[str, int], int] = {}
         self.result: dict[tuple[str, int], int] = {}
@@ -60,93 +25,6 @@ class Step:
         self.caught: dict[int, set[int]] = {}
         self.extra_ms, self.extra_flops = 0.0, 0
         self.is_wanted = cache(self._is_wanted)  # the answer for a position does not change while the step is at it
-
-    # --- what becomes of what
-
-    def around(self, call: int | None) -> int | None:
-        """The replayed call around `call`, or itself."""
-        while call is not None and call not in self.replayed:
-            call = self.profile.calls[call].parent
-        return call
-
-    def gives(self, call: int) -> int | None:
-        """The value that a call can be advanced to."""
-        value = self.profile.calls[call].gives
-        entries = {slot.value for slot in self.profile.slots if slot.is_input and slot.call == call}
-        storages = {slot.storage for slot in self.profile.slots if slot.value == value and slot.storage is not None}
-        if value is None or value in entries or not storages:
-            return None
-        born = self.profile.storages[min(storages)].born
-        return value if self.profile.calls[call].enter <= born < self.profile.calls[call].exit else None
-
-    def action(self, slot: Slot) -> str | int:
-        """keep, remake, or the call that brings it back."""
-        outer = self.around(self.profile.calls[slot.call].parent if slot.is_input else slot.call)
-        call = outer
-        while call is not None:
-            for entry in self.slots:
-                if entry.is_input and entry.call == call and entry.value == slot.value:
-                    return self.action(entry)
-            call = self.around(self.profile.calls[call].parent)
-        if slot.address in self.decisions.remake and slot.value in self.can:
-            return "remake"
-        return "keep" if outer is None else outer
-
-    def fate_of(self, value: int) -> str | int:
-        """keep, remake, pass, the call that brings it back, or `advance` and the call that gives it."""
-        slots = [
-            slot
-            for slot in self.slots
-            if slot.value == value and (not slot.is_input or slot.call in self.replayed | self.advanced)
-        ]
-        actions = [self.action(slot) for slot in slots]
-        for call in sorted(self.advanced, reverse=True):
-            inside = [action for slot, action in zip(slots, actions, strict=True) if self.is_in(slot.call, call)]
-            if self.gives(call) == value and not {"keep", "remake"} & set(inside):
-                return f"advance {call}"
-        if not actions:
-            return "remake" if value in self.several else "pass"
-        if "keep" in actions or actions[0] == "remake":
-            return "keep" if "keep" in actions else "remake"
-        return min(action for action in actions if isinstance(action, int))
-
-    def is_in(self, call: int | None, outer: int) -> bool:
-        while call is not None and call != outer:
-            call = self.profile.calls[call].parent
-        return call is not None
-
-    def advances(self, value: int) -> int | None:
-        """The call that is advanced to give `value`."""
-        fate = self.fate[value]
-        return int(fate.removeprefix("advance ")) if isinstance(fate, str) and fate.startswith("advance") else None
-
-    def foreign(self, value: int) -> bool:
-        """Left to a replay, but not born in it."""
-        fate, storage = self.fate[value], self.profile.values[value].storage
-        if not isinstance(fate, int) or storage is None:
-            return False
-        call = self.profile.calls[fate]
-        return not call.enter <= self.profile.storages[storage].born < call.exit
-
-    def is_kept(self, value: int) -> bool:
-        return self.fate[value] == "keep" or self.foreign(value)
-
-    def operands(self, value: int) -> tuple[set[int], set[int]]:
-        """Values that a remake of `value` needs, and values made on the way."""
-        needed: set[int] = set()
-        on_the_way: set[int] = set()
-        fixed = {slot.value for slot in self.profile.slots if slot.storage is None}
-        for need in set(self.profile.values[value].needs) - fixed:
-            if self.fate[need] == "pass" and need in self.can:
-                more, further = self.operands(need)
-                needed |= more
-                on_the_way |= {need} | further
-            else:
-                needed.add(need)
-        return needed, on_the_way
-
-    def inputs(self, call: int) -> set[int]:
-        return {slot.value for slot in self.slots if slot.is_input and slot.call == call}
 
     # --- who waits
 
@@ -281,9 +159,32 @@ class Step:
             found.append(base[position] - level + sum(there))
         return found
 
+    def trips(self) -> list[int]:
+        """Storages of offloaded values, in the order in which they are packed."""
+        saved, packed = list[Slot](), list[tuple[float, int]]()
+        for slot in self.slots:
+            active = not slot.is_input or slot.call in self.replayed | self.advanced
+            if not slot.is_input:
+                saved.append(slot)
+            before = next((n for n, s in enumerate(self.saved) if s.call >= slot.call), len(self.saved)) - 0.5
+            when = before if slot.is_input else len(saved) - 1
+            if active and self.fate[slot.value] == "offload" and self.action(slot) == "offload":
+                packed.append((when, self.storage_of(slot.value)))
+        return list(dict.fromkeys(storage for _, storage in sorted(packed, key=lambda pair: pair[0])))
+
+    def travellers(self, storage: int | None) -> list[int]:
+        """The offloaded values in a storage."""
+        return [v for v, fate in self.fate.items() if fate == "offload" and self.storage_of(v) == storage]
+
+    def has_been_read(self, storage: int | None) -> bool:
+        return any(("value", value) in self.made for value in self.travellers(storage))
+
     def usage(self) -> list[int]:
         """Bytes beyond `static` at each position."""
         found = []
+        for storage in self.trips():
+            assert self.profile.offload_bytes_per_ms is not None
+            self.extra_ms += 2 * self.profile.storages[storage].bytes / self.profile.offload_bytes_per_ms
         for position in range(self.end):
             for slot in self.saved:
                 fate = self.fate[slot.value]
@@ -302,17 +203,27 @@ class Step:
     def held(self, position: int, brief: set[int]) -> int:
         """Bytes of storages, remade values but the `brief` ones, and what replays have left, at `position`."""
         total = 0
+        trips = self.trips()
+        backward = min(self.profile.phases["backward"], self.end - 1)
+        next_trip = dict(itertools.pairwise(trips))
         for index, storage in enumerate(self.profile.storages):
+            until = storage.dies
+            if index in trips:  # it has left when the next one leaves
+                until = max(until, self.profile.storages[next_trip[index]].dies if index in next_trip else backward)
             inside = [v for v, value in enumerate(self.profile.values) if value.storage == index]
             holding = [v for v in inside if self.is_kept(v) or self.fate[v] == "pass"]
             if storage.born <= position and (
-                position < storage.dies or any(self.is_wanted("value", v, position) for v in holding)
+                position < until or any(self.is_wanted("value", v, position) for v in holding)
             ):
                 total += storage.bytes
         for value in self.fate.keys() - brief:
             made = self.is_made_alone(value) and ("value", value) in self.made
             if made and self.is_wanted("value", value, position):
                 total += self.bytes_of(value)
+        for index in trips:
+            there = self.has_been_read(index) or self.has_been_read(next_trip.get(index))
+            if there and any(self.is_wanted("value", v, position) for v in self.travellers(index)):
+                total += self.profile.storages[index].bytes
         for caught in self.caught.values():
             still = {self.profile.values[v].storage for v in caught if self.is_wanted("value", v, position)}
             total += sum(self.profile.storages[s].bytes for s in still if s is not None)

@@ -31,11 +31,11 @@ def test_a_budget_that_nothing_reaches_has_no_bound() -> None:
     assert lower_bound(Simulator(chain(6, inner=1)), 60) == math.inf
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(0, 100))
 def test_no_possible_plan_beats_it(seed: int, percent: int) -> None:
-    profile = random_profile(seed, 8)
-    assume(0 < bruteforce.n_decisions(profile) <= 7)
+    profile = bruteforce.trimmed(random_profile(seed, 8), seed)
+    assume(bruteforce.n_decisions(profile))
     outcomes = bruteforce.outcomes(profile)
     smallest = min(outcome.peak_bytes for outcome in outcomes)
     plain = predict(profile, Decisions()).peak_bytes

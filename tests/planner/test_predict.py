@@ -341,6 +341,26 @@ def test_what_is_kept_inside_of_a_call_is_not_advanced() -> None:
     assert (replayed.held_bytes, replayed.extra_ms) == (10, 3.0)
 
 
+def test_what_is_offloaded_is_gone_from_the_next_one_on_until_the_one_before_is_read() -> None:
+    """h0, h1, h2 of 40 bytes each: one op makes each from the last, and saves it; 2 bytes in 1 ms."""
+    tape = Tape()
+    with tape.call("model#0"):
+        h = tape.op(40, saves_result=True)
+        for _ in range(2):
+            h = tape.op(40, h, saves_result=True)
+        tape.op(1, h)
+    profile = replace(tape.profile(), offload_bytes_per_ms=2.0)
+    decisions = Decisions(offload=frozenset(f"model#0:{n}" for n in range(3)))
+    simulator = Simulator(profile)
+    levels = [int(level) for level in simulator.sweep(simulator.choice(decisions)).usage]
+    # h0 is there until h1 has left, whose last use in forward is when h2 is made. Backward has the one that is read
+    # and the next.
+    assert levels == [40, 80, 120, 81, 0, 80, 80, 40, 0]
+    prediction = simulator.predict(decisions)
+    assert (prediction.host_bytes, prediction.extra_ms) == (120, 120.0)
+    assert predict(profile, Decisions()).host_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("decisions", "message"),
     [
@@ -350,6 +370,8 @@ def test_what_is_kept_inside_of_a_call_is_not_advanced() -> None:
         (Decisions(replay=frozenset({"model#0"})), "model#0 may not be replayed: the model itself"),
         (Decisions(advance=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
         (Decisions(advance=frozenset({"blocks.0#0"})), "blocks.0#0 may not be advanced"),
+        (Decisions(offload=frozenset({"nowhere#0:0"})), "no slot of this profile has the address 'nowhere#0:0'"),
+        (Decisions(offload=frozenset({"model#0:0"})), "model#0:0 may not be offloaded"),
     ],
 )
 def test_impossible_decisions_are_refused(decisions: Decisions, message: str) -> None:

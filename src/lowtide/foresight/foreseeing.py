@@ -151,7 +151,7 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str) -> Any
     found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device)
     if differences := plan.fingerprint.differences(found):
         raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
-    return actions_for(plan.remake, plan.replay, plan.advance)
+    return actions_for(plan.remake, plan.replay, plan.advance, plan.offload)
 
 
 def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:

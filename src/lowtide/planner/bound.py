@@ -15,21 +15,28 @@ import numpy as np
 
 from lowtide.planner.covering import Covering
 from lowtide.planner.predict import Simulator
-from lowtide.planner.programme import Programme
+from lowtide.planner.programme import Programme, is_over
 
 SLACK = 1e-6
 """Share of all costs by which HiGHS may be off."""
 
 
-def lower_bound(simulator: Simulator, budget_bytes: int, covering: Covering | None = None) -> float:
-    """Milliseconds that every plan takes, at least, whose peak is at most `budget_bytes`; infinite if there is none."""
+def lower_bound(
+    simulator: Simulator, budget_bytes: int, covering: Covering | None = None, *, until: float | None = None
+) -> float:
+    """Milliseconds that every plan takes, at least, whose peak is at most `budget_bytes`; infinite if there is none.
+
+    At `until` (by `time.monotonic()`) what is left to improve it is left out; it stays a bound.
+    """
     covering = covering or Covering(simulator)
     limit = budget_bytes - simulator.profile.static.total
     if limit <= 0:
         return np.inf if int(covering.base.max()) > limit else 0.0
-    programme = Programme(covering, limit, covering.ms)
+    programme = Programme(covering, limit, covering.ms, until=until)
     slack = SLACK * float(covering.ms.sum())
     shares = programme.relaxed().bound
     if shares in (0.0, np.inf):
         return shares
+    if is_over(until):
+        return max(0.0, shares - slack)
     return max(0.0, shares - slack, programme.decisions().bound - slack)

@@ -1,11 +1,11 @@
 """The problem of a profile as a linear program that promises too much and never too little.
 
-For each storage x says that it is dropped, d that it is remade; for each call q says that it runs again, and a that it
-is advanced; for each value that several remakes need and nobody holds p says that it is made. Whatever a solver decides
-gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time than the least that these rows
-allow. What is left out only makes it look cheaper.
+For each storage x says that it is dropped, d that it is remade, o that it is offloaded; for each call q says that it
+runs again, and a that it is advanced; for each value that several remakes need and nobody holds p says that it is made.
+Whatever a solver decides gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time than
+the least that these rows allow. What is left out only makes it look cheaper.
 
-    dropped     x <= d + the q and a that can bring it back; of what is saved in a call alone that runs, nothing is kept
+    dropped     x <= d + o + the q and a that can bring it back; nothing is kept that is saved in a running call alone
     passing     d <= p, and p <= p' for what p needs in its turn
     capacity    at position t: base + storages alive by themselves + (1 - x) * bytes of what is kept for backward
                 + x * bytes of what backward has read and not let go of + bytes of what is made early <= limit
@@ -67,7 +67,10 @@ class Covering:
         given = [call for calls in index.advances_of_id for call in calls]
         self.advances = {call: first + number for number, call in enumerate(given)}
         """The variable of each call that can be run forward for its result."""
-        self.n_fixed = first + len(given)
+        first += len(given)
+        self.offloads = {storage: first + storage for storage in range(n)} if index.can_offload else {}
+        """The variable of each storage that can be copied to the host."""
+        self.n_fixed = first + len(self.offloads)
         self._given: dict[int, list[int]] = {}
         for call, variable in self.advances.items():
             self._given.setdefault(index.gives[call], []).append(variable)
@@ -132,7 +135,7 @@ class Covering:
         for storage, values in enumerate(self._values):
             read = [value for value in values if index.read[value] < index.end]
             made = (index.remakeable[v] or v in self._bring or v in self._given for v in values)
-            self.upper[storage] = all(made) and bool(values)
+            self.upper[storage] = (all(made) or index.can_offload) and bool(values)
             self.upper[n + storage] = self.upper[storage] and any(index.remakeable[v] or v not in read for v in values)
             if len(read) == len(values):
                 recipes = [index.recipes[value] for value in read if index.remakeable[value]]
@@ -144,6 +147,8 @@ class Covering:
         for call, variable in self.advances.items():
             self.ms[variable] = self.simulator.profile.calls[call].advance_ms
             self.flops[variable] = self.simulator.profile.calls[call].advance_flops
+        for storage, variable in self.offloads.items():
+            self.ms[variable] = index.offload_ms[storage]
         for value, variable in self.passes.items():
             self.ms[variable], self.flops[variable] = index.recipes[value].ms, index.recipes[value].flops
 
@@ -152,6 +157,7 @@ class Covering:
         for storage, values in enumerate(self._values):
             bring = {self.runs[call] for value in values for call in self._bring.get(value, ())}
             bring |= {variable for value in values for variable in self._given.get(value, ())}
+            bring |= {self.offloads[storage]} if self.offloads else set()
             found.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
             found.append(({n + storage: 1.0, storage: -1.0}, 0.0))
         follows = set(index.slot_value[index.follower].tolist())
@@ -220,6 +226,7 @@ class Covering:
                 rows.append(({variable: 1.0, n + storage: 1.0, remade[value]: -1.0}, 1.0))
                 bringing = dict.fromkeys((ran[call] for call in self._bring.get(value, ())), -1.0)
                 bringing |= dict.fromkeys(self._given.get(value, ()), -1.0)
+                bringing |= {self.offloads[storage]: -1.0} if self.offloads else {}
                 rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **bringing}, 1.0))
             for call in self._bring.get(value, ()):
                 if storage in self.inside[call]:
@@ -231,7 +238,8 @@ class Covering:
         """What may bring back what is saved in `call` instead of its replay: that of a call inside, an advance."""
         value = self.alone[storage]
         inner = (self.runs[c] for c in self._bring[value] if c != call and call in self.index.around[c])
-        return dict.fromkeys((*inner, *self._given.get(value, ())), -1.0)
+        offload = (self.offloads[storage],) if self.offloads else ()
+        return dict.fromkeys((*inner, *self._given.get(value, ()), *offload), -1.0)
 
 
 def _joined(rows: list[Row], n_fixed: int) -> Rows:

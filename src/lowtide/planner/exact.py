@@ -20,7 +20,7 @@ from lowtide.planner.greedy import Search
 from lowtide.planner.moves import Moves
 from lowtide.planner.pool import Found, Span
 from lowtide.planner.predict import Simulator
-from lowtide.planner.programme import Programme
+from lowtide.planner.programme import Programme, is_over
 
 Bytes = dict[int, float]
 """Bytes by position."""
@@ -49,25 +49,32 @@ class Exact:
         self._advance_ids = [(v, index.id_index[simulator.profile.calls[c].id]) for c, v in covering.advances.items()]
         calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
         calls += [[covering.advances[call] for call in calls] for calls in index.advances_of_id]
+        self._trips = [[covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads]
+        """The variables that say that a group is offloaded."""
         self._together: list[Row] = []
         """A group is remade as a whole, and a call runs again in every call of the model."""
-        for first, *others in filter(None, [*self._groups, *calls]):
+        for first, *others in filter(None, [*self._groups, *self._trips, *calls]):
             for other in others:
                 self._together += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
 
-    def search(self, search: Search, limit: int, span: Span, left_out: Bytes) -> tuple[float, Bytes]:
+    def search(
+        self, search: Search, limit: int, span: Span, left_out: Bytes, until: float | None = None
+    ) -> tuple[float, Bytes]:
         """Look for choices that fit `limit` and cost what `span` allows; they are then in the pool of `search`.
 
         `left_out` are the positions that mattered for a limit like this one, and what the rows left out there. Returns
         the same for this limit, and the least that any choice costs which fits, FLOPs included; infinite if none does.
+        Ends early at `until`.
         """
-        programme = Programme(self.covering, limit, self.cost, list(left_out), rows=list(self._together))
+        programme = Programme(self.covering, limit, self.cost, list(left_out), rows=list(self._together), until=until)
         relaxed = programme.relaxed()
         if relaxed.variables is None:
             return relaxed.bound, left_out
         programme.more = dict(left_out)
         choice, fits = search.simulator.nothing(), False
         for _ in range(ROUNDS):
+            if is_over(until):
+                break
             answer = programme.decisions()
             if answer.variables is None:
                 programme.more, answer = {}, programme.decisions() if programme.more else answer
@@ -90,7 +97,7 @@ class Exact:
                     more = programme.more.get(position, 0.0) + over - answer.usage[position]
                     programme.more[position] = max(more, 0.0)
             programme.add(sweep.usage.astype(np.float64))
-        if not fits:
+        if not (fits or is_over(until)):
             search.reduced(choice, limit)
         return relaxed.bound, left_out
 
@@ -104,6 +111,9 @@ class Exact:
         for group, of_storages in zip(self.moves.groups, self._groups, strict=True):
             if variables[of_storages].max() > 0.5:
                 choice.remake[group.addresses] = True
+        for group, of_storages in zip(self.moves.offloads, self._trips, strict=True):
+            if variables[of_storages].max() > 0.5:
+                choice.offload[group.addresses] = True
         for variable, id_ in self._call_ids:
             if variables[variable] > 0.5:
                 choice.replay[id_] = True

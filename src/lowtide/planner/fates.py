@@ -14,7 +14,10 @@ and only where no replayed call is around it. So of a chain of replayed blocks o
 and the others are made from it one after the other, once (two-level checkpointing; "advance" is what Griewank and
 Walther 2000, doi 10.1145/347837.347846, call this action).
 
-**Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share.
+**Offloaded.** What would be kept, and whose address is chosen, is copied to the host, from where it comes back.
+
+**Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share,
+but for replays: what somebody else offloads needs none.
 
 A value without such a slot passes: it exists only while a remake runs. Where several remakes need it, it is made once
 and waits for them, as if it were saved.
@@ -29,37 +32,40 @@ import numpy as np
 
 from lowtide.planner.indexed import Flags, Index, Ints
 
-KEPT, PASSED, REMADE, REPLAYED, ADVANCED = range(5)
+KEPT, PASSED, REMADE, REPLAYED, ADVANCED, OFFLOADED = range(6)
 """From REMADE on: made again when somebody asks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Decisions as flags: one for each of `Index.addresses`, and two for each of `Index.ids`."""
+    """Decisions as flags: `remake` and `offload` for `Index.addresses`, `replay` and `advance` for `Index.ids`."""
 
     remake: Flags
     replay: Flags
     advance: Flags
+    offload: Flags
 
     def copy(self) -> Choice:
-        return Choice(self.remake.copy(), self.replay.copy(), self.advance.copy())
+        return Choice(self.remake.copy(), self.replay.copy(), self.advance.copy(), self.offload.copy())
 
     @property
     def key(self) -> bytes:
         """Equal for equal choices about one profile."""
-        return self.remake.tobytes() + self.replay.tobytes() + self.advance.tobytes()
+        return b"".join(f.tobytes() for f in (self.remake, self.replay, self.advance, self.offload))
 
 
 class Fates(NamedTuple):
     """What becomes of the values, one row each."""
 
     state: Ints
-    """KEPT, PASSED, REMADE, REPLAYED or ADVANCED."""
+    """KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED."""
     by_call: Ints
     """The call that is replayed or advanced for it, or -1."""
     foreign: Ints
     """Indices of values that are saved in a replayed call but born elsewhere, and not as an input: somebody else holds
     them, so they cost no memory, but reading them runs the replay."""
+    trips: list[int]
+    """The storages of offloaded values, in the order in which they leave."""
 
 
 def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
@@ -86,6 +92,8 @@ def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
     follower, followed = index.follower[follows], index.followed[follows]
     # The outermost call comes last for each row, and the last is what stays.
     remake[follower], replay[follower], around[follower] = remake[followed], replay[followed], around[followed]
+    offload = active & ~remake & ~replay & choice.offload[index.slot_address] & index.can_offload
+    offload[follower] = offload[followed]
 
     state = np.where(index.shared, REMADE, PASSED)
     by_call = np.full(index.n_values, len(index.within), np.int64)
@@ -94,7 +102,9 @@ def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
     rows = np.flatnonzero(active & replay)
     np.minimum.at(by_call, index.slot_value[rows], around[rows])  # calls are numbered from the outside in
     by_call[by_call == len(index.within)] = -1
-    kept = active & ~remake & ~replay
+    rows = np.flatnonzero(offload & (state[index.slot_value] != REMADE))
+    state[index.slot_value[rows]] = OFFLOADED
+    kept = active & ~remake & ~replay & ~offload
     state[index.slot_value[kept]] = KEPT
 
     values = np.flatnonzero(state == REPLAYED)
@@ -103,7 +113,11 @@ def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
     state[foreign] = KEPT
     for call in reversed(advanced):  # inner calls first
         inside, value = index.rows_within[call], index.gives[call]
-        if state[value] != ADVANCED and not any(kept[row] or (active[row] and remake[row]) for row in inside):
+        if state[value] != ADVANCED and not any(active[row] and not replay[row] for row in inside):
             state[value], by_call[value] = ADVANCED, call
             foreign = foreign[foreign != value]
-    return Fates(state, by_call, foreign)
+    rows = np.flatnonzero(offload)
+    rows = rows[state[index.slot_value[rows]] == OFFLOADED]
+    rows = rows[np.argsort(index.slot_order[rows], kind="stable")]
+    trips = list(dict.fromkeys(index.value_storage[index.slot_value[rows]].tolist()))
+    return Fates(state, by_call, foreign, trips)

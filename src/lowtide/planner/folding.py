@@ -18,24 +18,27 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 Block = dict[str, dict[str, str] | list[str]]
-"""`remake`: address below the block -> autograd node. `replay`, `advance`: calls below the block."""
-CALLS = ("replay", "advance")
+"""`remake`: address below the block -> autograd node. `replay` and `advance`: calls below the block; `offload`:
+addresses."""
+KINDS = ("replay", "advance", "offload")
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A component of a path that is a number."""
 _RANGES = re.compile(r"\{([\d,-]+)\}")
 
 
-def fold(remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = ()) -> dict[str, Block]:
+def fold(
+    remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
+) -> dict[str, Block]:
     """Decisions by block: each is written once for all the blocks, alike but for one number, of which it is taken."""
     numbers: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
-    calls = {"replay": dict.fromkeys(replay, ""), "advance": dict.fromkeys(advance, "")}
-    for kind, decisions in (("remake", remake), *calls.items()):
+    lists = zip(KINDS, (dict.fromkeys(listed, "") for listed in (replay, advance, offload)), strict=True)
+    for kind, decisions in (("remake", remake), *lists):
         for address, node in decisions.items():
             family, number, below = _split(address)
             numbers[family, kind, below, node] += number
     remade: dict[str, dict[str, str]] = defaultdict(dict)
-    run: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in CALLS}
+    run: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in KINDS}
     for (family, kind, below, node), found in sorted(numbers.items()):
         block = family.replace("{}", ranges(found))
         if kind == "remake":
@@ -43,29 +46,33 @@ def fold(remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str
         else:
             run[kind][block].append(below)
     blocks: dict[str, Block] = {}
-    for block in sorted({*remade, *run["replay"], *run["advance"]}, key=_natural):
-        all_ = {"remake": remade.get(block), **{kind: run[kind].get(block) for kind in CALLS}}
+    for block in sorted(set(remade).union(*run.values()), key=_natural):
+        all_ = {"remake": remade.get(block), **{kind: run[kind].get(block) for kind in KINDS}}
         blocks[block] = {kind: made for kind, made in all_.items() if made}
     return blocks
 
 
-def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
-    """The decisions one by one, each under its whole address, in order. Raises ValueError for what is no decision."""
+def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[str, ...], ...]]:
+    """`remake` and then KINDS: the decisions one by one, each under its whole address, in order.
+
+    Raises ValueError for what is no decision.
+    """
     remake: dict[str, str] = {}
-    run: dict[str, set[str]] = {kind: set() for kind in CALLS}
+    run: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for block, made in blocks.items():
-        if unknown := made.keys() - {"remake", *CALLS}:
-            raise ValueError(f"{block!r} has {', '.join(sorted(unknown))}; it can have remake, replay and advance")
-        remade, calls = made.get("remake", {}), {kind: made.get(kind, []) for kind in CALLS}
+        if unknown := made.keys() - {"remake", *KINDS}:
+            raise ValueError(f"{block!r} has {', '.join(sorted(unknown))}; it can have {', '.join(('remake', *KINDS))}")
+        remade, calls = made.get("remake", {}), {kind: made.get(kind, []) for kind in KINDS}
         if not isinstance(remade, dict) or not all(isinstance(found, list) for found in calls.values()):
             raise ValueError(
-                f"{block!r} must have an object of nodes by address as remake, a list of calls as replay or advance"
+                f"{block!r} must have an object of nodes by address as remake, "
+                "a list of calls as replay or advance, of addresses as offload"
             )
         for path in _expand(block):
             remake |= {join(path, below): node for below, node in remade.items()}
             for kind, found in calls.items():
                 run[kind].update(join(path, below) for below in found)
-    return dict(sorted(remake.items())), tuple(sorted(run["replay"])), tuple(sorted(run["advance"]))
+    return dict(sorted(remake.items())), *(tuple(sorted(run[kind])) for kind in KINDS)
 
 
 def ranges(numbers: Iterable[int]) -> str:

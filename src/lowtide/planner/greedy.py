@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lowtide.planner.fates import REMADE, Choice
+from lowtide.planner.fates import OFFLOADED, REMADE, Choice
 from lowtide.planner.indexed import Flags
 from lowtide.planner.moves import Move, Moves
 from lowtide.planner.pieces import Replay
 from lowtide.planner.pool import Pool
-from lowtide.planner.predict import Simulator, Sweep
+from lowtide.planner.predict import Simulator
+from lowtide.planner.sweeping import Sweep
 
 GOOD_ENOUGH = 0.9
 """A move is made that is worth this share of the most that any other can be worth."""
@@ -111,7 +112,8 @@ class Search:
         for move in self.moves.undoing(choice):
             if any(full[list(g.storages)].any() and not choice.replay[list(g.inside)].any() for g in move.keep):
                 continue
-            if any(full[list(a.storages)].any() for a in move.unadvance):
+            dropped = [*(a.storages for a in move.unadvance), *(g.storages for g in move.unoffload)]
+            if any(full[list(storages)].any() for storages in dropped):
                 continue
             less = move.after(choice)
             after = self.sweep(less)
@@ -142,7 +144,9 @@ class Search:
         effective &= ~index.slot_is_input | np.isin(index.slot_call, calls)
         needed = np.zeros_like(choice.remake)
         needed[index.slot_address[effective]] = True
-        tidy = Choice(choice.remake & needed, choice.replay, choice.advance)
+        leaving = np.zeros_like(choice.offload)
+        leaving[index.slot_address[np.array(sweep.state)[index.slot_value] == OFFLOADED]] = True
+        tidy = Choice(choice.remake & needed, choice.replay, choice.advance, choice.offload & leaving)
         same = self.sweep(tidy)
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 

@@ -57,12 +57,24 @@ class Index:
         self.slot_storage = np.array([slot.storage for slot in slots], np.int64)
         self.slot_call = np.array([slot.call for slot in slots], np.int64)
         self.slot_is_input = np.array([slot.is_input for slot in slots], np.bool_)
+        self.slot_order = self._order_of_slots()
+        """Goes up with the moment at which a slot is filled. Inputs are taken when their call begins."""
+        self.can_offload = profile.offload_bytes_per_ms is not None
+        self.offload_ms = 2 * self.storage_bytes / (profile.offload_bytes_per_ms or np.inf)
+        """For each storage what copying it to the host and back takes."""
 
         self._index_calls(profile)
         self._index_values(profile, slots)
         self._index_inputs(slots)
         self.order = self._dependents_first()
         """Nodes, each after all that could ask for it."""
+
+    def _order_of_slots(self) -> Ints:
+        saved = ~self.slot_is_input
+        order = 2 * np.cumsum(saved)
+        calls = np.maximum.accumulate(self.slot_call[saved]) if saved.any() else self.slot_call[saved]
+        order[~saved] = 2 * np.searchsorted(calls, self.slot_call[~saved]) + 1
+        return order
 
     def _index_calls(self, profile: Profile) -> None:
         calls = profile.calls

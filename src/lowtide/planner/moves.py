@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from lowtide.planner.fates import Choice
 from lowtide.planner.indexed import Ints
-from lowtide.planner.pieces import MS_PER_FLOP, Advance, Group, Replay, advances_of, groups_of, replays_of
-from lowtide.planner.predict import Simulator, Sweep
+from lowtide.planner.pieces import MS_PER_FLOP, Advance, Group, Replay, advances_of, groups_of, offloads_of, replays_of
+from lowtide.planner.predict import Simulator
+from lowtide.planner.sweeping import Sweep
 
 Floats = npt.NDArray[np.float64]
 _Part = TypeVar("_Part")
@@ -29,6 +30,8 @@ class Move:
     unreplay: tuple[Replay, ...] = ()
     advance: tuple[Advance, ...] = ()
     unadvance: tuple[Advance, ...] = ()
+    offload: tuple[Group, ...] = ()
+    unoffload: tuple[Group, ...] = ()
 
     def after(self, choice: Choice) -> Choice:
         """`choice`, changed by this move."""
@@ -37,6 +40,10 @@ class Move:
             more.remake[group.addresses] = False
         for group in self.remake:
             more.remake[group.addresses] = True
+        for group in self.unoffload:
+            more.offload[group.addresses] = False
+        for group in self.offload:
+            more.offload[group.addresses] = True
         more.replay[[replay.id for replay in self.unreplay]] = False
         more.replay[[replay.id for replay in self.replay]] = True
         more.advance[[advance.id for advance in self.unadvance]] = False
@@ -53,22 +60,26 @@ class Moves:
         self.replays = replays_of(index)
         self.groups = groups_of(index, self.replays)
         self.advances = advances_of(index)
+        self.offloads = offloads_of(index, len(self.groups))
         self.moves = [
             *(Move(remake=(group,)) for group in self.groups),
             *(self._replayed(replay, cheap=True) for replay in self.replays.values()),
             *(self._replayed(replay, cheap=False) for replay in self.replays.values()),
             *(Move(replay=(replay,)) for replay in self.replays.values() if replay.within),
             *(Move(advance=(advance,)) for advance in self.advances),
+            *(Move(offload=(group,)) for group in self.offloads),
         ]
         """Each group remade; each call replayed with what is cheap in it remade; each with nothing in it remade; each
-        around the replays in it; each advanced."""
+        around the replays in it; each advanced; each group offloaded."""
 
         self.read = np.full(len(index.born), index.end, np.int64)
         """For each storage the first position at which backward reads what is in it."""
         stored = index.value_storage >= 0
         np.minimum.at(self.read, index.value_storage[stored], index.read[stored])
         drops = [
-            [*(g.storages for g in m.remake), *(r.storages for r in m.replay), *(a.storages for a in m.advance)]
+            [piece.storages for piece in (*m.remake, *m.offload)]
+            + [replay.storages for replay in m.replay]
+            + [advance.storages for advance in m.advance]
             for m in self.moves
         ]
         self._relieves = _pairs(drops, lambda storages: storages)
@@ -77,7 +88,10 @@ class Moves:
         self._unreplays = _pairs((m.unreplay for m in self.moves), lambda replay: (replay.id,))
         self._clashes = _pairs((m.replay for m in self.moves), lambda replay: (replay.id,))
         self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
-        costs = [sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) for m in self.moves]
+        costs = [
+            sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) + sum(g.cost for g in m.offload)
+            for m in self.moves
+        ]
         self._call_cost = np.array(costs, np.float64)
         self._group_cost = np.array([group.cost for group in self.groups], np.float64)
         self._group_address = np.array([group.addresses[0] for group in self.groups], np.int64)
@@ -136,6 +150,7 @@ class Moves:
         storages = {int(index.value_storage[node]) for node in there if node < n_values}
         ids = {index.id_index[self.simulator.profile.calls[node - n_values].id] for node in there if node >= n_values}
         found = [Move(keep=(group,)) for group in self.groups if group.storages & storages]
+        found += [Move(unoffload=(group,)) for group in self.offloads if group.storages & storages]
         found += [Move(unadvance=(a,)) for a in self.advances if a.storages & storages and choice.advance[a.id]]
         for id_ in sorted(ids):
             replay = self.replays[id_]
@@ -159,6 +174,11 @@ class Moves:
             for replay in self.replays.values()
             if choice.replay[replay.id]
         ]
+        parts += [
+            (-group.cost, -min(int(index.born[s]) for s in group.storages), Move(unoffload=(group,)))
+            for group in self.offloads
+            if choice.offload[group.addresses].any()
+        ]
         parts += [(-a.cost, -a.start, Move(unadvance=(a,))) for a in self.advances if choice.advance[a.id]]
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
@@ -177,12 +197,17 @@ class Moves:
         ]
 
     def deep(self) -> list[Move]:
-        """Two-level replays: all calls of a level, inside those of the level above; and with every n-th result kept."""
+        """Schedules for small peaks: all calls of a level replayed inside those of the level above; with every n-th
+        result kept; with all offloaded that they keep.
+        """
         levels = self.levels()
         found = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
         for every in _strides(len(self.advances)):
             advance = tuple(a for number, a in enumerate(self.advances, 1) if number % every)
             found += [Move(replay=level, advance=advance) for level in levels]
+        if self.offloads:
+            found += [Move(offload=tuple(self.offloads))]
+            found += [Move(replay=level, offload=tuple(self.offloads)) for level in levels]
         return found
 
 

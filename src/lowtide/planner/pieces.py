@@ -7,6 +7,7 @@ call id; remakes inside a replay overlap with it, because what it brings back ne
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ _Node = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Storages that are dropped together, by remaking everything in them."""
+    """Storages that are dropped together, by remaking or by offloading everything in them."""
 
     number: int
     addresses: Ints
@@ -85,10 +86,7 @@ def replays_of(index: Index) -> dict[int, Replay]:
 
 def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
     """What can be remade, joined where it shares an address or a storage."""
-    joined = _Joined()
-    for row in np.flatnonzero(index.slot_remakeable).tolist():
-        joined.join(("address", int(index.slot_address[row])), ("storage", int(index.slot_storage[row])))
-
+    joined = _joined(index, np.flatnonzero(index.slot_remakeable).tolist())
     around = [set(index.around[call]) for call in index.slot_call.tolist()]
     for row in np.flatnonzero(index.slot_is_input).tolist():
         around[row].discard(int(index.slot_call[row]))
@@ -131,6 +129,33 @@ def advances_of(index: Index) -> list[Advance]:
         if its
     ]
     return sorted(found, key=lambda advance: (advance.start, advance.id))
+
+
+def offloads_of(index: Index, n_groups: int) -> list[Group]:
+    """What can be offloaded, joined as remakes are; numbered after those, of which there are `n_groups`."""
+    rows = range(len(index.slot_address)) if index.can_offload else ()
+    found: list[Group] = []
+    for members in _joined(index, rows).sets():
+        storages = frozenset(number for kind, number in members if kind == "storage")
+        found.append(
+            Group(
+                number=n_groups + len(found),
+                addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
+                storages=storages,
+                cost=float(index.offload_ms[list(storages)].sum()),
+                expensive=False,
+                inside=frozenset(),
+            )
+        )
+    return found
+
+
+def _joined(index: Index, rows: Iterable[int]) -> _Joined:
+    """The addresses and storages of some slots, together where they are in one slot."""
+    joined = _Joined()
+    for row in rows:
+        joined.join(("address", int(index.slot_address[row])), ("storage", int(index.slot_storage[row])))
+    return joined
 
 
 class _Joined:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Literal
 
@@ -22,34 +23,47 @@ def plan(
     *,
     allow: Allowed = "all",
     minimize: Objective = "time",
+    offload: bool = False,
+    time_limit_s: float | None = None,
     solver: Solver = solve,
 ) -> Plan:
     """What to do with each saved tensor so that the step's peak is at most `budget`, at little extra time.
 
     A larger budget never gets a plan that takes longer, and the same budget always gets the same plan. `budget` is
     bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): the measured one where the profile
-    has it, else the predicted one; with the levers that the profile was made with. `allow="cheap"` redoes no matrix
-    product, convolution or attention. `minimize="flops"` looks for few FLOPs rather than little time, and has no bound;
-    they are the same on any machine, while times are those that the rehearsal measured.
+    has it, else the predicted one; with the levers that the profile was made with.
+
+    - `allow="cheap"` redoes no matrix product, convolution or attention.
+    - `minimize="flops"` looks for few FLOPs rather than little time, and has no bound; they are the same on any
+      machine, while times are those that the rehearsal measured.
+    - `offload=True` also copies tensors to memory of the host and back where that is cheaper; it needs a device that is
+      not the CPU.
+    - With `time_limit_s` the search ends after so many seconds, but for the smallest peak, which is looked for in any
+      case: the plan is the best that was found by then, its gap to the bound is as told, and another run may find
+      another one.
 
     Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
     Infeasible, with the smallest peak that was found, where no plan fits.
     """
-    simulator = simulator_of(profile)
+    simulator = simulator_of(profile, offload=offload)
     plain = simulator.predict(Decisions())
     measured = profile.measured_plain_peak_bytes
     plain_bytes = plain.peak_bytes if measured is None else measured
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
     if plain_bytes > budget_bytes:
-        allowed = simulator_of(profile, allow, minimize)
+        allowed = simulator_of(profile, allow, minimize, offload=offload)
+        until = None if time_limit_s is None else time.monotonic() + time_limit_s
         try:
-            decisions = solver(allowed, budget_bytes)
+            if solver is solve:
+                decisions = solve(allowed, budget_bytes, until=until)
+            else:
+                decisions = solver(allowed, budget_bytes)
         except Infeasible:
             if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
-                solver(simulator_of(profile, allow), budget_bytes)
+                solver(simulator_of(profile, allow, offload=offload), budget_bytes)
             raise
-        bound_ms = lower_bound(allowed, budget_bytes) if minimize == "time" else 0.0
+        bound_ms = lower_bound(allowed, budget_bytes, until=until) if minimize == "time" else 0.0
     predicted = simulator.predict(decisions)
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
@@ -62,6 +76,7 @@ def plan(
         remake={address: node[address] for address in sorted(decisions.remake)},
         replay=tuple(sorted(decisions.replay)),
         advance=tuple(sorted(decisions.advance)),
+        offload=tuple(sorted(decisions.offload)),
         predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
         plain=plain,
         step_ms=profile.step_ms,
@@ -70,17 +85,21 @@ def plan(
     )
 
 
-_RECENT: list[tuple[Profile, Allowed, Objective, Simulator]] = []
+_RECENT: list[tuple[Profile, Allowed, Objective, bool, Simulator]] = []
 
 
-def simulator_of(profile: Profile, allow: Allowed = "all", minimize: Objective = "time") -> Simulator:
+def simulator_of(
+    profile: Profile, allow: Allowed = "all", minimize: Objective = "time", *, offload: bool = False
+) -> Simulator:
     """The simulator for `profile`: one of the last few where it was among them, with what solvers found on it."""
+    offload = offload and profile.offload_bytes_per_ms is not None
     for known, *asked, simulator in _RECENT:
-        if known is profile and asked == [allow, minimize]:
+        if known is profile and asked == [allow, minimize, offload]:
             return simulator
-    simulated = profile if allow == "all" else only_cheap(profile)
-    simulator = Simulator(simulated if minimize == "time" else flops_first(simulated))
-    _RECENT.append((profile, allow, minimize, simulator))
+    usable = profile if offload else replace(profile, offload_bytes_per_ms=None)
+    usable = usable if allow == "all" else only_cheap(usable)
+    simulator = Simulator(usable if minimize == "time" else flops_first(usable))
+    _RECENT.append((profile, allow, minimize, offload, simulator))
     del _RECENT[:-4]
     return simulator
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.planner.fates import Choice
-from lowtide.planner.predict import Sweep
+from lowtide.planner.sweeping import Sweep
 
 
 @dataclass(frozen=True, slots=True, eq=False)

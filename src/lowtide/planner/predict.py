@@ -1,44 +1,16 @@
 """Decisions -> peak and extra time: the one simulator that solvers, reports and tests all use.
 
-A profile holds one traced step on its axis of positions, so any plan's memory is a sum over intervals:
-
-    usage[i] = base[i] + storages alive at i + what was made again and is still waited for at i + scratch memory at i
-
-What becomes of each value is told by `fates.py`, and when it is there by this file. Backward asks for a value where it
-reads a slot of it, a remake asks for its operands, a replay for its inputs. Values and calls are the nodes of one
-graph, visited dependents first; each tells those that it asks:
-
-    made     the first position at which anybody asks: it is made then, once
-    wanted   until the last reader has let go of it and all that asked for it have been made
-    later    bytes that are made from it, one from the other, at that same position: not there yet when it is made
-    kept     a storage is there from `born` to `dies`, and longer where it is held: by the readers of the kept values in
-             it, and by whatever is made from one of them, until nobody wants that any more
-
-What is there in a part of a position counts in all of it, so the sum is an upper bound; but for what runs:
-
-    usage[i] = results[i] + max(base[i], base at the beginning of i + memory of what runs at i)
-
-Remakes and replays run when backward reads a value, which is what a position begins with: before anything is allocated
-in it. They run one after the other, each before what is made from it: of their scratch memory only the largest counts,
-less what is made later, on top of what waits for the others. A replay allocates again what its whole forward did
-(`forwards.py`); the engine stops it early and may need less. So does an advance, which leaves only its result.
-
-Cost: array operations over slots and positions and a loop over what is not kept, about 1 ms for 1000 slots.
+What happens to memory in the step is told by `sweeping.py`; here decisions get their names, and peaks their parts.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 
-from lowtide.planner.fates import ADVANCED, KEPT, PASSED, REMADE, REPLAYED, Choice, fates_of
-from lowtide.planner.forwards import Forwards
-from lowtide.planner.indexed import Index, Ints, Recipe
+from lowtide.planner.fates import Choice
+from lowtide.planner.indexed import Index
 from lowtide.planner.records import Decisions, Prediction, Profile
+from lowtide.planner.sweeping import Sweep, Sweeper
 
 
 def predict(profile: Profile, decisions: Decisions) -> Prediction:
@@ -50,65 +22,27 @@ def predict(profile: Profile, decisions: Decisions) -> Prediction:
     return Simulator(profile).predict(decisions)
 
 
-class Copy(NamedTuple):
-    """Memory that a remake, replay or advance allocates: there in positions [start, end)."""
-
-    start: int
-    end: int
-    bytes: int
-    node: int
-    """The value that is remade or advanced to, or `n_values` plus the call that is replayed."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sweep:
-    """The step under a choice, position by position."""
-
-    usage: Ints
-    """Bytes beyond `static`, for each position."""
-    peak: int
-    """The most of `usage`."""
-    extra_ms: float
-    extra_flops: int
-    state: list[int]
-    """For each value KEPT, PASSED, REMADE, REPLAYED or ADVANCED."""
-    ends: Ints
-    """For each storage the first position at which it is gone."""
-    copies: list[Copy]
-    """What is made again, and one for each position where something runs: what it needs beyond what is there later."""
-
-
 class Simulator:
     """Predicts what a step needs under any decisions about one profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.index = Index(profile)
-        self._forwards = Forwards(self.index)
-        births = np.zeros(self.index.end + 1, np.int64)
-        np.add.at(births, self.index.born, self.index.storage_bytes)
-        self._births = births
-        self._storage_of: list[int] = self.index.value_storage.tolist()
-        self._storage_bytes: list[int] = self.index.storage_bytes.tolist()
-        self._made: list[int] = [*self.index.read.tolist(), *[self.index.end] * len(profile.calls)]
-        """For each node the position at which backward asks for it, before any other node does."""
-        self._wanted: list[int] = [*self.index.released.tolist(), *[0] * len(profile.calls)]
-        before = np.concatenate((self.index.base[:1], self.index.base[:-1]))
-        self._rise: list[int] = np.maximum(self.index.base - before, 0).tolist()
-        """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
+        self._backward = min(profile.phases.get("backward", self.index.end - 1), self.index.end - 1)
+        self._sweeper = Sweeper(self.index, self._backward)
 
     def predict(self, decisions: Decisions) -> Prediction:
         """As `predict`, for this profile."""
         sweep = self.sweep(self.choice(decisions))
         position = int(sweep.usage.argmax())
-        backward = min(self.profile.phases.get("backward", self.index.end - 1), self.index.end - 1)
         return Prediction(
             peak_bytes=self.profile.static.total + sweep.peak,
             peak_position=position,
-            held_bytes=sum(self._storages_at(sweep, backward).values()),
+            held_bytes=sum(self._storages_at(sweep, self._backward).values()),
             extra_ms=sweep.extra_ms,
             extra_flops=sweep.extra_flops,
             parts=self._parts(sweep, position),
+            host_bytes=sweep.host_bytes,
         )
 
     def choice(self, decisions: Decisions) -> Choice:
@@ -123,6 +57,12 @@ class Simulator:
                 if id_ not in index.id_index:
                     raise ValueError(f"no call of this profile has the id {id_!r}")
                 flags[index.id_index[id_]] = True
+        for address in decisions.offload:
+            if address not in index.address_index:
+                raise ValueError(f"no slot of this profile has the address {address!r}")
+            if not index.can_offload:
+                raise ValueError(f"{address} may not be offloaded: the profile says nothing of a way to the host")
+            choice.offload[index.address_index[address]] = True
         asked = choice.remake[index.slot_address]
         impossible = set(index.slot_address[asked]) - set(index.slot_address[asked & index.slot_remakeable])
         for row in sorted(impossible):
@@ -136,8 +76,12 @@ class Simulator:
 
     def nothing(self) -> Choice:
         """The choice to keep everything."""
-        sizes = (len(self.index.addresses), len(self.index.ids), len(self.index.ids))
-        return Choice(*(np.zeros(size, np.bool_) for size in sizes))
+        addresses, ids = len(self.index.addresses), len(self.index.ids)
+        return Choice(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
+
+    def sweep(self, choice: Choice) -> Sweep:
+        """The step under `choice`."""
+        return self._sweeper.sweep(choice)
 
     def decisions(self, choice: Choice) -> Decisions:
         """`choice` by name."""
@@ -145,116 +89,8 @@ class Simulator:
             remake=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.remake)),
             replay=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.replay)),
             advance=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.advance)),
+            offload=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.offload)),
         )
-
-    def sweep(self, choice: Choice) -> Sweep:
-        """The step under `choice`."""
-        index, calls, never, first_call = self.index, self.profile.calls, self.index.end, self.index.n_values
-        replayed = sorted(call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_])
-        states, by_call, foreign = fates_of(index, choice, replayed)
-        state, call_of, storage_of = states.tolist(), by_call.tolist(), self._storage_of
-        made, wanted = self._made.copy(), self._wanted.copy()
-        later = [0] * len(made)
-        rows = np.flatnonzero(states[index.slot_value] == KEPT)
-        ends = index.dies.copy()
-        np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
-        held = ends.tolist()
-
-        def ask(node: int, when: int, until: int, after: int = 0) -> None:
-            if when < made[node]:
-                made[node], later[node] = when, after
-            elif when == made[node] and after > later[node]:
-                later[node] = after
-            if until > wanted[node]:
-                wanted[node] = until
-
-        for value in foreign.tolist():
-            ask(first_call + call_of[value], made[value], wanted[value])
-        copies: list[Copy] = []
-        running: dict[int, Copy] = {}
-        waiting: dict[int, int] = defaultdict(int)
-        brings_back: dict[int, list[int]] = {call: [] for call in replayed}
-        times, extra_flops = list[float](), 0
-        for node in self._not_kept(states, replayed):
-            when, until = made[node], wanted[node]
-            if node < first_call and state[node] == REPLAYED:
-                ask(first_call + call_of[node], when, until, later[node])
-                brings_back[call_of[node]].append(node)
-                continue
-            if node >= first_call:
-                call = calls[node - first_call]
-                operands, ms, flops, passing = index.inputs[node - first_call], call.cost_ms, call.flops, 0
-            elif state[node] == ADVANCED:
-                call, passing, scratch = calls[call_of[node]], 0, 0
-                operands, ms, flops = index.inputs[call_of[node]], call.advance_ms, call.advance_flops
-            else:
-                operands, ms, flops, passing, scratch, _ = self._recipe(node, state)
-            after = later[node]
-            if when < never:
-                times.append(ms)
-                extra_flops += flops
-                if node >= first_call:
-                    ends_of = dict[int, int]()
-                    for value in brings_back[node - first_call]:
-                        storage = storage_of[value]
-                        if wanted[value] > ends_of.get(storage, when):
-                            ends_of[storage] = wanted[value]
-                    copies += [Copy(when, end, self._storage_bytes[s], node) for s, end in ends_of.items()]
-                    size = sum(map(self._storage_bytes.__getitem__, ends_of))
-                    scratch = max(0, self._forwards.peak(node - first_call, tuple(sorted(ends_of))) - size)
-                else:
-                    size = index.value_bytes[node]
-                    if state[node] == ADVANCED:
-                        size = self._storage_bytes[storage_of[node]]
-                        scratch = max(0, self._forwards.peak(call_of[node], (storage_of[node],)) - size)
-                    stays = until > when + 1 or index.read[node] == when  # else it is gone when the others have run
-                    copies.append(Copy(when, until, size if stays else 0, node))
-                    waiting[when] += 0 if stays else size
-                if any(state[operand] >= REMADE for operand in operands):
-                    waiting[when] += passing  # until the operand has been made
-                else:
-                    scratch += passing
-                if when not in running or scratch - after > running[when].bytes:
-                    running[when] = Copy(when, when + 1, scratch - after, node)
-                after += size
-            for operand in operands:
-                if state[operand] >= REMADE:
-                    ask(operand, when, when + 1 if when < never else until, after)
-                else:  # kept; or nobody's and without a recipe, then it is held like what is kept
-                    held[storage_of[operand]] = max(held[storage_of[operand]], until)
-
-        ends = np.array(held, np.int64)
-        for when, copy in running.items():
-            copies.append(copy._replace(bytes=max(0, copy.bytes + waiting[when] - self._rise[when])))
-        usage = self._usage(ends, copies)
-        extra_ms = math.fsum(times)  # exact, so that equal work in another order takes the same time
-        return Sweep(usage, int(usage.max()), extra_ms, extra_flops, state, ends, copies)
-
-    def _not_kept(self, states: Ints, replayed: list[int]) -> list[int]:
-        """The nodes that have to be made again, dependents first."""
-        active = np.zeros(self.index.n_values + len(self.profile.calls), np.bool_)
-        active[: self.index.n_values] = states >= REMADE
-        active[[self.index.n_values + call for call in replayed]] = True
-        order: list[int] = self.index.order[active[self.index.order]].tolist()
-        return order
-
-    def _recipe(self, value: int, state: list[int]) -> Recipe:
-        for operand in self.index.optional[value]:
-            if state[operand] == PASSED and self.index.remakeable[operand]:
-                return self.index.recipe(value, np.array(state) == PASSED)
-        return self.index.recipes[value]
-
-    def _usage(self, ends: Ints, copies: list[Copy]) -> Ints:
-        """Bytes beyond `static` at each position, when storages last to `ends` and `copies` come in addition."""
-        changes = self._births.copy()
-        np.subtract.at(changes, ends, self.index.storage_bytes)
-        if copies:
-            starts, stops, sizes, _ = zip(*copies, strict=True)
-            size = np.array(sizes, np.int64)
-            np.add.at(changes, np.array(starts, np.int64), size)
-            np.subtract.at(changes, np.array(stops, np.int64), size)
-        usage: Ints = self.index.base + changes.cumsum()[:-1]
-        return usage
 
     def _storages_at(self, sweep: Sweep, position: int) -> dict[str, int]:
         """Bytes by category of the storages that are there at `position`."""

@@ -1,13 +1,15 @@
 """Rows of a covering problem, put together and given to HiGHS: as shares of decisions, and as decisions.
 
-HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) is stopped by the number of branch-and-bound nodes, never
-by a clock: the same programme has the same answer each time. Before it branches, decisions that are settled are taken
-out: where the reduced cost of a variable at its bound is more than `CORE` of the cost of the relaxation, an answer with
-the variable elsewhere costs at least that much more (Dantzig, Fulkerson and Johnson 1954, doi 10.1287/opre.2.4.393).
+HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) is stopped by the number of branch-and-bound nodes, not by
+a clock unless one is given: the same programme has the same answer each time. Before it branches, decisions that are
+settled are taken out: where the reduced cost of a variable at its bound is more than `CORE` of the cost of the
+relaxation, an answer with the variable elsewhere costs at least that much more (Dantzig, Fulkerson and Johnson 1954,
+doi 10.1287/opre.2.4.393).
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +58,8 @@ class Programme:
     """Bytes by position that the covering problem leaves out and that a simulation found there."""
     rows: list[Row] = field(default_factory=list)
     """Rows in the fixed variables, beyond those of the covering problem."""
+    until: float | None = None
+    """When to end the search for decisions, by `time.monotonic()`."""
 
     def add(self, usage: Floats) -> bool:
         """Take in the positions at which `usage` is most over the limit; whether there was a new one."""
@@ -91,6 +95,11 @@ class Programme:
         if everything.variables is None and everything.bound < np.inf:
             everything = found  # stopped before it found anything
         return Answer(everything.variables, max(everything.bound, min(found.bound, least)), everything.usage)
+
+
+def is_over(until: float | None) -> bool:
+    """Whether it is later than `until`, by `time.monotonic()`; None for no limit."""
+    return until is not None and time.monotonic() >= until
 
 
 class _Rows:
@@ -148,13 +157,16 @@ class _Rows:
         lower, upper = np.zeros(self.n), self.upper
         if settled is not None:
             lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
+        options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH}
+        if self.programme.until is not None:
+            options["time_limit"] = max(0.0, self.programme.until - time.monotonic())
         with without_noise():
             found = milp(
                 self.cost,
                 integrality=np.arange(self.n) < self.covering.n_fixed,
                 bounds=Bounds(lower, upper),
                 constraints=LinearConstraint(self.matrix, -np.inf, self.most),
-                options={"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH},
+                options=options,
             )
         if found.x is None:
             return IMPOSSIBLE if found.status == 2 else NOTHING

@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from lowtide.errors import LowtideError
-from lowtide.planner.folding import Block, fold, unfold
+from lowtide.planner.folding import KINDS, Block, fold, unfold
 
 FORMAT = 1
 
@@ -218,6 +218,8 @@ class Profile(Record):
     """Peak of the unplanned step, `static` included; None where it did not fit."""
     levers: tuple[Pulled, ...] = ()
     """Levers that were on while all this was measured; the plain step is one with them."""
+    offload_bytes_per_ms: float | None = None
+    """How fast memory is copied to the host and back, one way; None where it can't be."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
@@ -231,6 +233,8 @@ class Decisions(Record):
     """Calls that run again for what they saved; one may be inside another."""
     advance: frozenset[str] = frozenset()
     """Calls whose result is not kept: they run forward again for it, from what they were given, and save nothing."""
+    offload: frozenset[str] = frozenset()
+    """Slots whose memory is copied to the host and back before it is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,13 +250,15 @@ class Prediction(Record):
     extra_flops: int
     parts: dict[str, int]
     """What the peak consists of, adding up to `peak_bytes`."""
+    host_bytes: int = 0
+    """Pinned memory of the host that offloaded tensors are in, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Record):
     """What to do with each saved slot so that a step's peak stays within `budget_bytes`.
 
-    In its JSON text `remake`, `replay` and `advance` are `decisions`, written once for alike blocks (`folding.py`).
+    In its JSON text what is decided is `decisions`, written once for blocks that are alike (`folding.py`).
     """
 
     fingerprint: Fingerprint
@@ -266,6 +272,8 @@ class Plan(Record):
     step_ms: float
     advance: tuple[str, ...] = ()
     """Ids of the module calls that run forward again for their result."""
+    offload: tuple[str, ...] = ()
+    """Addresses of slots that are copied to the host and back."""
     bound_ms: float = 0.0
     """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
     levers: tuple[Pulled, ...] = ()
@@ -275,17 +283,22 @@ class Plan(Record):
 
     @property
     def decisions(self) -> Decisions:
-        return Decisions(remake=frozenset(self.remake), replay=frozenset(self.replay), advance=frozenset(self.advance))
+        return Decisions(
+            remake=frozenset(self.remake),
+            replay=frozenset(self.replay),
+            advance=frozenset(self.advance),
+            offload=frozenset(self.offload),
+        )
 
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)
         first = {name: fields.pop(name) for name in ("format", "fingerprint", "budget_bytes")}
-        del fields["remake"], fields["replay"], fields["advance"]
-        return {**first, "decisions": fold(self.remake, self.replay, self.advance), **fields}
+        del fields["remake"], fields["replay"], fields["advance"], fields["offload"]
+        return {**first, "decisions": fold(self.remake, self.replay, self.advance, self.offload), **fields}
 
     @classmethod
     def _read(cls, text: bytes) -> Self:
         fields = msgspec.json.decode(text, type=dict[str, Any])
         decisions = msgspec.convert(fields.pop("decisions", None), dict[str, Block])
-        fields["remake"], fields["replay"], fields["advance"] = unfold(decisions)
+        fields |= zip(("remake", *KINDS), unfold(decisions), strict=True)
         return msgspec.convert(fields, cls)

@@ -19,7 +19,7 @@ and now and then a lucky find. Not yet: fewer rungs are solved for very deep mod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.errors import Infeasible
 from lowtide.planner.exact import Bytes, Exact
@@ -28,6 +28,7 @@ from lowtide.planner.greedy import MANY, Search
 from lowtide.planner.moves import Moves
 from lowtide.planner.pool import Found, Pool, Span, staircase
 from lowtide.planner.predict import Simulator
+from lowtide.planner.programme import is_over
 from lowtide.planner.records import Decisions, Prediction, Profile
 
 Solver = Callable[[Simulator, int], Decisions]
@@ -45,13 +46,14 @@ GOOD = 1.05
 """Branch and bound that comes this close to its bound is not compared with greedy searches."""
 
 
-def solve(simulator: Simulator, budget_bytes: int) -> Decisions:
+def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> Decisions:
     """Decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
 
-    What was found stays with the simulator: further budgets take less long. Raises Infeasible, with the smallest peak
-    that was found.
+    What was found stays with the simulator: further budgets take less long. With `until` (by `time.monotonic()`) the
+    search ends there with the best that was found by then; the smallest peak is looked for in any case. Raises
+    Infeasible, with the smallest peak that was found.
     """
-    return _solve(ladder_of(simulator), budget_bytes)
+    return _solve(ladder_of(simulator), budget_bytes, until)
 
 
 def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
@@ -59,17 +61,17 @@ def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
     return _solve(Ladder(simulator, exact=False), budget_bytes)
 
 
-def _solve(ladder: Ladder, budget_bytes: int) -> Decisions:
+def _solve(ladder: Ladder, budget_bytes: int, until: float | None = None) -> Decisions:
     simulator = ladder.simulator
-    found = ladder.best(budget_bytes - simulator.profile.static.total)
+    found = ladder.best(budget_bytes - simulator.profile.static.total, until)
     if found is None:
         raise infeasible(simulator, budget_bytes, ladder.bottom.choice)
     return simulator.decisions(Search(ladder.moves).tidied(found.choice))
 
 
-def smallest_peak(profile: Profile) -> tuple[Decisions, Prediction]:
-    """The decisions with the smallest peak that the search finds, and what they need."""
-    simulator = Simulator(profile)
+def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
+    """The decisions with the smallest peak that the search finds, and what they need. `offload` as for `plan`."""
+    simulator = Simulator(profile if offload else replace(profile, offload_bytes_per_ms=None))
     ladder = ladder_of(simulator)
     decisions = simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
     return decisions, simulator.predict(decisions)
@@ -120,8 +122,11 @@ class Ladder:
         while storages > DEPTH and self._halvings > 1:
             storages, self._halvings = storages // 2, self._halvings - 1
 
-    def best(self, limit: int) -> Found | None:
-        """The plan for peaks of at most `limit`, or None below the smallest. See the top of this file."""
+    def best(self, limit: int, until: float | None = None) -> Found | None:
+        """The plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
+
+        Where `until` ends the search, it is the cheapest that was found so far, and not part of the order.
+        """
         if limit < self.bottom.peak:
             return None
         if limit >= self.top.peak:
@@ -131,9 +136,12 @@ class Ladder:
             middle = (low + high) // 2
             if middle == low or span.is_narrow(NEAR):
                 break
-            if middle not in self._rungs:
-                self._rungs[middle] = self._solved(middle, span, way)
-            rung = self._rungs[middle]
+            rung = self._rungs.get(middle)
+            if rung is None:
+                rung = self._solved(middle, span, way, until)
+                if is_over(until):  # cut short, so that it depends on the clock: nobody else is given it
+                    return self._so_far(limit, [*way, rung])
+                self._rungs[middle] = rung
             way.append(rung)
             if middle <= limit:
                 low, span = middle, Span(span.least, rung.found)
@@ -142,17 +150,25 @@ class Ladder:
         steps = staircase([span.least, *(found for rung in way for found in rung.pool.found)], span)
         return [step for step in steps if step.peak <= limit][-1]
 
-    def _solved(self, limit: int, span: Span, way: list[Rung]) -> Rung:
-        """The rung `limit`, whose cost is to be in `span`; `way` leads to it."""
+    def _so_far(self, limit: int, way: list[Rung]) -> Found:
+        """The cheapest that was found on the way, or that one greedy search finds."""
+        search = Search(self.moves)
+        search.reduced(self.simulator.nothing(), limit)
+        found = (each for pool in (search.seen, *(rung.pool for rung in way)) for each in pool.found)
+        return min((each for each in found if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
+
+    def _solved(self, limit: int, span: Span, way: list[Rung], until: float | None) -> Rung:
+        """The rung `limit`, whose cost is to be in `span`; `way` leads to it. Ends early at `until`."""
         search, seen = Search(self.moves), [rung.pool for rung in way]
         bound, left_out = 0.0, way[-1].left_out
         if self.exact is not None and limit > DEEP * self.bottom.peak:
-            bound, left_out = self.exact.search(search, limit, span, left_out)
+            bound, left_out = self.exact.search(search, limit, span, left_out, until)
         found = _cheapest(limit, span, [*seen, search.seen])
-        if self._quick and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
+        if self._quick and not is_over(until) and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
             starts = [*search.attempts(limit), found.choice]
             for choice in {choice.key: choice for choice in starts}.values():
-                search.pruned(choice, limit)
+                if not is_over(until):
+                    search.pruned(choice, limit)
             found = _cheapest(limit, span, [*seen, search.seen])
         return Rung(found, search.seen, left_out)
 

@@ -14,6 +14,7 @@ from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble, transients
 from lowtide.rehearsal.trace import Trace, most_saving
@@ -75,6 +76,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         static=static,
         step_ms=step_ms,
         measured_plain_peak_bytes=None if measured is None else measured + static.total,
+        offload_bytes_per_ms=bytes_per_ms(device_of(model)),
         notes=("the plain step ran out of memory: its peak is predicted",) if measured is None else (),
     )
 

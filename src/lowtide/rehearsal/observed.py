@@ -17,6 +17,7 @@ from lowtide.identity import device_of, fingerprint, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
+from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble, transients
 from lowtide.rehearsal.trace import Trace, most_saving
 from lowtide.remat.engine import Engine, actions_for
@@ -137,6 +138,7 @@ class Observed:
             static=static,
             step_ms=step_ms,
             measured_plain_peak_bytes=plain_peak_bytes,
+            offload_bytes_per_ms=bytes_per_ms(device_of(self.model)),
             notes=() if plain_peak_bytes is not None else (NOT_RUN,),
         )
 

@@ -26,6 +26,7 @@ def assemble(
     static: Static,
     step_ms: float,
     measured_plain_peak_bytes: int | None,
+    offload_bytes_per_ms: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Profile:
     """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls."""
@@ -150,6 +151,7 @@ def assemble(
         ),
         step_ms=step_ms,
         measured_plain_peak_bytes=measured_plain_peak_bytes,
+        offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
     )
 

@@ -44,7 +44,7 @@ def timeline(
         found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch)
         if differences := plan.fingerprint.differences(found):
             raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
-    actions = {} if plan is None else actions_for(plan.remake, plan.replay, plan.advance)
+    actions = {} if plan is None else actions_for(plan.remake, plan.replay, plan.advance, plan.offload)
     with Unchanged(model, batch, optimizer) as unchanged:
         step(batch)
         with recorder_for(device_of(model)) as recorder:

@@ -12,10 +12,12 @@ DROPOUT_MASK: Final = "DropoutMask"
 
 NUMBERS: Final = "+numbers"
 """What plans have behind an autograd node whose recipe takes a number that has to be noted (`numbers.py`)."""
+OFFLOAD: Final = "Offload"
+"""What plans have in the place of an autograd node for a tensor that waits in memory of the host."""
 
 
 class Decision(NamedTuple):
-    """A saved tensor, by its address, is to be remade by the recipe of an autograd node, by its name."""
+    """A saved tensor, by its address, is to be remade by the recipe of an autograd node, by its name; or offloaded."""
 
     node: str
     address: str
@@ -42,7 +44,7 @@ NO_ACTIONS = Actions()
 
 
 def actions_for(
-    remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = ()
+    remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, dict[int, Actions]]:
     """Decisions by module path and call number, from addresses as plans write them."""
     table: dict[str, dict[int, Actions]] = {}
@@ -51,7 +53,7 @@ def actions_for(
         path, _, number = call.rpartition("#")
         return table.setdefault(path, {}).setdefault(int(number), Actions())
 
-    for address, node in remake.items():
+    for address, node in {**dict.fromkeys(offload, OFFLOAD), **remake}.items():
         call, mark, place = re.split(r"([:@])(?=\d+$)", address)
         (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(
             node.removesuffix(NUMBERS), address

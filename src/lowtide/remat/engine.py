@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide._torch import CALL, in_backward, in_function_transform, saved_tensor_hooks
 from lowtide.errors import LowtideError
 from lowtide.remat import values
-from lowtide.remat.actions import DROPOUT_MASK, Actions, Decision, actions_for
+from lowtide.remat.actions import DROPOUT_MASK, OFFLOAD, Actions, Decision, actions_for
 from lowtide.remat.advance import Advance
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
@@ -74,15 +74,21 @@ class Engine:
     def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:
         """A handle on `tensor`: on a value that is held already, or one that is remade, replayed by `frame` or kept."""
         base, node, output, view = producer(tensor)
+        leaves = None
+        if decision is not None and decision.node == OFFLOAD:
+            leaves, decision = decision if frame is None else None, None
         if node is None:
-            return Handle(without_history(tensor, base, frame), view)
+            value = without_history(tensor, base, frame)
+            return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
         if found is not None and shared(found, base, frame):
             if decision is None and not (found.kept or isinstance(found.maker, Advance)):
-                if frame is None:
-                    found.keep(base.detach())
-                else:
+                if frame is not None:
                     frame.adopt(found, tensor, base)
+                elif leaves is None:
+                    found.keep(base.detach())
+                elif isinstance(found.maker, Frame):
+                    self.offload(found, base, leaves)
             return Handle(found, view)
         if decision is not None:
             try:
@@ -96,7 +102,15 @@ class Engine:
         value = Value(base.detach()) if frame is None else frame.value(tensor, base)
         value.output = output
         register(node, output, value)
-        return Handle(value, view)
+        return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+
+    def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
+        """Let `value` wait in memory of the host, or keep it where it can't."""
+        now = self.here.now
+        if not (isinstance(now, Pass) and now.departures.leave(base, value)):
+            value.keep(base.detach())
+            self.drift(decision.address)
+        return value
 
     def draws(self, scope: Scope) -> bool:
         """Whether a call may be told to draw masks again."""
@@ -161,7 +175,10 @@ class Engine:
                 return seam.inner(*args, **kwargs)
         now = Pass(self, plan)
         with saved_tensors_hooks(pack_into(now), unpack), self.now(now):
-            return now.call(seam, args, kwargs)
+            try:
+                return now.call(seam, args, kwargs)
+            finally:
+                now.departures.close()
 
     @contextlib.contextmanager
     def now(self, called: Called) -> Iterator[None]:

@@ -16,6 +16,7 @@ from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
 from lowtide.remat.advance import left_to_advance
 from lowtide.remat.masks import Draws
 from lowtide.remat.numbers import Numbers
+from lowtide.remat.offload import Departures
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Handle, Value, unpack
 
@@ -58,7 +59,7 @@ class Here(threading.local):
 class Pass:
     """One run of the model's forward: where in the model it is."""
 
-    __slots__ = ("__weakref__", "engine", "frame", "notes", "plan", "results", "scope", "times")
+    __slots__ = ("__weakref__", "departures", "engine", "frame", "notes", "plan", "results", "scope", "times")
 
     def __init__(self, engine: Engine, plan: int = 0) -> None:
         self.engine = engine
@@ -71,6 +72,8 @@ class Pass:
         """Calls of each module so far."""
         self.notes = False
         """Whether what operators are given is being noted."""
+        self.departures = Departures()
+        """What leaves for the host."""
         self.results: list[Value] = []
         """Results of calls, made again by advancing: held until those who are given them have handles."""
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lowtide.planner.folding import fold, join
+from lowtide.planner.folding import KINDS, fold, join
 from lowtide.planner.records import Plan, Record
 from lowtide.report.text import decisions, levers
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
@@ -44,8 +44,8 @@ def _bound(plan: Plan) -> str:
 
 def blocks(plan: Plan) -> Iterator[str]:
     """One line for blocks of which the same is decided: `transformer.h.{0-7}: remake ln_1 (2), mlp.act`."""
-    for block, made in fold(plan.remake, plan.replay, plan.advance).items():
-        kinds = ("remake", "replay", "advance")
+    for block, made in fold(plan.remake, plan.replay, plan.advance, plan.offload).items():
+        kinds = ("remake", *KINDS)
         parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
         yield f"{block or 'outside of blocks'}: {'; '.join(parts)}"
 
@@ -102,7 +102,8 @@ def _decided(plan: Plan) -> dict[str, None]:
     remade = (f"remake {address}" for address in plan.remake)
     pulled = (f"lever {lever.name}" for lever in plan.levers)
     replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
-    return dict.fromkeys([*pulled, *remade, *replayed, *advanced])
+    offloaded = (f"offload {address}" for address in plan.offload)
+    return dict.fromkeys([*pulled, *remade, *replayed, *advanced, *offloaded])
 
 
 def show_diff(first: Plan, second: Plan) -> str:
@@ -131,6 +132,7 @@ def _folded(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
     remake = {address: node for address, node in plan.remake.items() if f"remake {address}" in mine}
     replay = [call for call in plan.replay if f"replay {call}" in mine]
     advance = [call for call in plan.advance if f"advance {call}" in mine]
-    for block, made in fold(remake, replay, advance).items():
+    offload = [address for address in plan.offload if f"offload {address}" in mine]
+    for block, made in fold(remake, replay, advance, offload).items():
         for kind, below in made.items():
             yield from (f"{kind} {join(block, address)}" for address in below)

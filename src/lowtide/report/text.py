@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lowtide.planner.folding import ranges
+from lowtide.planner.records import Decisions
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def extra_time(plan: Plan) -> str:
     if not plan.step_ms:
         return ""
     extra, bound = (format_ratio(ms / plan.step_ms, signed=True) for ms in (plan.predicted.extra_ms, plan.bound_ms))
-    return f", {extra} time predicted" + (f", bound {bound}" if plan.remake or plan.replay or plan.advance else "")
+    return f", {extra} time predicted" + (f", bound {bound}" if plan.decisions != Decisions() else "")
 
 
 def proof(verdict: Verdict) -> str:
@@ -95,7 +96,7 @@ _MOST_LISTED = 8
 
 def decisions(plan: Plan) -> str:
     """What is remade and replayed, by what it is: `remade layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
-    if not plan.remake and not plan.replay and not plan.advance:
+    if plan.decisions == Decisions():
         return "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
     parts = []
     if plan.remake:
@@ -107,6 +108,8 @@ def decisions(plan: Plan) -> str:
         rest = len(families) - _MOST_LISTED
         more = [f"and {rest} more"] if rest > 0 else []
         parts += [f"{how} " + ", ".join(families[:_MOST_LISTED] + more)] if families else []
+    if plan.offload:
+        parts.append(f"offloaded {len(plan.offload)} tensors, {format_bytes(plan.predicted.host_bytes)} on the host")
     return "; ".join(parts)
 
 

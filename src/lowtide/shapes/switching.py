@@ -19,9 +19,8 @@ class Switching(Engine):
     """An engine with a plan for each of `buckets`, smallest first."""
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
-        super().__init__(
-            model, *(actions_for(bucket.plan.remake, bucket.plan.replay, bucket.plan.advance) for bucket in buckets)
-        )
+        plans = [bucket.plan for bucket in buckets]
+        super().__init__(model, *(actions_for(p.remake, p.replay, p.advance, p.offload) for p in plans))
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
         self._telling = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
