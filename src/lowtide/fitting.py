@@ -96,7 +96,7 @@ def fit(
     state and random numbers are as they were. A `profile` from `rehearse` of the same step saves three of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
-    three more steps: "outputs" (exact; by default), and with your word "fused optimizer", "loss head", "step in
+    some more steps: "outputs" (exact; by default), and with your word "fused optimizer", "loss head", "step in
     backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
     the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
 

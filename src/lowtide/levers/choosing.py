@@ -1,35 +1,43 @@
 """Which levers a plan for a budget has: one after the other, cheapest first, only as far as it pays.
 
-Each step of the chain is a rehearsal with one more lever on, so what a lever does is measured. A lever does no
-more work than the plain step, so it pays where a peak is lower with it; but for micro-batches, which are for steps that
-fit in no other way. The chain ends where nothing has to be remade any more. Decided from the profiles alone: the same
-profiles give the same levers.
+Each step of the chain is a rehearsal with one more lever on, so what a lever does is measured. One that does no more
+work than the plain step pays where a peak is lower with it; another one where the whole, its own measured cost and what
+is then left to remake and replay, takes less time. Micro-batches are for steps that fit in no other way. The chain ends
+where nothing has to be remade any more. The same profiles, with the same costs, give the same levers.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lowtide.errors import Infeasible, LowtideError
+from lowtide.identity import device_of
 from lowtide.levers import DEFAULT, LEVERS, put_on
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.pieces import MicroBatches, numbers
 from lowtide.levers.released import Refused
-from lowtide.planner.planning import simulator_of
+from lowtide.planner.planning import plan, simulator_of
 from lowtide.planner.records import Decisions, Prediction, Profile, Pulled
 from lowtide.planner.solve import ladder_of
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+
+TIMED = 3
+"""Steps with and without a lever that costs time; the quickest of each count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class Choice:
 def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
     """The levers out of `names` that pay for `budget_bytes`, if `profile` is that of the step without any.
 
-    Runs the step three times for each lever that is tried; everything is as it was afterwards.
+    Runs the step a few times for each lever that is tried; everything is as it was afterwards.
     """
     best, notes = Tried(profile, budget_bytes), []
     for lever in LEVERS.values():
@@ -81,6 +89,11 @@ class Tried:
         """Whether there is a plan for the budget."""
         return self.is_free or self.smallest_bytes <= self.budget_bytes
 
+    @property
+    def extra_ms(self) -> float:
+        """What the plan for the budget takes, levers included."""
+        return plan(self.profile, self.budget_bytes).predicted.extra_ms
+
     @functools.cached_property
     def smallest_bytes(self) -> int:
         """The smallest peak that a plan reaches."""
@@ -91,7 +104,7 @@ def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
     """`before` with one more lever. Raises NoUse if that can't be, or does not pay."""
     pulled = Pulled(name=lever.name, what=lever.what, exact=lever.exact, settings=dict(settings))
     found = rehearsed(site, (*before.profile.levers, pulled))
-    more_ms = max(0.0, found.step_ms - before.profile.step_ms) if lever.name == MicroBatches.name else 0.0
+    more_ms = 0.0 if lever.free else _more_ms(site, before.profile.levers, found.levers)
 
     def saving(saved_bytes: int) -> Tried:
         levers = (*before.profile.levers, replace(pulled, bytes=saved_bytes, extra_ms=more_ms))
@@ -102,7 +115,31 @@ def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
         after = saving(max(0, before.smallest_bytes - after.smallest_bytes))
     if not after.profile.levers[-1].bytes or (before.has_plan and not after.has_plan):
         raise NoUse("no peak is lower with it")
+    if more_ms and before.has_plan and (saved_ms := before.extra_ms - after.extra_ms + more_ms) <= more_ms:
+        raise NoUse(f"it takes {format_time(more_ms)} a step, and saves {format_time(saved_ms)} of remakes and replays")
     return after
+
+
+def _more_ms(site: Site, before: tuple[Pulled, ...], after: tuple[Pulled, ...]) -> float:
+    """How much longer the step takes with the levers `after` than with `before`; 0 where one does not fit in memory."""
+    took = []
+    for levers in (before, after):
+        with Unchanged(site.model, site.batch, site.optimizer), put_on(site.model, levers, site.optimizer):
+            try:
+                took.append(min(_timed(site) for _ in range(TIMED)))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return 0.0
+    return max(0.0, took[1] - took[0])
+
+
+def _timed(site: Site) -> float:
+    began = time.perf_counter()
+    site.step(site.batch)
+    if (device := device_of(site.model)) != "cpu":
+        torch.get_device_module(device).synchronize()
+    return (time.perf_counter() - began) * 1000
 
 
 def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:

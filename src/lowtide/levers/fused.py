@@ -28,6 +28,7 @@ class FusedOptimizer:
     exact: ClassVar[bool] = False
     hides: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = True
+    free: ClassVar[bool] = True
 
     def settings(self, site: Site) -> Settings:
         """Nothing to know. Raises NoUse for an optimizer that is fused already or can't be."""

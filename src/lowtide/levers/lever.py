@@ -50,6 +50,8 @@ class Lever(Protocol):
     """Kinds of results that are not there to be compared at the end of a step with it, such as `gradients`."""
     wants_optimizer: ClassVar[bool]
     """Whether it changes the optimizer."""
+    free: ClassVar[bool]
+    """Whether it does no more work than the plain step, by construction; else what it costs is measured."""
 
     def settings(self, site: Site) -> Settings:
         """What it has to know about the step, found by looking at it or by running it once.

@@ -30,6 +30,7 @@ class LossHead:
     exact: ClassVar[bool] = False
     hides: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
+    free: ClassVar[bool] = False
 
     def settings(self, site: Site) -> Settings:
         """Nothing to know. Raises NoUse for a model that has no output layer over a vocabulary."""

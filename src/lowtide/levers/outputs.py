@@ -35,6 +35,7 @@ class Outputs:
     exact: ClassVar[bool] = True
     hides: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
+    free: ClassVar[bool] = True
 
     def settings(self, site: Site) -> Settings:
         """Nothing to know.

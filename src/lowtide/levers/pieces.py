@@ -39,6 +39,7 @@ class MicroBatches:
     exact: ClassVar[bool] = False
     hides: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
+    free: ClassVar[bool] = False
 
     def settings(self, site: Site) -> Settings:
         """`n`, how many pieces: at first the fewest, 2. Raises NoUse where the batch can't be cut."""

@@ -35,6 +35,7 @@ class StepInBackward:
     exact: ClassVar[bool] = True
     hides: ClassVar[frozenset[str]] = frozenset({"gradients"})
     wants_optimizer: ClassVar[bool] = True
+    free: ClassVar[bool] = True
 
     def settings(self, site: Site) -> Settings:
         """Backward passes before each `optimizer.step()`, and how gradients are clipped: from one step that is watched.

@@ -24,11 +24,11 @@ def summary(plan: Plan, verdict: Verdict) -> str:
 
 
 def levers(plan: Plan | Profile) -> list[str]:
-    """A line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, no more work`."""
+    """A line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`."""
     return [
         f"lever {lever.name}: {lever.what}; "
         + (f"{format_bytes(lever.bytes)} less, " if lever.bytes else "")
-        + (f"+{format_time(lever.extra_ms)} a step" if lever.extra_ms else "no more work")
+        + (f"+{format_time(lever.extra_ms)} a step" if lever.extra_ms else "at no cost")
         for lever in plan.levers
     ]
 
