@@ -43,6 +43,9 @@ from lowtide.planner.fates import ADVANCED, KEPT, OFFLOADED, PASSED, REMADE, REP
 from lowtide.planner.forwards import Forwards
 from lowtide.planner.indexed import Index, Ints, Recipe
 
+REMEMBERED = 2**20
+"""Positions and values of sweeps that are remembered: some 20 MB."""
+
 
 class Copy(NamedTuple):
     """Memory that a remake, replay or advance allocates: there in positions [start, end)."""
@@ -82,6 +85,8 @@ class Sweeper:
         self._backward = backward
         """The position at which forward has ended."""
         self._forwards = Forwards(index)
+        self._recent: dict[bytes, Sweep] = {}
+        self._most_recent = max(REMEMBERED // (index.end + index.n_values + 1), 16)
         births = np.zeros(index.end + 1, np.int64)
         np.add.at(births, index.born, index.storage_bytes)
         self._births = births
@@ -95,7 +100,15 @@ class Sweeper:
         """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
 
     def sweep(self, choice: Choice) -> Sweep:
-        """The step under `choice`."""
+        """The step under `choice`. Searches come back to the same choices: the last ones are remembered."""
+        key = choice.key
+        found = self._recent.pop(key, None) or self._swept(choice)
+        self._recent[key] = found
+        if len(self._recent) > self._most_recent:
+            del self._recent[next(iter(self._recent))]
+        return found
+
+    def _swept(self, choice: Choice) -> Sweep:
         index, calls = self.index, self.index.profile.calls
         never, first_call = index.end, index.n_values
         replayed = sorted(call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_])
