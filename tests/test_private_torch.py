@@ -184,6 +184,16 @@ def test_parameters_change_places_and_stay_themselves() -> None:
     assert (type(held), held.device.type) == (torch.nn.Parameter, "meta")
 
 
+def test_hooks_are_shared() -> None:
+    one, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[str] = []
+    one.register_hook(lambda grad: seen.append("gradient"))
+    one.register_post_accumulate_grad_hook(lambda tensor: seen.append("accumulated"))
+    _torch.share_hooks(one, other)
+    other.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+
+
 def test_backward_is_called_from_one_place() -> None:
     frames = []
     x = torch.ones(2, requires_grad=True)

@@ -336,6 +336,13 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
+def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """`other`, a leaf like `tensor`, runs the same hooks on its gradient. 2.13, since 2.1."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, name):
+            setattr(other, name, hooks)
+
+
 def written_by(operator: Any) -> tuple[int | str, ...]:
     """Which arguments an operator writes to: places of positional ones, names of keyword-only ones. 2.13, since 1.8."""
     found = _written.get(operator)

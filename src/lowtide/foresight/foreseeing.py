@@ -144,11 +144,11 @@ def foresee(
     )
 
 
-def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str) -> Any:
-    """What the engine is to do under a plan. Raises StalePlan for a plan of another model."""
+def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Any:
+    """What the engine is to do under a plan. Raises StalePlan for a plan of another model or, if given, device."""
     if plan is None:
         return actions_for({}, ())
-    found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device)
+    found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device or plan.fingerprint.device)
     if differences := plan.fingerprint.differences(found):
         raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
     return actions_for(plan.remake, plan.replay, plan.advance, plan.offload)

@@ -30,6 +30,8 @@ aten = torch.ops.aten
 _ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default})
 """Operators whose tensors may be on different devices."""
 
+_TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler"})
+
 _CPU = torch.device("cpu")
 
 
@@ -53,6 +55,8 @@ class CardLedger(Ledger):
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.bounds: dict[int, Inside] = {}
         """Blocks of which only bounds are known, by number."""
+        self.unbounded: dict[str, str] = {}
+        """Operators of which nothing is known inside, in words, by name."""
 
     @property
     def level_bytes(self) -> int:
@@ -62,6 +66,8 @@ class CardLedger(Ledger):
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         super()._record(func, args, kwargs, tensors, made)
         op = f"aten::{func.__name__.partition('.')[0]}"
+        if made and func.namespace not in _TORCHS_OWN:
+            self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         if found := self._takes.inside(func, args, kwargs, made):
             blocks = self._inside([inside.bytes for inside in found], op)
             pairs = zip(blocks, found, strict=True)

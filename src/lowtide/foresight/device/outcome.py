@@ -85,8 +85,10 @@ _IN_WORDS: dict[Verdict, str] = {
 class Outcome:
     """A recorded run on any card: one stream for what is expected, and one for each bound."""
 
-    def __init__(self, whole: EventStream, bounds: Mapping[int, Inside], config: AllocatorConfig) -> None:
-        self._config = config
+    def __init__(
+        self, whole: EventStream, bounds: Mapping[int, Inside], config: AllocatorConfig, *, is_bounded: bool
+    ) -> None:
+        self._config, self._is_bounded = config, is_bounded
         self.whole = whole
         self._streams = [whole]
         if bounds:
@@ -106,7 +108,7 @@ class Outcome:
         workspace = workspace_bytes(card)
         least, most = context_bytes(card)
         streams = [_resized(stream, _workspaces(stream, workspace)) for stream in self._streams]
-        if self._runs(streams[-1], card, most):
+        if self._is_bounded and self._runs(streams[-1], card, most):
             return "fits"
         return "unknown" if any(self._runs(stream, card, least) for stream in streams) else "does not fit"
 

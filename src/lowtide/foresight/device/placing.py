@@ -44,6 +44,7 @@ class Placed:
                 _torch.make_parameter(fake, tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
+            _torch.share_hooks(tensor, fake)
             if tensor.grad is not None:
                 fake.grad = self._twins.of(tensor.grad)
             swap(tensor, fake)

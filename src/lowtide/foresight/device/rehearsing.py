@@ -70,7 +70,7 @@ class OnCard:
         alone: bool = False,
     ) -> None:
         self._card, self._model, self._batch, self._alone = card, model, batch, alone
-        actions = planned(model, batch, plan, "cuda")
+        actions = planned(model, batch, plan)
         self._fakes = _torch.fake_mode(run_on_zeros=False)
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
@@ -129,13 +129,13 @@ class OnCard:
         """What is known then. Only after the block has ended."""
         config = AllocatorConfig.from_environment() if allocator is None else allocator
         stream, bounds = self._ledger.stream, self._ledger.bounds
-        outcome = Outcome(self._ledger.whole, bounds, config)
+        outcome = Outcome(self._ledger.whole, bounds, config, is_bounded=not self._ledger.unbounded)
         needs, interval = outcome.needs()
         assert self._static is not None
         return CardForesight(
             timeline=Timeline(stream, labels(stream, self._names)),
             static=self._static,
-            unknown=known_within(outcome.whole, bounds),
+            unknown=(*self._ledger.unbounded.values(), *known_within(outcome.whole, bounds)),
             assumed=(*_about(self._card), *self.answers.notes),
             card=self._card,
             whole=outcome.whole,
