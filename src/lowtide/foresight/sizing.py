@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from lowtide.errors import Infeasible, RehearsalError
+from lowtide.errors import BudgetError, Infeasible, RehearsalError
 from lowtide.foresight.foreseeing import Foresight, foresee
 from lowtide.identity import tensors_in
+from lowtide.memory.cards import Card, context_bytes, parse_card
 from lowtide.units import parse_budget
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Largest:
     """Of the step at that size."""
     budget_bytes: int
     peaks: dict[int, int]
-    """Predicted peak at each size that was tried, bytes."""
+    """Predicted peak at each size that was tried, bytes; on a card the most that can be reserved."""
 
 
 def largest(
@@ -43,7 +44,8 @@ def largest(
     step: Callable[[Any], Any],
     batch: Any,
     *,
-    budget: int | str,
+    budget: int | str | None = None,
+    device: str | Card | None = None,
     batch_dim: int = 0,
     most: int = MOST,
     plan: Plan | None = None,
@@ -55,18 +57,29 @@ def largest(
     booleans by repeating what is there. `batch_dim=1` finds the longest sequence; say the `most` that the model takes,
     such as its number of positions. With `plan` the step runs under it: a plan does not depend on the batch's size.
 
+    With `device`, a card as `foresee` takes it, the peak is the most that the allocator can reserve there, and without
+    a `budget` it has to be there beside the largest CUDA context, so that the cache never has to be emptied.
+
     The peak is taken to grow with the size. Each size that is tried costs a `foresee`: a handful, for peaks are nearly
-    linear. Raises Infeasible if size 1 does not fit, and whatever `foresee` raises.
+    linear. Raises Infeasible if size 1 does not fit, BudgetError if neither a budget nor a card is given, and whatever
+    `foresee` raises.
     """
-    budget_bytes = parse_budget(budget)
+    card = None if device is None else parse_card(device)
+    budget_bytes = _limit(budget, card)
     given = size_of(batch, batch_dim)
     tried: dict[int, Foresight] = {}
+    peaks: dict[int, int] = {}
 
     def peak(size: int) -> int:
         if size not in tried:
             other = tree_map(lambda leaf: resized(leaf, batch_dim, given, size), batch)
-            tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
-        return tried[size].peak_bytes
+            if card is None:
+                tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
+                peaks[size] = tried[size].peak_bytes
+            else:
+                tried[size] = found = foresee(model, step, other, device=card, plan=plan, optimizer=optimizer)
+                peaks[size] = found.interval[1]
+        return peaks[size]
 
     size = _largest_within(peak, budget_bytes, start=min(given, most), most=most)
     if size == 0:
@@ -76,8 +89,16 @@ def largest(
         size=size,
         foresight=tried[size],
         budget_bytes=budget_bytes,
-        peaks={n: tried[n].peak_bytes for n in sorted(tried)},
+        peaks={n: peaks[n] for n in sorted(peaks)},
     )
+
+
+def _limit(budget: int | str | None, card: Card | None) -> int:
+    if budget is not None:
+        return parse_budget(budget)
+    if card is None:
+        raise BudgetError('give a budget="8GiB", or a device="RTX 4090" whose memory it has to fit in.')
+    return card.total_bytes - context_bytes(card)[1]
 
 
 def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
