@@ -134,3 +134,30 @@ def test_gradient_scaling_and_schedules_work_and_come_back(model):
     assert (losses, count, scaler._scale, schedule.last_epoch) == ([], 0, None, 0)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert not optimizer.state
+
+
+def test_what_an_optimizer_compares_is_taken_as_small() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adafactor(model.parameters())
+
+    def step(batch):
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    foreseen = lowtide.foresee(model, step, torch.ones(2, 4))
+    assert any("an optimizer compares" in line for line in foreseen.assumed)
+    measured = lowtide.timeline(model, step, torch.ones(2, 4))
+    assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, abs=64)
+
+
+def test_packed_sequences_have_the_lengths_that_the_batch_has() -> None:
+    model = nn.LSTM(8, 8, batch_first=True)
+
+    def step(batch):
+        packed = nn.utils.rnn.pack_padded_sequence(batch[0], batch[1], batch_first=True)
+        assert packed.data.shape == (8, 8)
+        model(packed)[0].data.sum().backward()
+
+    batch = torch.randn(2, 5, 8), torch.tensor([5, 3])
+    assert lowtide.foresee(model, step, batch, device="L4").fits

@@ -93,7 +93,7 @@ class Answers:
         """Whether an operator is answered without running it, and with what."""
         if func is aten._local_scalar_dense.default:
             return True, self._number(args[0])
-        if torch.Tag.dynamic_output_shape not in func.tags:
+        if torch.Tag.dynamic_output_shape not in func.tags and func not in _BY_INTEGERS:
             return False, None
         if func in _INDEXING:
             return self._index(func, args, kwargs)
@@ -105,7 +105,16 @@ class Answers:
                 raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
         real = self._run(func, args, kwargs)
         device = tensors[0].device
-        return True, tree_map(lambda x: self._fake_like(x, device) if isinstance(x, torch.Tensor) else x, real)
+
+        def made(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            fake = self._fake_like(value, _CPU if func is _PACKING and value.dtype is torch.long else device)
+            if not value.dtype.is_floating_point and _is_small(value):
+                self._learn(fake, value)
+            return fake
+
+        return True, tree_map(made, real)
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Indexing by a mask gives as many rows as the mask has: as an index by numbers, if these are known."""
@@ -251,7 +260,9 @@ class Answers:
 
 _NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})
 _ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
-_BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor})
+_PACKING = aten._pack_padded_sequence.default
+"""The only operator that gives a tensor on the CPU beside one on a card."""
+_BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor, _PACKING})
 """Operators whose results' shapes depend on contents, but not on those of floating-point arguments."""
 _BY_SHAPE = frozenset(
     {

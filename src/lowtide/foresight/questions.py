@@ -6,6 +6,7 @@ by it is refused with its line.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -71,7 +72,15 @@ class Unknown(float):
     def _decided(self, *_: object) -> NoReturn:
         raise self._answers.refusal("it decides by a number from a tensor")
 
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __index__ = _decided
+    def _compared(self, *_: object) -> bool:
+        """Adafactor bounds its step by the size of a parameter: that changes numbers, no memory."""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.optim"):
+            self._answers.note("a number that an optimizer compares is taken as small")
+            return False
+        self._decided()
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __bool__ = __int__ = __index__ = _decided
     __floor__ = __ceil__ = __trunc__ = _decided
     __hash__ = float.__hash__
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default})
+_ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default, aten._pack_padded_sequence.default})
 """Operators whose tensors may be on different devices."""
 
 _TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler"})
