@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide import _torch
+from lowtide.foresight.kinds import ALL_OR_ANY, BY_INTEGERS, BY_SHAPE, CHOICES, INDEXING, NOT_IN_HEALTH, PACKING
 from lowtide.foresight.lines import Unforeseeable, where
 
 if TYPE_CHECKING:
@@ -93,15 +94,15 @@ class Answers:
         """Whether an operator is answered without running it, and with what."""
         if func is aten._local_scalar_dense.default:
             return True, self._number(args[0])
-        if torch.Tag.dynamic_output_shape not in func.tags and func not in _BY_INTEGERS:
+        if torch.Tag.dynamic_output_shape not in func.tags and func not in BY_INTEGERS:
             return False, None
-        if func in _INDEXING:
+        if func in INDEXING:
             return self._index(func, args, kwargs)
         for tensor in tensors:
             known = self._fresh(tensor)
             if known is not None:
                 self._note_assumed(known)
-            elif not (func in _BY_INTEGERS and tensor.dtype.is_floating_point):
+            elif not (func in BY_INTEGERS and tensor.dtype.is_floating_point):
                 raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
         real = self._run(func, args, kwargs)
         device = tensors[0].device
@@ -109,7 +110,7 @@ class Answers:
         def made(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            fake = self._fake_like(value, _CPU if func is _PACKING and value.dtype is torch.long else device)
+            fake = self._fake_like(value, _CPU if func is PACKING and value.dtype is torch.long else device)
             if not value.dtype.is_floating_point and _is_small(value):
                 self._learn(fake, value)
             return fake
@@ -149,7 +150,7 @@ class Answers:
             self._written(func, args, kwargs, tensors, writes)
             return
         known = [self._fresh(tensor) for tensor in tensors]
-        if (all(known) or func in _BY_SHAPE) and self._is_worth(func, () if func in _BY_SHAPE else tensors, made):
+        if (all(known) or func in BY_SHAPE) and self._is_worth(func, () if func in BY_SHAPE else tensors, made):
             real = self._run(func, args, kwargs)
             assumed = next((k.assumed for k in known if k is not None and k.assumed), "")
             results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
@@ -163,7 +164,7 @@ class Answers:
         with _torch.on_real_tensors():
             if verdict is not None:
                 self._learn(made[0], torch.tensor(verdict).expand(made[0].shape), HEALTH)
-            elif func in _CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
+            elif func in CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
                 self._learn(made[-1], _evenly(made[-1], count), EVENLY)
 
     def _written(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], writes: tuple[int | str, ...]) -> None:
@@ -193,13 +194,13 @@ class Answers:
 
     def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
         """What a step without NaN and infinity would answer; None for no such question."""
-        if func in _NOT_IN_HEALTH:
+        if func in NOT_IN_HEALTH:
             return False
         if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:
             return func is aten.eq.Tensor
         if func in (aten.eq.Scalar, aten.ne.Scalar) and isinstance(args[1], float) and math.isinf(args[1]):
             return func is aten.ne.Scalar
-        if func in _ALL_OR_ANY and len(tensors) == 1:
+        if func in ALL_OR_ANY and len(tensors) == 1:
             known = self._fresh(tensors[0])
             if known is not None and known.assumed == HEALTH and not any(known.value.stride()):
                 return bool(known.value.as_strided((), ()))
@@ -258,21 +259,6 @@ class Answers:
         return error
 
 
-_NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})
-_ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
-_PACKING = aten._pack_padded_sequence.default
-"""The only operator that gives a tensor on the CPU beside one on a card."""
-_BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor, _PACKING})
-"""Operators whose results' shapes depend on contents, but not on those of floating-point arguments."""
-_BY_SHAPE = frozenset(
-    {
-        *(aten.ones_like.default, aten.zeros_like.default, aten.full_like.default),
-        *(aten.new_ones.default, aten.new_zeros.default, aten.new_full.default),
-    }
-)
-"""Operators to whose results the contents of their arguments do not matter."""
-_CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
-_INDEXING = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
 _MASKS = (torch.bool, torch.uint8)
 
 

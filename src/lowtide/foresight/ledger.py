@@ -5,7 +5,7 @@ when autograd, or whoever else, lets go of the memory. Views, in-place operators
 allocate nothing. What operators allocate and free inside is in `scratch.py`.
 
 Under a dispatch mode autograd does not write to the tensors that it accumulates, for it can't know what the mode does.
-Where it would write in place without one, the ledger hands the old memory on to the result (`_INPLACE_OTHERWISE`).
+Where it would write in place without one, the ledger hands the old memory on to the result (`INPLACE_OTHERWISE`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from lowtide import _torch
 from lowtide.errors import RehearsalError
 from lowtide.foresight.answers import Answers
+from lowtide.foresight.kinds import CONTIGUOUS, INPLACE_OTHERWISE
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.twins import Twins, is_real
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
@@ -34,25 +35,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
-
-_INPLACE_OTHERWISE = frozenset(
-    {
-        aten.add.Tensor,
-        aten.index_put.default,
-        aten._index_put_impl.default,
-        aten.index_add.default,
-        aten.scatter.src,
-        aten.scatter.value,
-        aten.scatter_add.default,
-        aten.masked_fill.Scalar,
-        aten.slice_scatter.default,
-        aten.select_scatter.default,
-    }
-)
-"""What autograd's own code calls in place of the operator that writes to its first argument (torch 2.13)."""
-
-_CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
-"""Operators whose results the CPU lays out contiguously, and fake tensors like their arguments (torch 2.13)."""
 
 
 class _Living:
@@ -176,7 +158,7 @@ class Ledger(TorchDispatchMode, Recorder):
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
         except _torch.DATA_DEPENDENT as error:
             raise self._answers.refusal(f"the size of what {_name(func)} gives depends on contents") from error
-        if func in _CONTIGUOUS and self.device == "cpu":
+        if func in CONTIGUOUS and self.device == "cpu":
             return tuple(None if t is None else _contiguous(t) for t in out)
         return out
 
@@ -185,7 +167,7 @@ class Ledger(TorchDispatchMode, Recorder):
         new = [tensor for tensor in made if _storage(tensor) not in self._living]
         if not new:
             return
-        if len(new) == 1 and func in _INPLACE_OTHERWISE and self._hand_on(args[0], new[0]):
+        if len(new) == 1 and func in INPLACE_OTHERWISE and self._hand_on(args[0], new[0]):
             return
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
         for number, tensor in enumerate(new):

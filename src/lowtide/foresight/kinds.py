@@ -1,0 +1,42 @@
+"""Operators by what a rehearsal has to know of them (torch 2.13)."""
+
+from __future__ import annotations
+
+import torch
+
+aten = torch.ops.aten
+
+INPLACE_OTHERWISE = frozenset(
+    {
+        aten.add.Tensor,
+        aten.index_put.default,
+        aten._index_put_impl.default,
+        aten.index_add.default,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter_add.default,
+        aten.masked_fill.Scalar,
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+    }
+)
+"""What autograd's own code calls in place of the operator that writes to its first argument (torch 2.13)."""
+
+CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
+"""Operators whose results the CPU lays out contiguously, and fake tensors like their arguments (torch 2.13)."""
+
+NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})
+ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
+PACKING = aten._pack_padded_sequence.default
+"""The only operator that gives a tensor on the CPU beside one on a card."""
+BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor, PACKING})
+"""Operators whose results' shapes depend on contents, but not on those of floating-point arguments."""
+BY_SHAPE = frozenset(
+    {
+        *(aten.ones_like.default, aten.zeros_like.default, aten.full_like.default),
+        *(aten.new_ones.default, aten.new_zeros.default, aten.new_full.default),
+    }
+)
+"""Operators to whose results the contents of their arguments do not matter."""
+CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
+INDEXING = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
