@@ -302,4 +302,7 @@ def _called_by_autograd() -> bool:
     return frame.f_code is _torch.BACKWARD_CALL
 
 
-_WRAPPERS = ("torch/utils/_python_dispatch.py", "torch/_ops.py", "lowtide/foresight/ledger.py")
+_WRAPPERS = (
+    *("torch/utils/_python_dispatch.py", "torch/_ops.py"),
+    *("lowtide/foresight/ledger.py", "lowtide/foresight/device/ledger.py"),
+)
