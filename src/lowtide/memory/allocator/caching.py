@@ -22,6 +22,8 @@ from lowtide.units import format_bytes
 _FIRST_ADDRESS = 0x7F00_0000_0000
 """Somewhere in the part of the address space where CUDA puts its own."""
 
+Addresses = Iterator[int] | Callable[[int], int]
+
 SegmentEvent = Callable[[str, int, int, int], None]
 """Told "segment_alloc", "segment_free", "segment_map" or "segment_unmap", an address, bytes and a stream."""
 
@@ -50,7 +52,7 @@ class CachingAllocator:
     `capacity` is what the device can give to the allocator: its memory less the CUDA context and other processes; None
     for no end. `total` is all of its memory, to which `per_process_memory_fraction` applies; by default the same.
     `on_segment` is told what is taken from the device and given back. `addresses` of new segments are invented,
-    ascending, unless an iterator gives them; they decide only between free blocks of equal size.
+    ascending, unless an iterator or a function of bytes gives them; they decide only between free blocks of equal size.
 
     The levels `requested`, `allocated` and `reserved` are those of `torch.cuda.memory_stats`, and `peak_*` theirs.
     """
@@ -62,7 +64,7 @@ class CachingAllocator:
         *,
         total: int | None = None,
         on_segment: SegmentEvent | None = None,
-        addresses: Iterator[int] | None = None,
+        addresses: Addresses | None = None,
     ) -> None:
         self.config = config or AllocatorConfig()
         self.capacity = total if capacity is None else capacity
@@ -238,8 +240,10 @@ class CachingAllocator:
         return self.capacity is None or self.reserved + n_bytes <= self.capacity
 
     def _new_address(self, n_bytes: int) -> int:
-        if self._addresses is not None:
+        if isinstance(self._addresses, Iterator):
             return next(self._addresses)
+        if self._addresses is not None:
+            return self._addresses(n_bytes)
         address = self._next_address
         self._next_address += -(-n_bytes // ROUND_LARGE) * ROUND_LARGE  # cudaMalloc's own steps
         return address

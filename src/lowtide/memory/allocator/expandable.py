@@ -6,10 +6,8 @@ public recording shows this mode, so it is tested against sequences worked out b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lowtide.memory.allocator.blocks import Block, FreeBlocks
-from lowtide.memory.allocator.caching import CachingAllocator, SegmentEvent
+from lowtide.memory.allocator.caching import Addresses, CachingAllocator, SegmentEvent
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
 from lowtide.memory.allocator.sizes import MIN_BLOCK_SIZE, SMALL_SEGMENT, segment_size
 
@@ -27,7 +25,7 @@ class ExpandableAllocator(CachingAllocator):
         *,
         total: int | None = None,
         on_segment: SegmentEvent | None = None,
-        addresses: Iterator[int] | None = None,
+        addresses: Addresses | None = None,
     ) -> None:
         super().__init__(config, capacity, total=total, on_segment=on_segment, addresses=addresses)
         device = capacity if total is None else total
@@ -144,7 +142,7 @@ def allocator_for(
     *,
     total: int | None = None,
     on_segment: SegmentEvent | None = None,
-    addresses: Iterator[int] | None = None,
+    addresses: Addresses | None = None,
 ) -> CachingAllocator:
     """The allocator that torch would be under `config`; see CachingAllocator for the other arguments."""
     config = config or AllocatorConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowtide.memory.allocator.caching import OutOfMemory
+from lowtide.memory.allocator.caching import Addresses, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.expandable import allocator_for
 from lowtide.memory.events import Allocate, EventStream, Free
@@ -48,14 +48,15 @@ def simulate(
     *,
     total: int | None = None,
     at_entry: Iterable[int] = (),
+    addresses: Addresses | None = None,
 ) -> Reserved:
     """What `stream` makes the caching allocator reserve, on one CUDA stream.
 
     `capacity` is the bytes that the device can give, None for no end, and `total` those to which a memory fraction
     applies. `at_entry` are the sizes of the blocks that are there when the stream begins and stay; blocks from entry
-    that the stream frees are put beside them, as their sizes are known from it.
+    that the stream frees are put beside them, as their sizes are known from it. `addresses` are those of new segments.
     """
-    allocator = allocator_for(config, capacity, total=total)
+    allocator = allocator_for(config, capacity, total=total, addresses=addresses)
     alive = {}
     index = -1
     failure = None
