@@ -1,0 +1,187 @@
+"""The predictions as Markdown, and one as a line for the terminal. Pure functions of the records."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from estimators.records import Predictions
+from estimators.rows import LENGTH, STRATA, TOOLS, Row
+from estimators.scores import OURS, Scored, claims, comparisons, errors, finished, scored
+
+MIB = 2**20
+
+_INTRODUCTION = """\
+# Predicted peaks beside measured ones
+
+`lowtide.foresee(model, step, batch, device=...)` says what a training step reserves on a CUDA card, on a machine that
+has none. Here it says so of training runs that somebody else measured, beside what four estimators said of the same
+runs: the artefact of [xMem](https://github.com/Stone-ResearchLife/xMem) (Middleware 2025, MIT licence), of which
+`bench/data/xmem_rows.json` has a sample drawn by hand for spread: 23 models, 3 cards, 80 runs that finished and 11 that
+ran out of memory. `python bench/xmem.py` made this page and [prediction.json](prediction.json); it takes {minutes} on
+one core. {versions}
+
+**Measured** is the highest sample of NVML's used memory less the first one: the peak of *reserved* bytes, and the
+kernels that are loaded on the way. **Predicted** is the peak of reserved bytes alone. No constant is added for kernels,
+so a bias of -0.1 to -2 % is to be expected. An **error** is (predicted - measured) / measured; medians and maxima are
+of its absolute value.
+"""
+
+_BEHIND = """\
+## What is behind a prediction
+
+- The runs' four iterations (2 x 2: `foresee` takes a step twice) with the models' own code under fake tensors, from
+  `model.to(device)` on, in the order of the artefact's loops, with what their variables keep alive.
+- CUDA's behaviours: attention kernels, dropout masks of one byte, `foreach` optimizers, a cuBLAS workspace of 8,519,680
+  bytes for each of two threads (torch's sources name each).
+- The caching allocator, simulated. Which address the driver gives a new segment decides between free blocks of equal
+  size, and in some runs with that whether one more tensor of logits has room. Expected is the order that is seen in
+  memory snapshots of other programs (`bench/estimators/addresses.py`).
+- Workspaces of cuDNN's convolutions depend on heuristics of the library and on what is free; they make repeats of a CNN
+  differ by 0.5 to 8 %. None is expected, nor does xMem count any. Copies of what is not channels-last, as its kernels
+  for tensor cores need them, are the upper bound; counted as expected they gave errors four times as large here.
+- **Range** is the least and the most of five other orders of addresses, of those bounds, and for small batches of text
+  of three other sequences of lengths.
+- No number is fitted to these rows: the allocator's constants and the cuBLAS workspace are from torch's sources, the
+  card's memory is the driver's own output, the driver's chunk is from the snapshots. Choices between models that these
+  rows were seen to make are the one about workspaces, and no other.
+
+## What the rows do not tell
+
+- **Transformers, batch 15 and more**: lines of text are padded to the longest in their batch, at most {length} tokens,
+  which is {length} in practically every batch. Repeats agree within 18 MiB. This is the sharpest test.
+- **Transformers, smaller batches**: the longest line of some iterations is shorter, in an order that nobody recorded. A
+  short batch before a long one leaves cached blocks that do not fit: rows lie up to 17 % above the value for {length}
+  tokens, with which they are compared all the same. Their range has runs with shorter batches in it.
+- **CNNs**: the shapes are exact, the workspaces are not.
+
+The rows' transformers is 4.51.3; with it the page was made. Newer versions of transformers call attention and losses
+in another way, which can move a row.
+"""
+
+
+_COLUMNS = " | ".join(
+    ("| row", "model, batch, optimizer", "card", "measured MiB", "predicted", "range", "Lowtide", *TOOLS, "")
+).rstrip()
+
+
+def page(rows: Sequence[Row], predictions: Predictions) -> str:
+    """`docs/prediction.md`."""
+    pairs = scored(rows, predictions.found)
+    parts = [*_head(predictions, pairs), *_summary(pairs), *_finished(pairs), *_refused(pairs)]
+    return "\n".join([*parts, *_left_out(rows, predictions), _BEHIND.format(length=LENGTH)]).rstrip() + "\n"
+
+
+def line(pair: Scored) -> str:
+    """One row for the terminal."""
+    row, found = pair.row, pair.prediction
+    assert found.reserved_bytes is not None
+    error = f"{'':>8}" if row.oom else f"{pair.error():>+8.2%}"
+    measured = f"{'>' if row.oom else ''}{row.measured_bytes // MIB}"
+    return (
+        f"{row.id} {row.name:46} {measured:>7} MiB measured, {found.reserved_bytes // MIB:>6} predicted {error}  "
+        f"{found.verdict}, {found.seconds:.1f} s"
+    )
+
+
+def _head(predictions: Predictions, pairs: Sequence[Scored]) -> Iterator[str]:
+    minutes = sum(pair.prediction.seconds for pair in pairs) / 60
+    versions = ", ".join(f"{name} {version}" for name, version in predictions.versions.items())
+    yield _INTRODUCTION.format(minutes=f"{minutes:.0f} minutes", versions=f"With {versions}.")
+
+
+def _summary(pairs: Sequence[Scored]) -> Iterator[str]:
+    yield "| claim | found | |"
+    yield "|---|---:|---|"
+    for claim in claims(pairs):
+        held = {True: "holds", False: "**does not hold**", None: "not measured"}[claim.held]
+        yield f"| {claim.text} | {claim.found} | {held} |"
+    yield ""
+    yield "| Lowtide | rows | median | nine of ten within | worst |"
+    yield "|---|---:|---:|---:|---:|"
+    for stratum in (None, *STRATA):
+        found = sorted(errors(finished(pairs, stratum)))
+        if found:
+            ninth = found[-(-9 * len(found) // 10) - 1]
+            cells = f"{statistics.median(found):.2%} | {ninth:.1%} | {found[-1]:.1%}"
+            yield f"| {stratum or 'all'} | {len(found)} | {cells} |"
+    yield ""
+    yield "The others on the same rows, as far as they know the model:"
+    yield ""
+    yield "| | | rows | median | worst | Lowtide: median | worst |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    for c in comparisons(pairs):
+        ours = f"{c.our_median:.2%} | {c.our_worst:.1%}"
+        yield f"| {c.tool} | {c.stratum or 'all'} | {c.n_rows} | {c.median:.2%} | {c.worst:.1%} | {ours} |"
+    yield ""
+    yield (
+        "xMem runs the real step on a CPU and adds a term that was measured on the card; DNNMem's numbers have that "
+        "term too. SchedTune is a regression. All four are as the artefact's authors ran them."
+    )
+    yield ""
+
+
+def _finished(pairs: Sequence[Scored]) -> Iterator[str]:
+    yield "## Runs that finished"
+    for stratum in STRATA:
+        found = finished(pairs, stratum)
+        if not found:
+            continue
+        yield ""
+        yield f"### {stratum[0].upper()}{stratum[1:]}"
+        yield ""
+        yield (
+            "| row | model, batch, optimizer | card | measured MiB | predicted | range | Lowtide | "
+            + " | ".join(TOOLS)
+            + " |"
+        )
+        yield "|---|---|---|---:|---:|---:|---:|" + "---:|" * len(TOOLS)
+        for pair in found:
+            yield f"{_run(pair)} | " + " | ".join(_error(pair, tool) for tool in (OURS, *TOOLS)) + " |"
+    yield ""
+
+
+def _refused(pairs: Sequence[Scored]) -> Iterator[str]:
+    yield "## Runs that ended out of memory"
+    yield ""
+    yield "Measured is how far they came. The tools' columns: whether they said so."
+    yield ""
+    yield (
+        "| row | model, batch, optimizer | card | measured MiB | predicted | range | Lowtide | "
+        + " | ".join(TOOLS)
+        + " |"
+    )
+    yield "|---|---|---|---:|---:|---:|---|" + "---|" * len(TOOLS)
+    for pair in pairs:
+        if pair.row.oom:
+            said = {True: "yes", False: "**no**", None: "-"}
+            cells = " | ".join(said[pair.says_out_of_memory(tool)] for tool in (OURS, *TOOLS))
+            yield f"{_run(pair)} | {cells} |"
+    yield ""
+
+
+def _run(pair: Scored) -> str:
+    row, found = pair.row, pair.prediction
+    assert found.reserved_bytes is not None
+    assert found.least_bytes is not None
+    assert found.most_bytes is not None
+    same = found.least_bytes == found.most_bytes
+    within = "" if same else f"{found.least_bytes // MIB:,} to {found.most_bytes // MIB:,}"
+    card = row.card.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    measured = f"{'> ' if row.oom else ''}{row.measured_bytes // MIB:,}"
+    return f"| {row.id} | {row.name} | {card} | {measured} | {found.reserved_bytes // MIB:,} | {within}"
+
+
+def _error(pair: Scored, tool: str) -> str:
+    error = pair.error(tool)
+    return "-" if error is None else f"{error:+.1%}"
+
+
+def _left_out(rows: Sequence[Row], predictions: Predictions) -> Iterator[str]:
+    left = {prediction.row: prediction.refusal for prediction in predictions.found if prediction.refusal is not None}
+    yield "## Rows that were not rebuilt"
+    yield ""
+    for row in rows:
+        if row.id in left:
+            yield f"- **{row.id}**, {row.name}: {left[row.id]}."
+    yield ""

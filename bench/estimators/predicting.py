@@ -1,0 +1,51 @@
+"""One run, foreseen on a card that is not there."""
+
+from __future__ import annotations
+
+import time
+
+import lowtide
+from estimators.addresses import DriverAddresses, others
+from estimators.models import build
+from estimators.records import Prediction
+from estimators.rows import Row
+from estimators.training import Loop
+from lowtide.foresight.device.outcome import CardForesight
+from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.allocator.simulation import simulate
+from lowtide.memory.cards import Card
+
+CAPABILITY = {
+    "NVIDIA GeForce RTX 4060": (8, 9),
+    "NVIDIA GeForce RTX 3060": (8, 6),
+    "NVIDIA A100-SXM4-40GB": (8, 0),
+}
+
+
+def predict(row: Row) -> Prediction:
+    """What the run reserves, whether it fits on its card, and how long it took to say so."""
+    began = time.perf_counter()
+    expected, *others_possible = row.lengths
+    foreseen = foresee(row, expected)
+    needs = simulate(foreseen.whole, addresses=DriverAddresses())
+    peaks = [needs.peak_reserved_bytes, *foreseen.interval]
+    peaks += [simulate(foreseen.whole, addresses=order).peak_reserved_bytes for order in others()]
+    for lengths in others_possible:
+        peaks.append(simulate(foresee(row, lengths).whole, addresses=DriverAddresses()).peak_reserved_bytes)
+    return Prediction(
+        row=row.id,
+        reserved_bytes=needs.peak_reserved_bytes,
+        least_bytes=min(peaks),
+        most_bytes=max(peaks),
+        allocated_bytes=needs.peak_allocated_bytes,
+        verdict=foreseen.verdict,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def foresee(row: Row, lengths: tuple[int, ...]) -> CardForesight:
+    """The whole run on its card."""
+    model = build(row.model)
+    loop = Loop(row, model, lengths)
+    card = Card(name=row.card, total_bytes=row.card_bytes, capability=CAPABILITY[row.card], source=row.source)
+    return lowtide.foresee(model, loop, None, device=card, optimizer=loop.optimizer, allocator=AllocatorConfig())

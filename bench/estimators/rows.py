@@ -1,0 +1,99 @@
+"""The measured runs in `bench/data/xmem_rows.json`, and what is known of how they ran."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+DATA = Path(__file__).parents[1] / "data" / "xmem_rows.json"
+
+TOOLS = ("xMem", "DNNMem", "SchedTune", "LLMem")
+"""The estimators whose numbers the rows have."""
+
+Stratum = Literal["transformer, batch 15 and more", "transformer, smaller batch", "CNN"]
+STRATA: tuple[Stratum, ...] = ("transformer, batch 15 and more", "transformer, smaller batch", "CNN")
+
+LENGTH = 128
+"""Tokens of the longest line in a batch: lines of WikiText-2 are cut there, and about every fourth is longer."""
+
+ITERATIONS = 4
+
+SHORTER = ((96, LENGTH, LENGTH, LENGTH), (64, 96, 112, LENGTH), (LENGTH, 96, LENGTH, 112))
+"""What the four iterations of a small batch may have been as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a tool said of a run before it ran; no bytes where it does not know the model."""
+
+    bytes: int | None
+    oom: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One training run of four iterations on a card."""
+
+    id: str
+    source: str
+    commit: str
+    run_set: str
+    family: Literal["cnn", "transformer"]
+    model: str
+    batch: int
+    optimizer: str
+    zero_grad_mode: int | None
+    card: str
+    card_bytes: int
+    oom: bool
+    """It ended out of memory."""
+    measured_bytes: int
+    """Peak of reserved bytes and kernels loaded on the way; how far it came if it ended out of memory."""
+    estimates: dict[str, Estimate]
+
+    @property
+    def name(self) -> str:
+        """Model, batch size and optimizer."""
+        return f"{self.model.rpartition('/')[2]} {self.batch} {self.optimizer}"
+
+    @property
+    def stratum(self) -> Stratum:
+        """Rows of one stratum are about equally well known.
+
+        In small batches of text the longest line differs from run to run, and with it what is reserved.
+        """
+        if self.family == "cnn":
+            return "CNN"
+        return "transformer, batch 15 and more" if self.batch >= 15 else "transformer, smaller batch"
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the longest line in each iteration: what is expected, and what it may have been as well."""
+        expected = (LENGTH,) * ITERATIONS
+        padded_at_random = self.stratum == "transformer, smaller batch" and self.run_set != "colab"
+        return (expected, *SHORTER) if padded_at_random else (expected,)
+
+    @property
+    def unknown(self) -> str | None:
+        """Why this run can't be rebuilt; None if it can."""
+        if self.run_set != "colab":
+            return None
+        missing = []
+        if self.model in _ONE_LINE:
+            missing.append("one line of text an iteration, of unknown length")
+        if self.optimizer == "Adafactor":
+            missing.append("torch's Adafactor or transformers', which take different temporaries")
+        if self.model.startswith("google/gemma"):
+            missing.append("attention kernel not recorded")
+        return "; ".join(missing) or None
+
+
+_ONE_LINE = ("google/gemma-2-2b-it", "meta-llama/Llama-3.2-3B-Instruct")
+
+
+def load(path: Path = DATA) -> tuple[Row, ...]:
+    """All rows: first those that finished."""
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return tuple(Row(**{**row, "estimates": {k: Estimate(**e) for k, e in row["estimates"].items()}}) for row in found)

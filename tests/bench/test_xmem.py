@@ -1,0 +1,80 @@
+"""Published measurements: one row predicted, one that ran out of memory, what can't be rebuilt, and the arithmetic."""
+
+from estimators.addresses import CHUNK, DriverAddresses
+from estimators.page import page
+from estimators.predicting import predict
+from estimators.records import Prediction, Predictions
+from estimators.rows import STRATA, load
+from estimators.scores import Scored, claims, comparisons, scored
+
+MIB = 2**20
+ROWS = {row.id: row for row in load()}
+
+
+def test_distilgpt2_comes_out_within_two_percent() -> None:
+    row = ROWS["x053"]
+    found = predict(row)
+    assert (row.model, row.batch, row.optimizer) == ("distilbert/distilgpt2", 30, "AdamW")
+    assert found.reserved_bytes is not None
+    assert abs(found.reserved_bytes / row.measured_bytes - 1) < 0.02  # 0.3 % with the transformers that it ran with
+    assert found.verdict == "fits"
+
+
+def test_a_run_that_ended_out_of_memory_does_not_fit() -> None:
+    row = ROWS["x088"]
+    found = predict(row)
+    assert row.oom
+    assert found.reserved_bytes is not None
+    assert found.reserved_bytes > row.card_bytes
+    assert found.verdict == "does not fit"
+
+
+def test_rows_are_all_there_and_belong_to_a_stratum() -> None:
+    assert len(ROWS) == 91
+    assert sum(row.oom for row in ROWS.values()) == 11
+    assert {row.stratum for row in ROWS.values()} == set(STRATA)
+    assert [row.id for row in ROWS.values() if row.unknown] == ["x045", "x067", "x068", "x069", "x072"]
+
+
+def test_errors_of_others_are_those_that_were_published() -> None:
+    """The stored estimates of the 80 runs that finished: medians as the artefact has them."""
+    measured = [Prediction(row=row.id, reserved_bytes=row.measured_bytes) for row in ROWS.values()]
+    found = {(c.tool, c.stratum): c for c in comparisons(scored(tuple(ROWS.values()), measured))}
+    assert [(found[tool, None].n_rows, round(found[tool, None].median, 3)) for tool in ("xMem", "DNNMem")] == [
+        (80, 0.029),
+        (77, 0.226),
+    ]
+    assert found["xMem", None].our_worst == 0
+
+
+def test_claims_fail_where_they_do_not_hold() -> None:
+    rows = tuple(ROWS.values())
+    half = [
+        Prediction(row=row.id, reserved_bytes=row.measured_bytes // 2, verdict="does not fit" if row.oom else "fits")
+        for row in rows
+    ]
+    assert [claim.held for claim in claims(scored(rows, half))] == [False, False, False, False, True, True]
+    swapped = [Prediction(row=row.id, reserved_bytes=1, verdict="fits" if row.oom else "does not fit") for row in rows]
+    assert [claim.held for claim in claims(scored(rows, swapped))][4:] == [False, False]
+    assert [claim.held for claim in claims([])] == [None] * 6
+
+
+def test_the_page_names_what_was_left_out() -> None:
+    row, left = ROWS["x053"], ROWS["x067"]
+    found = (
+        Prediction(row=row.id, reserved_bytes=2 * row.measured_bytes, least_bytes=MIB, most_bytes=2 * MIB),
+        Prediction(row=left.id, refusal="nobody knows"),
+    )
+    text = page((row, left), Predictions(versions={"torch": "1"}, found=found))
+    assert "gemma-2-2b-it 1 Adafactor: nobody knows" in text
+    assert "| +100.0% |" in text
+    assert Scored(row=row, prediction=found[0]).error() == 1
+
+
+def test_rests_of_chunks_are_filled_from_the_lowest() -> None:
+    address = DriverAddresses()
+    first, second = address(20 * MIB), address(44 * MIB)
+    assert first - second == 2 * CHUNK  # downwards, in whole chunks
+    assert address(20 * MIB) == second + 44 * MIB
+    assert address(3 * MIB) == first + 20 * MIB
+    assert address(10 * MIB) == second - CHUNK
