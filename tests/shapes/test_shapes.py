@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lowtide.rehearsal.trials import Flops
 from lowtide.remat.seam import CALL
 from lowtide.shapes.between import PREDICTED, alike, between
 from lowtide.shapes.sizes import Range
+from lowtide.shapes.switching import Switched, Switching
 from models import build, same, state
 from remat.plans import Ops
 
@@ -104,6 +106,36 @@ def test_sizes_may_change_between_a_forward_and_its_backward(fitted):
         found.append([p.grad.clone() for p in one.model.parameters()])
         one.model.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+REPLAYS = (
+    (),
+    ("transformer.h.1.mlp#0",),
+    ("transformer.h.0#0", "transformer.h.1#0", "transformer.h.1.mlp#0"),
+    ("transformer.h.0.mlp#0", "transformer.h.1#0", "transformer.h.2#0", "transformer.h.2.attn#0"),
+)
+"""A plan's for each bucket: what one replays, another replays inside of something else."""
+
+
+def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted):
+    buckets = [
+        replace(bucket, plan=replace(bucket.plan, remake={}, replay=replay, advance=()))
+        for bucket, replay in zip(fitted[1].buckets, REPLAYS, strict=True)
+    ]
+    lengths = [int(bucket.size.split()[1][:-1]) for bucket in buckets]
+    case, plain = build("gpt2"), build("gpt2")
+    switched = Switched(Switching(case.model, buckets))
+    found = []
+    for one in (case, plain):
+        torch.manual_seed(5)
+        losses = [one.model(**cut(one.batch, 4, length)).loss for length in (*lengths[::-1], *lengths)]
+        for loss in losses[1:]:
+            loss.backward()
+        losses[0].backward()
+        found.append([p.grad.clone() for p in one.model.parameters()])
+    switched.remove()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not switched.drifted
 
 
 def test_a_batch_beyond_the_largest_gets_its_plan_and_one_warning(fitted):
