@@ -114,6 +114,16 @@ def test_a_plan_holds_for_smaller_batches_and_shorter_sequences():
     assert same(state(plain), state(planned))
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [({"offload": True}, "on the CPU"), ({"shapes": "auto", "levers": ["loss head"]}, "neither levers nor offload")],
+)
+def test_what_can_not_be_is_refused_before_anything_runs(asked, why):
+    model = nn.Linear(2, 2)
+    with pytest.raises(lowtide.LowtideError, match=why):
+        lowtide.fit(model, lambda batch: pytest.fail("the step ran"), torch.ones(2), budget="50%", **asked)
+
+
 @pytest.mark.parametrize("budget", [0, -1, "0%", "some", "8 parsecs", 3.5, None])
 def test_a_budget_of_nonsense_is_refused_before_anything_runs(budget):
     def never(batch):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
-from lowtide.identity import fingerprint
+from lowtide.identity import device_of, fingerprint
 from lowtide.levers import DEFAULT, named
 from lowtide.levers.choosing import Choice, advice, choose, optimizer_of
 from lowtide.levers.lever import Site
@@ -86,6 +86,7 @@ def fit(
     optimizer: Optimizer | None = None,
     profile: Profile | None = None,
     levers: Collection[str] = DEFAULT,
+    offload: bool = False,
     shapes: Any = None,
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
@@ -100,9 +101,13 @@ def fit(
     backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
     the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
 
+    With `offload=True` saved tensors may also wait for backward in memory of the host, where that takes less time than
+    making them again; not on a CPU.
+
     With `shapes` smaller batches pay less or nothing: `batch` is the largest of the loop, and `shapes` a small one of
     the same form, or "auto" for its sequences (without any, its rows) cut to a quarter. Each bucket of sizes between
-    the two has a plan and a proof of its own, which is some 30 steps; the result is a FittedSizes. No levers then.
+    the two has a plan and a proof of its own, which is some 30 steps; the result is a FittedSizes. No levers then, and
+    no offloading.
 
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
     reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned; StalePlan
@@ -113,8 +118,10 @@ def fit(
     kinds = [named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
         raise LowtideError(f'shapes is {shapes!r}; it takes "auto" or a batch that is smaller than the other.')
-    if shapes is not None and set(levers) - set(DEFAULT):
-        raise LowtideError("levers and shapes were both given, and one plan has one of them: leave out the other.")
+    if shapes is not None and (set(levers) - set(DEFAULT) or offload):
+        raise LowtideError("shapes goes with neither levers nor offload: leave out the one or the other.")
+    if offload and device_of(model) == "cpu":
+        raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
     if profile is None:
         profile = rehearse(model, step, batch, optimizer=optimizer)
     elif differences := profile.fingerprint.differences(fingerprint(model, batch)):
@@ -125,8 +132,8 @@ def fit(
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
         optimizer = optimizer_of(model, step, batch)
     site = Site(model, step, batch, optimizer)
-    choice, budget_bytes = _chosen(site, profile, budget, levers)
-    made = _planned(choice, budget_bytes, budget_bytes)
+    choice, budget_bytes = _chosen(site, profile, budget, levers, offload)
+    made = _planned(choice, budget_bytes, budget_bytes, offload)
     measured: list[int] = []
     for _ in range(REPAIRS):
         verdict = verify(model, step, batch, made, optimizer=optimizer)
@@ -137,13 +144,15 @@ def fit(
         measured.append(verdict.measured_peak_bytes)
         over = verdict.measured_peak_bytes - budget_bytes
         try:
-            made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes)
+            made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
         except Infeasible:
             break
     raise OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured))
 
 
-def _chosen(site: Site, profile: Profile, budget: int | str, levers: Collection[str]) -> tuple[Choice, int]:
+def _chosen(
+    site: Site, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
+) -> tuple[Choice, int]:
     """The levers that pay, and the budget in bytes. Raises Infeasible, which names further levers that may help."""
     plain = simulator_of(profile).predict(Decisions())
     measured = profile.measured_plain_peak_bytes
@@ -155,7 +164,7 @@ def _chosen(site: Site, profile: Profile, budget: int | str, levers: Collection[
     else:
         choice = choose(site, profile, plain, budget_bytes, levers)
     try:
-        plan(choice.profile, budget_bytes)
+        plan(choice.profile, budget_bytes, offload=offload)
     except Infeasible as error:
         raise Infeasible(
             budget_bytes=error.budget_bytes,
@@ -167,9 +176,9 @@ def _chosen(site: Site, profile: Profile, budget: int | str, levers: Collection[
     return choice, budget_bytes
 
 
-def _planned(choice: Choice, aim_bytes: int, budget_bytes: int) -> Plan:
+def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
     """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
-    made = plan(choice.profile, aim_bytes)
+    made = plan(choice.profile, aim_bytes, offload=offload)
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes))
 
 
