@@ -1,8 +1,8 @@
 """Language models whose loss head is most of their step, and what a step did to them."""
 
+import contextlib
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,19 +65,20 @@ class Ran:
     outputs: Any = field(repr=False)
 
 
-def run(model: nn.Module, batch: Batch, **more: Any) -> Ran:
-    """Forward and backward in a loop that holds the outputs, from a fixed seed."""
+def run(model: nn.Module, batch: Batch, *, measured: bool = False, **more: Any) -> Ran:
+    """Forward and backward in a loop that holds the outputs, from a fixed seed; the peak only where it is asked for."""
     model.zero_grad()
     torch.manual_seed(2)
-    with lowtide.measure() as memory:
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(lowtide.measure()) if measured else None
         outputs = model(**batch, **more)
         outputs.loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return Ran(outputs.loss.detach(), gradients, memory.peak_bytes, outputs)
+    return Ran(outputs.loss.detach(), gradients, 0 if memory is None else memory.peak_bytes, outputs)
 
 
-@contextmanager
+@contextlib.contextmanager
 def pulled(
     model: nn.Module, *names: str, optimizer: torch.optim.Optimizer | None = None, **settings: float
 ) -> Iterator[Any]:

@@ -203,7 +203,7 @@ def test_a_gradient_scaler_is_refused() -> None:
         LEVERS[STEP].settings(Site(model, step, rows(), optimizer))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_fused_kernels_take_no_temporaries_and_go_again(kind: Any) -> None:
     model, optimizer = build(kind, foreach=True)
     step = plain_step(model, optimizer)

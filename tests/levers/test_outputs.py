@@ -22,9 +22,9 @@ Step = Callable[[Batch], Tensor]
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
 def test_the_logits_go_and_the_bits_stay(kind: str) -> None:
     model, batch = model_of(kind), batch_of()
-    plain = run(model, batch)
+    plain = run(model, batch, measured=True)
     with pulled(model, "outputs") as on:
-        found = run(model, batch)
+        found = run(model, batch, measured=True)
         on.check()
     assert plain.peak_bytes - found.peak_bytes == LOGITS_BYTES
     assert torch.equal(plain.loss, found.loss)
@@ -132,16 +132,16 @@ def test_fit_pulls_it_without_a_word_where_it_saves() -> None:
 
 
 def test_a_plan_file_brings_its_levers_along(tmp_path: Any) -> None:
-    model, batch = model_of("gpt2"), batch_of()
+    model, batch = model_of("gpt2", n_layer=1), batch_of()
     with lowtide.fit(model, _holding(model), batch, budget="70%") as fitted:
         assert fitted.plan.levers
         assert fitted.plan.remake
         fitted.plan.to_json(tmp_path / "plan.json")
     plan = lowtide.Plan.from_json(tmp_path / "plan.json")
-    other = model_of("gpt2")
-    plain = run(other, batch)
+    other = model_of("gpt2", n_layer=1)
+    plain = run(other, batch, measured=True)
     with lowtide.apply(other, plan):
-        planned = run(other, batch)
+        planned = run(other, batch, measured=True)
     assert plain.peak_bytes - planned.peak_bytes > LOGITS_BYTES
     assert all(torch.equal(plain.gradients[name], planned.gradients[name]) for name in plain.gradients)
     assert lowtide.verify(other, _holding(other), batch, plan).identical

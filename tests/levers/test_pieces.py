@@ -17,9 +17,9 @@ ROUNDING = 2e-6
 @pytest.mark.parametrize(("n", "more"), [(2, {}), (3, {"num_items_in_batch": 77}), (4, {})])
 def test_the_whole_batchs_loss_and_gradients(n: int, more: dict[str, Any]) -> None:
     model, batch = model_of("llama"), batch_of()
-    plain = run(model, batch, **more)
+    plain = run(model, batch, measured=True, **more)
     with pulled(model, "micro-batches", n=n) as on:
-        found = run(model, batch, **more)
+        found = run(model, batch, measured=True, **more)
         on.check()
     assert torch.allclose(plain.loss, found.loss, rtol=ROUNDING)
     assert close(plain.gradients, found.gradients, ROUNDING)
