@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from lowtide.fitting import Fitted, FittedSizes, fit
     from lowtide.foresight import Foresight, Largest, Unforeseeable, foresee, largest
+    from lowtide.foresight.device.outcome import CardForesight
     from lowtide.graphs import graph
     from lowtide.memory.measuring import measure
     from lowtide.oom.noting import explain_oom
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Applied",
     "BudgetError",
+    "CardForesight",
     "Fitted",
     "FittedSizes",
     "Foresight",
@@ -79,6 +81,7 @@ __all__ = [
 _HOMES = {
     "Applied": "lowtide.applying",
     "BudgetError": "lowtide.errors",
+    "CardForesight": "lowtide.foresight.device.outcome",
     "Fitted": "lowtide.fitting",
     "FittedSizes": "lowtide.fitting",
     "Foresight": "lowtide.foresight",
