@@ -238,6 +238,12 @@ def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [(True, False), (False, False)]
 
 
+def test_what_torch_compile_made() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert _torch.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
+    assert not _torch.is_compiled(module)
+
+
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 

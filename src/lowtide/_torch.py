@@ -80,6 +80,12 @@ GLOBAL_FORWARD_HOOKS = (_module._global_forward_pre_hooks, _module._global_forwa
 """Hooks on the calls of all modules of the process: tables by key, as each module has its own. 2.13."""
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile(module)` made it. 2.13."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported here: that takes a second
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`module(*args, **kwargs)` past whatever stands in CALL: its hooks and its forward. 2.13."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

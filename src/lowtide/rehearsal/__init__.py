@@ -13,7 +13,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.checks import check, check_uncompiled
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble, transients
@@ -43,6 +43,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     a prediction. Raises RehearsalError for a step that can't be planned, with the reason.
     """
     check(model, step)
+    check_uncompiled(model)
     with Unchanged(model, batch, optimizer) as unchanged:
         frugal = False
         try:

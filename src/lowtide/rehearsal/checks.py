@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lowtide._torch import is_compiled
 from lowtide.errors import RehearsalError
 
 
@@ -25,3 +26,18 @@ def check(model: Any, step: Any) -> None:
         raise RehearsalError(
             f"no parameter of {type(model).__name__} requires a gradient: there is no backward to plan."
         )
+
+
+def check_uncompiled(model: torch.nn.Module) -> None:
+    """Refuse modules that `torch.compile` has wrapped: their graphs decide by themselves what they keep.
+
+    Raises RehearsalError.
+    """
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            what = f"{path} is" if path else "the model is"
+            raise RehearsalError(
+                f"{what} compiled (torch.compile), and compiled code decides by itself what it keeps for backward. Fit "
+                "the model as it was before torch.compile, or give the compiled code a budget of its own: "
+                "torch._functorch.config.activation_memory_budget = 0.5."
+            )
