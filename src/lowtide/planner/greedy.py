@@ -106,21 +106,37 @@ class Search:
         return best
 
     def pruned(self, choice: Choice, limit: int) -> Choice:
-        """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones."""
+        """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones.
+
+        Several at once as long as that works, which takes fewer simulations.
+        """
         sweep = self.sweep(choice)
         full = self._unkeepable(sweep, limit)
-        for move in self.moves.undoing(choice):
-            if any(full[list(g.storages)].any() and not choice.replay[list(g.inside)].any() for g in move.keep):
-                continue
-            dropped = [*(a.storages for a in move.unadvance), *(g.storages for g in move.unoffload)]
-            if any(full[list(storages)].any() for storages in dropped):
-                continue
-            less = move.after(choice)
+        left, size = self.moves.undoing(choice), 1
+        while left:
+            part = [move for move in left[:size] if not self._is_in_vain(move, choice, full)]
+            less = choice
+            for move in part:
+                less = move.after(less)
             after = self.sweep(less)
             if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
-                choice, sweep = less, after
-                full = self._unkeepable(sweep, limit)
+                if part:
+                    choice, sweep = less, after
+                    full = self._unkeepable(sweep, limit)
+                left, size = left[size:], 2 * size
+            elif size > 1:
+                size = max(1, size // 4)
+            else:
+                left = left[1:]
         return choice
+
+    @staticmethod
+    def _is_in_vain(move: Move, choice: Choice, full: Flags) -> bool:
+        """Whether something that `move` keeps again has no room, as no simulation needs to tell."""
+        kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
+        return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
+            full[list(advance.storages)].any() for advance in move.unadvance
+        )
 
     def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
         """Storages for which there is no room between the end of forward and their remake: no simulation needed."""

@@ -88,6 +88,10 @@ class Moves:
         self._unreplays = _pairs((m.unreplay for m in self.moves), lambda replay: (replay.id,))
         self._clashes = _pairs((m.replay for m in self.moves), lambda replay: (replay.id,))
         self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
+        around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in self.moves]
+        self._is_around = np.array([bool(within) for within in around], np.bool_)
+        """Moves that are for replays in other replays only: without these they are the same as another."""
+        self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
         costs = [
             sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) + sum(g.cost for g in m.offload)
             for m in self.moves
@@ -139,6 +143,8 @@ class Moves:
         done = np.bincount(move, choice.replay[id_], n)
         move, id_ = self._advanced
         impossible = done + np.bincount(move, choice.advance[id_], n) > 0
+        move, id_ = self._within
+        impossible |= self._is_around & (np.bincount(move, choice.replay[id_], n) == 0)
         found: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
         return found
 
