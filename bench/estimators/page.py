@@ -18,8 +18,7 @@ _INTRODUCTION = """\
 has none. Here it says so of training runs that somebody else measured, beside what four estimators said of the same
 runs: the artefact of [xMem](https://github.com/Stone-ResearchLife/xMem) (Middleware 2025, MIT licence), of which
 `bench/data/xmem_rows.json` has a sample drawn by hand for spread: 23 models, 3 cards, 80 runs that finished and 11 that
-ran out of memory. `python bench/xmem.py` made this page and [prediction.json](prediction.json); it takes {minutes} on
-one core. {versions}
+ran out of memory. `python bench/xmem.py` made this page and [prediction.json](prediction.json). {versions}
 
 **Measured** is the highest sample of NVML's used memory less the first one: the peak of *reserved* bytes, and the
 kernels that are loaded on the way. **Predicted** is the peak of reserved bytes alone. No constant is added for kernels,
@@ -68,7 +67,7 @@ _COLUMNS = " | ".join(
 def page(rows: Sequence[Row], predictions: Predictions) -> str:
     """`docs/prediction.md`."""
     pairs = scored(rows, predictions.found)
-    parts = [*_head(predictions, pairs), *_summary(pairs), *_finished(pairs), *_refused(pairs)]
+    parts = [*_head(predictions), *_summary(pairs), *_finished(pairs), *_refused(pairs)]
     return "\n".join([*parts, *_left_out(rows, predictions), _BEHIND.format(length=LENGTH)]).rstrip() + "\n"
 
 
@@ -84,10 +83,9 @@ def line(pair: Scored) -> str:
     )
 
 
-def _head(predictions: Predictions, pairs: Sequence[Scored]) -> Iterator[str]:
-    minutes = sum(pair.prediction.seconds for pair in pairs) / 60
+def _head(predictions: Predictions) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in predictions.versions.items())
-    yield _INTRODUCTION.format(minutes=f"{minutes:.0f} minutes", versions=f"With {versions}.")
+    yield _INTRODUCTION.format(versions=f"With {versions}.")
 
 
 def _summary(pairs: Sequence[Scored]) -> Iterator[str]:
