@@ -42,8 +42,8 @@ _BEHIND = """\
 - **Range** is the least and the most of five other orders of addresses, of those bounds, and for small batches of text
   of three other sequences of lengths.
 - No number is fitted to these rows: the allocator's constants and the cuBLAS workspace are from torch's sources, the
-  card's memory is the driver's own output, the driver's chunk is from the snapshots. Choices between models that these
-  rows were seen to make are the one about workspaces, and no other.
+  card's memory is the driver's own output, the driver's chunk is from the snapshots. Two choices between models were
+  made after these rows had been seen: to expect no cuDNN workspace, and to go by the snapshots' order of addresses.
 
 ## What the rows do not tell
 
