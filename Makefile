@@ -1,9 +1,11 @@
 # Everything a checkout can do. Needs make and Python 3.11 or newer; each target installs the rest into .venv first.
 #
 #   PYTHON=...       the Python to build .venv with (default: python3.11, else python3)
+#   BENCH=...        scripts in bench/ for `make bench` (default: peers): make bench BENCH="overhead planning"
 #   PYTEST_ARGS=...  more arguments for pytest: make test PYTEST_ARGS="-k units -x"
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
+BENCH ?= peers
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -26,8 +28,8 @@ lint: $(READY) ## check style, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(READY) ## run every script in bench/, one after the other
-	@set -e; for script in $(sort $(wildcard bench/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: $(READY) ## measure Lowtide beside the others: docs/benchmarks.md
+	@set -e; for name in $(BENCH); do echo "== bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
