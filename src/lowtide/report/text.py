@@ -38,7 +38,7 @@ def sizes(buckets: Iterable[tuple[str, Plan, Verdict]]) -> str:
     lines = []
     for size, plan, verdict in buckets:
         change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
-        extra = extra_time(plan) if plan.remake or plan.replay else ""
+        extra = extra_time(plan) if plan.decisions != Decisions() else ""
         lines.append(
             f"up to {size}: {change} peak (budget {format_bytes(plan.budget_bytes)}){extra}; {decisions(plan)}"
         )
