@@ -1,3 +1,4 @@
+import gc
 import threading
 import weakref
 from typing import Any
@@ -272,6 +273,20 @@ def test_marks_change_no_peak(model: nn.Sequential) -> None:
     # The prediction, its sum and the sum's gradient; and the ReLU's backward as above.
     assert peaks == 2 * [OUT + 4 + 4 + 3 * HIDDEN + W2 + B2]
     assert "in phase backward" in str(memory)
+
+
+def test_garbage_of_before_does_not_lower_the_peak() -> None:
+    gc.disable()  # else it might be collected too early for this test to fail
+    try:
+        loop: list[Any] = [torch.ones(1000)]
+        loop.append(loop)
+        del loop
+        with measure() as memory:
+            gc.collect()
+            made = torch.ones(100)
+        assert memory.peak_bytes == made.nbytes
+    finally:
+        gc.enable()
 
 
 def test_one_measure_inside_another() -> None:

@@ -44,7 +44,7 @@ class CpuRecorder(Recorder):
     """Records the CPU allocations of this thread, and of the backward threads it starts, while the `with` block runs.
 
     `watch` are the tensors whose end shall lower the level if it comes while recording; by default all that exist,
-    50 to 100 ms to find. A mark costs 1.5 us, and the end of the recording some 10 us an allocation or free.
+    50 to 100 ms to find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording some 10 us an allocation or free.
 
     Entering raises RehearsalError while any profiler runs, and inside a backward pass.
     """
@@ -84,6 +84,7 @@ class CpuRecorder(Recorder):
             _recording = self
         try:
             self._thread = threading.get_ident()
+            gc.collect()  # else what Python happens to collect meanwhile would lower the level, and the peak with it
             self._watch(entry.existing_tensors() if self._to_watch is None else self._to_watch)
             self._to_watch = None  # it may hold the last reference to a tensor
             self._start()

@@ -15,6 +15,7 @@ Read in the sources of torch 2.13; `parse_trace` is tested on a trace written by
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,6 +70,7 @@ class CudaRecorder(Recorder):
                 "  End that first: torch.cuda.memory._record_memory_history(None)."
             )
         self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from what other threads still carry
+        gc.collect()  # as on the CPU: what is collected meanwhile would lower the level, and the peak with it
         _torch.start_history()
         self._is_recording = True
         self._attach(0)
