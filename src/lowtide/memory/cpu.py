@@ -44,7 +44,8 @@ class CpuRecorder(Recorder):
     """Records the CPU allocations of this thread, and of the backward threads it starts, while the `with` block runs.
 
     `watch` are the tensors whose end shall lower the level if it comes while recording; by default all that exist,
-    50 to 100 ms to find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording some 10 us an allocation or free.
+    50 to 100 ms to find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording some 10 us an
+    allocation or free.
 
     Entering raises RehearsalError while any profiler runs, and inside a backward pass.
     """
