@@ -15,7 +15,7 @@ from conftest import RunPython
 
 # The layers, lowest first. Imports run down or sideways, never up.
 LAYERS = [
-    ["lowtide.units", "lowtide.errors", "lowtide._require", "lowtide._torch"],
+    ["lowtide.units", "lowtide.errors", "lowtide._quiet", "lowtide._removable", "lowtide._require", "lowtide._torch"],
     ["lowtide.memory", "lowtide.planner"],
     ["lowtide.identity"],
     ["lowtide.remat"],
@@ -34,7 +34,8 @@ LAYERS = [
     ["lowtide.demo"],
     ["lowtide.cli", "lowtide.__main__"],
 ]
-TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._require", "lowtide.planner", "lowtide.oom.explanation"]
+TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._quiet", "lowtide._removable", "lowtide._require"]
+TORCH_FREE += ["lowtide.planner", "lowtide.oom.explanation"]
 TORCH_FREE += [f"lowtide.memory.{name}" for name in ("allocator", "cards", "events", "snapshots")]
 
 

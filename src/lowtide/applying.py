@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from lowtide._removable import Removable
 from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.levers import put_on
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Plan
 
 
-class Applied:
+class Applied(Removable):
     """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> None:
@@ -45,14 +45,6 @@ class Applied:
     def remove(self) -> None:
         """Give the model, and the optimizer, back as they were. May be called again."""
         self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None) -> Applied:

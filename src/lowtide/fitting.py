@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from lowtide._removable import Removable
 from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.identity import device_of, fingerprint
@@ -32,10 +32,10 @@ REPAIRS = 4
 """Plans that are tried before a budget is given up: each aims lower by what the last one was over."""
 
 
-class Fitted:
+class Fitted(Removable):
     """A model whose step fits: the plan in force, and its proof. `print` it; undo it with `remove()` or `with`."""
 
-    def __init__(self, applied: Applied, profile: Profile, plan: Plan, verdict: Verdict) -> None:
+    def __init__(self, applied: Applied | Switched, profile: Profile, plan: Plan, verdict: Verdict) -> None:
         self.applied = applied
         self.profile = profile
         self.plan = plan
@@ -44,14 +44,6 @@ class Fitted:
     def remove(self) -> None:
         """Give the model back as it was."""
         self.applied.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def __str__(self) -> str:
         from lowtide.report.text import summary  # reports are made when somebody looks
@@ -62,14 +54,11 @@ class Fitted:
 class FittedSizes(Fitted):
     """A model whose steps fit at every size: a plan for each bucket of sizes. What `Fitted` has is of the largest."""
 
-    applied: Switched  # type: ignore[assignment]
-
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         last = buckets[-1]
+        super().__init__(Switched(Switching(model, buckets)), last.profile, last.plan, last.verdict)
         self.buckets = tuple(buckets)
         """Smallest first."""
-        self.profile, self.plan, self.verdict = last.profile, last.plan, last.verdict
-        self.applied = Switched(Switching(model, buckets))
 
     def __str__(self) -> str:
         from lowtide.report.text import sizes

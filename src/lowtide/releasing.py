@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from lowtide import _torch
+from lowtide._removable import Removable
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class _Reached:
         self._metadata[_REACHED] = True
 
 
-class LossOnly(AbstractContextManager["LossOnly"]):
+class LossOnly(Removable):
     """The hook of `loss_only`; `remove()`, or the end of a `with` block, takes it away."""
 
     def __init__(self, handle: RemovableHandle) -> None:
@@ -136,11 +137,6 @@ class LossOnly(AbstractContextManager["LossOnly"]):
     def remove(self) -> None:
         """The model gives all its outputs again."""
         self._handle.remove()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 def loss_only(model: nn.Module) -> LossOnly:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import lowtide
-from levers.cases import LOGITS_BYTES, Batch, batch_of, model_of, pulled, run, untouched
+from levers.cases import LOGITS_BYTES, ROWS, VOCABULARY, Batch, batch_of, model_of, pulled, run, untouched
 from lowtide.levers.reading import reason_to_read
 
 Step = Callable[[Batch], Tensor]
@@ -129,6 +130,19 @@ def test_fit_pulls_it_without_a_word_where_it_saves() -> None:
     with lowtide.fit(model, step, batch, budget=budget, profile=profile, levers=()) as fitted:
         assert not fitted.plan.levers
         assert fitted.plan.remake
+
+
+def test_fit_leaves_small_outputs_alone() -> None:
+    """Reading the logits of a classifier still works: a few bytes are not worth an error."""
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=VOCABULARY
+    )
+    model = transformers.BertForSequenceClassification(config).train()
+    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.zeros(ROWS, dtype=torch.long)}
+    with lowtide.fit(model, _holding(model), batch, budget="90%") as fitted:
+        assert fitted.plan.remake
+        assert not fitted.plan.levers
+        assert run(model, batch).outputs.logits.shape == (ROWS, 2)
 
 
 def test_a_plan_file_brings_its_levers_along(tmp_path: Any) -> None:

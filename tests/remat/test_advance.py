@@ -103,6 +103,29 @@ def test_a_result_that_the_call_itself_saved_is_advanced_to_as_well():
         del loss
 
 
+def test_what_an_advanced_call_was_given_is_remade():
+    """What was given to a block is remade too, where the plan says so, though the block is not replayed."""
+    model = nn.Sequential(nn.GELU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+    model[1].requires_grad_(False)  # saves nothing of what it is given
+    x = torch.randn(3, 8, requires_grad=True)
+    results = results_of(model)
+
+    def step():
+        model(x).sum().backward()
+
+    plain = outcome(model, step)
+    results.clear()
+    engine = Engine(model, actions_for({"1#0@0": "GeluBackward0"}, (), ["1#0"]))
+    engine.install()
+    try:
+        loss = model(x).sum()
+        assert [not ref.expired() for ref in results] == [False, False, False]
+        del loss
+        assert differences(plain, outcome(model, step)) == []
+    finally:
+        engine.remove()
+
+
 def test_results_that_are_views_and_results_among_others():
     class Pair(nn.Module):
         def __init__(self):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from lowtide._removable import Removable
 from lowtide.errors import LowtideError
 from lowtide.levers.fused import FusedOptimizer
 from lowtide.levers.lever import Lever, On
@@ -33,7 +33,7 @@ DEFAULT = ("outputs",)
 """What needs nobody's word: exact, and noticed by nobody."""
 
 
-class PulledOn:
+class PulledOn(Removable):
     """Several levers that are on. `remove()` takes them off again."""
 
     def __init__(self, undo: contextlib.ExitStack, on: tuple[On, ...]) -> None:
@@ -47,14 +47,6 @@ class PulledOn:
     def remove(self) -> None:
         """Model and optimizer are as before. May be called again."""
         self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 def put_on(model: nn.Module, levers: Iterable[Pulled], optimizer: Optimizer | None) -> PulledOn:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 TIMED = 3
 """Steps with and without a lever that costs time; the quickest of each count."""
+SMALL = 0.01
+"""A lever that nobody asked for is not used for less than this share of the peak: it also takes something away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
         after = saving(max(0, before.smallest_bytes - after.smallest_bytes))
     if not after.profile.levers[-1].bytes or (before.has_plan and not after.has_plan):
         raise NoUse("no peak is lower with it")
+    if lever.name in DEFAULT and after.profile.levers[-1].bytes < SMALL * before.peak_bytes:
+        raise NoUse("it saves too little")
     if more_ms and before.has_plan and (saved_ms := before.extra_ms - after.extra_ms + more_ms) <= more_ms:
         raise NoUse(f"it takes {format_time(more_ms)} a step, and saves {format_time(saved_ms)} of remakes and replays")
     return after

@@ -26,11 +26,15 @@ import torch
 from torch.autograd.profiler import profile
 
 from lowtide import _torch
+from lowtide._quiet import without_noise
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
-from lowtide.memory.quiet import without_noise
 
+NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")
+"""Lines that are kept off the user's terminal. The profiler writes the first each time it starts or stops (torch 2.13);
+the allocator warns by the second of the first block, and then of each thousandth, that is freed under a profiler
+without having been allocated under one."""
 _MARK = "lowtide#"  # begins the name of each annotation; its number follows
 _SPARE_BLOCKS = 1000  # the allocator warns at every thousandth free of a block that it does not know
 
@@ -132,7 +136,7 @@ class CpuRecorder(Recorder):
     def _start(self) -> None:
         self._spare = [torch.empty(1) for _ in range(_SPARE_BLOCKS)]
         session = profile(profile_memory=True, use_cpu=True)
-        with without_noise() as held_back:
+        with without_noise(2, *NOISE) as held_back:
             session.__enter__()  # type: ignore[no-untyped-call]
             self._profile = session
             # Free blocks that the allocator does not know until it has warned: it is silent for the next thousand.
@@ -143,7 +147,7 @@ class CpuRecorder(Recorder):
     def _stop(self) -> tuple[list[Any], list[Mark | Free]]:
         session, self._profile = cast(profile, self._profile), None
         try:
-            with without_noise():
+            with without_noise(2, *NOISE):
                 session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         except MemoryError:  # the step ran out of memory, and its frames still hold it all: end the profiler later
             _unfinished.append(session)
@@ -185,7 +189,7 @@ def _finish() -> None:
     while _unfinished:
         session = _unfinished.pop()
         if _torch.profiler_running():
-            with without_noise():
+            with without_noise(2, *NOISE):
                 session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 

@@ -45,7 +45,7 @@ def existing_tensors() -> Iterator[Tensor]:
 
 
 def _saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    pending = [node for tensor in tensors if (node := _producer(tensor)) is not None]
+    pending = [node for tensor in tensors if (node := producer(tensor)) is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
@@ -65,7 +65,8 @@ def _is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-def _producer(tensor: Tensor) -> Node | None:
+def producer(tensor: Tensor) -> Node | None:
+    """The node that made a tensor; None for a leaf, and where autograd forbids to look."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # a view whose base was modified in a way that autograd forbids to look at

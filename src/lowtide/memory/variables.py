@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lowtide import _torch
 from lowtide.memory import entry
+from lowtide.memory.entry import producer
 from lowtide.memory.frames import local_variables
 
 if TYPE_CHECKING:
@@ -172,11 +173,11 @@ def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[i
     pending: list[tuple[Node, int]] = []
     for tensor, bits in roots:
         mark(tensor, bits)
-        pending += ((node, bits) for node in (_producer(tensor),) if node is not None)
+        pending += ((node, bits) for node in (producer(tensor),) if node is not None)
         gradient = _gradient(tensor)
         if gradient is not None:
             mark(gradient, bits)
-            pending += ((node, bits) for node in (_producer(gradient),) if node is not None)
+            pending += ((node, bits) for node in (producer(gradient),) if node is not None)
     while pending:
         node, bits = pending.pop()
         before = reached.get(node, 0)
@@ -205,7 +206,7 @@ def _on_context(node: Node) -> list[Tensor]:
 def _references_from_contexts(tensors: Iterable[Tensor]) -> dict[int, int]:
     """How many references tensors have, by id, from attributes of ctx in the graphs behind `tensors`."""
     counts: dict[int, int] = {}
-    pending = [node for tensor in tensors if (node := _producer(tensor)) is not None]
+    pending = [node for tensor in tensors if (node := producer(tensor)) is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
@@ -221,11 +222,4 @@ def _gradient(tensor: Tensor) -> Tensor | None:
     try:
         return tensor.grad if tensor.is_leaf else None
     except RuntimeError:
-        return None
-
-
-def _producer(tensor: Tensor) -> Node | None:
-    try:
-        return tensor.grad_fn
-    except RuntimeError:  # a view whose base was modified in a way that autograd forbids to look at
         return None

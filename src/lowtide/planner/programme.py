@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lowtide._quiet import without_noise
 from lowtide.planner.covering import Covering, Floats, Row
 from lowtide.planner.indexed import Flags
-from lowtide.planner.quiet import without_noise
 
 AT_ONCE = 4
 """Positions that are added from one round to the next."""
@@ -26,6 +26,8 @@ NODES = 10
 """Nodes of the search tree that are looked at, at most."""
 NEAR_ENOUGH = 2e-3
 """Share of the cost at which the search for decisions ends."""
+NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
+"""HiGHS 1.8 to 1.12 prints this when it mends a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
 CORE = 0.1
 """Share of the relaxation's cost within which decisions are looked for at first."""
 
@@ -160,7 +162,7 @@ class _Rows:
         options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH}
         if self.programme.until is not None:
             options["time_limit"] = max(0.0, self.programme.until - time.monotonic())
-        with without_noise():
+        with without_noise(1, NOISE):
             found = milp(
                 self.cost,
                 integrality=np.arange(self.n) < self.covering.n_fixed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowtide._removable import Removable
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 from lowtide.shapes.sizes import Shapes, shapes_of, within
@@ -52,8 +53,8 @@ class Switching(Engine):
             )
 
 
-class Switched:
-    """Plans in force on a model. Leaves it as it was on `remove()`."""
+class Switched(Removable):
+    """Plans in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
 
     def __init__(self, engine: Switching) -> None:
         self._engine = engine

@@ -3,11 +3,13 @@ import os
 import pytest
 
 from conftest import RunPython
-from lowtide.memory.quiet import without_noise
+from lowtide._quiet import without_noise
+from lowtide.memory import cpu
+from lowtide.planner import programme
 
 
 def test_only_the_profilers_lines_are_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    with without_noise() as held_back:
+    with without_noise(2, *cpu.NOISE) as held_back:
         os.write(2, b"USDT:2026-01-01 1:1 SyncActivityProfilerHandler.cpp:52] profiler_start\nmine\n")
         os.write(2, b"[W1] Memory block of unknown size was allocated before the profiling started, etc\nalso mine\n")
         assert held_back() > 100
@@ -16,10 +18,16 @@ def test_only_the_profilers_lines_are_dropped(capfd: pytest.CaptureFixture[str])
 
 
 def test_an_exception_gives_stderr_back(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), without_noise():
+    with pytest.raises(KeyError), without_noise(2):
         raise KeyError
     os.write(2, b"here\n")
     assert capfd.readouterr().err == "here\n"
+
+
+def test_only_the_line_of_the_solver_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_noise(1, programme.NOISE):
+        os.write(1, programme.NOISE + b" tmpSolver.run();\nanswer\nmine\n")
+    assert capfd.readouterr().out == "answer\nmine\n"
 
 
 RECORD = """

@@ -1,0 +1,50 @@
+"""Keeps lines off the user's terminal that libraries in C++ write whatever they are told."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]:
+    """Hold back what is written to a file descriptor, 1 or 2, and let it out afterwards, less the lines with `noise`.
+
+    Gives a function that says how many bytes were held back so far. Where there is no such descriptor, or no place for
+    a temporary file, nothing is held back. For moments only: everything else in the process shares the descriptor.
+    """
+    stream = {1: sys.stdout, 2: sys.stderr}[descriptor]
+    with contextlib.ExitStack() as cleanup:
+        try:
+            real = os.dup(descriptor)
+            cleanup.callback(os.close, real)
+            sink = cleanup.enter_context(tempfile.TemporaryFile(buffering=0))
+            _flush(stream)
+            os.dup2(sink.fileno(), descriptor)
+        except (OSError, ValueError):  # ValueError: the stream was closed in Python
+            yield lambda: 0
+            return
+        try:
+            yield lambda: os.fstat(sink.fileno()).st_size
+        finally:
+            with contextlib.suppress(Exception):  # whatever happens, the descriptor is given back
+                _flush(stream)
+            os.dup2(real, descriptor)
+            sink.seek(0)
+            lines = sink.read().splitlines(keepends=True)
+            others = b"".join(line for line in lines if not any(part in line for part in noise))
+            if others:
+                os.write(real, others)
+
+
+def _flush(stream: object) -> None:
+    """Write out what Python and C have buffered."""
+    flush = getattr(stream, "flush", None)
+    if flush is not None:
+        flush()
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).fflush(None)
