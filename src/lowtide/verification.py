@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lowtide._clock import now_ms
 from lowtide.applying import apply
 from lowtide.errors import StalePlan
 from lowtide.identity import device_of, fingerprint, static_bytes
@@ -75,9 +75,9 @@ def verify(
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, _ = static_bytes(model, batch, unchanged.optimizers)
             with recorder_for(device_of(model)) as recorder:
-                began = time.perf_counter()
+                began = now_ms()
                 step(batch)
-                planned_ms = (time.perf_counter() - began) * 1000
+                planned_ms = now_ms() - began
         unchanged.restore()
         plain, plain_ms = _plain(model, step, batch, copies=bool(inexact))
         compare_with = plain
@@ -107,9 +107,9 @@ def _plain(
 ) -> tuple[Outcome | None, float | None]:
     try:
         outcome = Outcome.of(model, step, batch, copies=copies)
-        began = time.perf_counter()
+        began = now_ms()
         step(batch)
-        return outcome, (time.perf_counter() - began) * 1000
+        return outcome, now_ms() - began
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -1,7 +1,6 @@
 """The training loop, and digests that say whether two runs of it were the same bit by bit."""
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide._clock import now_ms
 from lowtide.demo.text import Batch
 from lowtide.demo.workloads import Workload
 from lowtide.rehearsal.unchanged import RandomState
@@ -61,7 +61,7 @@ class Loop:
         self._losses: list[float] = []
         self._gradients: list[str] = []
         self._step_ms: list[float] = []
-        self._off_clock_s = 0.0  # of the step under way
+        self._off_clock_ms = 0.0  # of the step under way
 
     def step(self) -> float:
         """One step; its loss."""
@@ -69,11 +69,9 @@ class Loop:
         self._random.restore()
         hook = work.optimizer.register_step_pre_hook(self._digest_gradients)
         try:
-            _wait(work)
-            started = time.perf_counter()
+            started = now_ms()
             loss = work.step(self.batch)
-            _wait(work)
-            self._step_ms.append(1e3 * (time.perf_counter() - started - self._off_clock_s))
+            self._step_ms.append(now_ms() - started - self._off_clock_ms)
         finally:
             hook.remove()
             self._random = RandomState.now()
@@ -96,11 +94,10 @@ class Loop:
         )
 
     def _digest_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        _wait(self.work)
-        started = time.perf_counter()
+        started = now_ms()
         named = self.work.model.named_parameters()
         self._gradients.append(digest((name, p.grad) for name, p in named if p.grad is not None))
-        self._off_clock_s = time.perf_counter() - started
+        self._off_clock_ms = now_ms() - started
 
 
 def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] | None = None) -> Training:
@@ -138,9 +135,3 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 def _device(work: Workload) -> torch.device:
     return next(work.model.parameters()).device
-
-
-def _wait(work: Workload) -> None:
-    """Let an asynchronous device finish what it was given, so that a clock can be read."""
-    if (device := _device(work)).type == "cuda":
-        torch.cuda.synchronize(device)

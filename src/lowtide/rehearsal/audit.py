@@ -8,13 +8,13 @@ lets go of each repeated block when it has been audited, and replays it in backw
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lowtide._clock import now_ms
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
@@ -113,13 +113,13 @@ class Audit(Remakes):
         if not any(self.values[value].bytes >= MIN_BYTES for value in inside):
             return "it saves little besides its arguments"
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in packed}
-        began, flops = time.perf_counter(), self._flops.total
+        began, flops = now_ms(), self._flops.total
         try:
             with self._flops:
                 found = frame.catch()
         except CAN_GO_WRONG as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
-        call.cost_ms = (time.perf_counter() - began) * 1000
+        call.cost_ms = now_ms() - began
         call.flops = self._flops.total - flops
         for place, tensor in found.items():
             value, view = self._handles[call.first_slot + place]

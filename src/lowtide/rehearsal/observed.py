@@ -9,10 +9,10 @@ The audit is always a frugal one: who takes the steps can't take the first one a
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowtide._clock import now_ms
 from lowtide.identity import device_of, fingerprint, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
@@ -160,7 +160,7 @@ class _Watch:
         self.kind, self.static = kind, static
         self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
         self.runs = True
-        self._began = time.perf_counter()
+        self._began = now_ms()
 
     def mark(self, label: str, data: object) -> None:
         """A mark in the recording; what happens after the step is not marked."""
@@ -169,7 +169,7 @@ class _Watch:
 
     def end(self) -> float:
         """End the recording. Gives the milliseconds since the step began."""
-        took_ms = (time.perf_counter() - self._began) * 1000
+        took_ms = now_ms() - self._began
         self.runs = False
         self.open.close()
         return took_ms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from lowtide._clock import now_ms
 from lowtide.rehearsal.drafts import ValueDraft
 from lowtide.remat.advance import Advance, result_node
 from lowtide.remat.replay import Frame, ReplayMismatch
@@ -55,12 +55,12 @@ class Meter:
     def making(self) -> None:
         """A recipe is about to run."""
         self._mark("making", len(self._runs))
-        self._begun = time.perf_counter(), self._flops.total
+        self._begun = now_ms(), self._flops.total
 
     def made(self, maker: Remake, result: Tensor) -> None:
         """It ran. Of several runs of one remake the least time counts, and the FLOPs of the one that counted them."""
         began, flops = self._begun
-        cost_ms = (time.perf_counter() - began) * 1000
+        cost_ms = now_ms() - began
         flops = self._flops.total - flops
         number = len(self._runs)
         self._mark("made", number)
@@ -112,11 +112,11 @@ def advance(frame: Frame, returned: Any, flops: Flops) -> tuple[Tensor, float, i
     if found is None:
         return None
     tensor, base, _, _ = found
-    began, flops_before = time.perf_counter(), flops.total
+    began, flops_before = now_ms(), flops.total
     try:
         with flops:
             made = Advance(frame, frame.operands, tensor, base).forward()
     except CAN_GO_WRONG:
         return None
-    took_ms = (time.perf_counter() - began) * 1000
+    took_ms = now_ms() - began
     return (tensor, took_ms, flops.total - flops_before) if identical(made, base) else None
