@@ -7,14 +7,14 @@ import lowtide
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
-from lowtide.remat.actions import DROPOUT_MASK, actions_for
+from lowtide.remat.actions import MASK, actions_for
 from lowtide.remat.engine import Engine
 from models import Case, build
 from remat.test_leaks import level_after
 
 
 def masks(profile: Profile) -> dict[str, str]:
-    return {address: node for address, node in recipes(profile).items() if node == DROPOUT_MASK}
+    return {address: node for address, node in recipes(profile).items() if node == MASK}
 
 
 def recipes(profile: Profile) -> dict[str, str]:
@@ -39,7 +39,7 @@ def held(case: Case, remake: dict[str, str], replay: list[str]) -> int:
 
 @pytest.mark.parametrize(("name", "block"), [("gpt2", "GPT2Block"), ("resnet", "ResNetBasicLayer")])
 def test_under_any_decisions(name, block):
-    """With dropout a drawn mask holds a generator's state, and a replay one more and copies of small buffers."""
+    """With dropout a mask holds its bits, and a replay one more and copies of small buffers."""
     case = build(name)
     profile = lowtide.rehearse(case.model, case.step, case.batch)
     every = blocks(profile, block)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.remat.actions import DROPOUT_MASK
+from lowtide.remat.actions import MASK
 from lowtide.remat.engine import Decision, Engine, actions_for
 from lowtide.remat.layout import producer
 from lowtide.remat.remake import Builder, CannotRemake
@@ -36,17 +36,12 @@ class Choosy(Builder):
 
 
 class RemakeAll(Engine):
-    """Tries a recipe for every saved tensor, and to draw again every dropout mask outside of replays."""
-
-    def draws(self, scope):
-        return self.here.now.frame is None
-
-    def mask(self, tensor, decision, draws):
-        return super().mask(tensor, Decision(DROPOUT_MASK, ""), draws)
+    """Tries a recipe for every saved tensor, and to keep the bits of every mask outside of replays."""
 
     def hold(self, tensor, decision, frame):
         node = producer(tensor)[1]
-        return super().hold(tensor, None if node is None else Decision(node.name(), ""), frame)
+        name = node.name() if node is not None else MASK if frame is None else ""
+        return super().hold(tensor, Decision(name, ""), frame)
 
     def drift(self, address):
         """A tensor without a recipe is kept, or replayed."""

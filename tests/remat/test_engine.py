@@ -474,7 +474,7 @@ class Masking(nn.Module):
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x, mask):
-        return self.norm(self.linear(x)).tanh().masked_fill(mask, 0.5)
+        return self.norm(self.linear(x)).tanh() * mask
 
 
 class Masked(nn.Module):
@@ -483,18 +483,17 @@ class Masked(nn.Module):
         self.blocks = nn.ModuleList(Masking() for _ in range(3))
 
     def forward(self, x):
-        mask = (torch.arange(24) == 3)[:, None]
+        mask = (torch.arange(24) == 3).float()[:, None]
         for block in self.blocks:
             x = block(x, mask)
         return x
 
 
 def test_the_input_of_a_replayed_block_is_remade_from_what_another_one_was_given():
-    """The number that `masked_fill` wrote is read off with the mask: it is an argument of a call that is replayed."""
     model, x = Masked().train(), torch.randn(16, 24, WIDTH)
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), x)
     remake, replay = PLANS["all recipes in every block"](profile)
-    assert remake["blocks.1#0@0"] == "MaskedFillBackward0"
+    assert remake["blocks.1#0@0"] == "MulBackward0"
     assert replay == [f"blocks.{n}#0" for n in range(3)]
     plain = outcome(model, lambda: model(x).sum().backward())
     engine = Engine(model, actions_for(remake, replay))

@@ -1,18 +1,22 @@
-"""Dropout masks are drawn again from the generator's state, or kept: never another mask, never other random numbers."""
+"""Masks are kept as bits, or as they are: never another mask, never other random numbers."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import lowtide
 from lowtide.planner.records import Profile
-from lowtide.remat import masks
-from lowtide.remat.actions import DROPOUT_MASK, actions_for
+from lowtide.rehearsal.trials import identical
+from lowtide.remat import masks, remake
+from lowtide.remat.actions import MASK, actions_for
 from lowtide.remat.engine import Engine
-from lowtide.remat.replay import ReplayMismatch
+from lowtide.remat.recipes import CannotRemake
+from lowtide.remat.remake import packed
 from models import build
 from remat.plans import differences, outcome
 
@@ -33,10 +37,9 @@ class Model(nn.Module):
 class Calls(nn.Module):
     """A module that does what `function` does."""
 
-    def __init__(self, function, **attributes):
+    def __init__(self, function):
         super().__init__()
         self.function = function
-        vars(self).update(attributes)
 
     def forward(self, x):
         return self.function(x)
@@ -47,42 +50,37 @@ def attention(x):
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.25).transpose(-2, -3).flatten(-2)
 
 
-def coin_in_front(x):
-    return F.dropout(x * torch.rand(()), 0.3)
-
-
 def two_drawn_first(x):
     one, other = (torch.empty_like(x).bernoulli_(0.5).div_(0.5).detach() for _ in range(2))
     return (x * one).tanh() * other
 
 
-def coin_between(x):
-    x = F.dropout(x, 0.3)
-    return F.dropout(x * torch.rand(()), 0.3)
-
-
 def written_to(x):
     mask = torch.empty_like(x, requires_grad=False).bernoulli_(0.5).div_(0.5)
-    mask[..., 3] = 0
+    mask[..., 3] = 7
     return x * mask
+
+
+def in_channels_last(x):
+    return F.dropout(x[:, :, None].to(memory_format=torch.channels_last), 0.5).flatten(1, 2)
 
 
 INNER = {
     "nn.Dropout": (lambda: nn.Dropout(0.1), 1),
     "p that is no round number": (lambda: nn.Dropout(0.1234567), 1),
-    "p of low precision": (lambda: nn.Dropout(torch.tensor(0.1).item()), 1),
-    "a function with p in the code": (lambda: Calls(lambda x: F.dropout(x, 0.3)), 1),
     "two in one call": (lambda: Calls(lambda x: F.dropout(F.dropout(x, 0.3).tanh(), 0.2)), 2),
     "attention": (lambda: Calls(attention), 1),
-    "with its p as an attribute": (lambda: Calls(attention, dropout=0.25), 1),
+    "both drawn before the first is used": (lambda: Calls(two_drawn_first), 2),
+    "in channels last": (lambda: Calls(in_channels_last), 1),
+    "the fused form, with booleans": (lambda: Calls(lambda x: torch.native_dropout(x, 0.3, True)[0]), 1),
+    "a condition": (lambda: Calls(lambda x: torch.where(x > 0, x, x.tanh())), 1),
+    "masked_fill": (lambda: Calls(lambda x: x.masked_fill(x < 0.1, 0.0)), 1),
+    "negative": (lambda: Calls(lambda x: x * -(x.detach() > 0).float()), 0),
+    "a third value": (lambda: Calls(written_to), 0),
     "p = 0": (lambda: nn.Dropout(0.0), 0),
     "p = 1": (lambda: nn.Dropout(1.0), 0),
     "evaluation": (lambda: Calls(lambda x: F.dropout(x, 0.5, training=False)), 0),
-    "another draw before it": (lambda: Calls(coin_in_front), 0),
-    "another draw between two": (lambda: Calls(coin_between), 1),
-    "both drawn before the first is used": (lambda: Calls(two_drawn_first), 1),
-    "written to": (lambda: Calls(written_to), 0),
-    "channels": (lambda: nn.Dropout1d(0.5), 0),
+    "too small": (lambda: nn.Dropout1d(0.5), 0),
 }
 
 
@@ -95,39 +93,39 @@ def rehearsed(model: nn.Module, step) -> Profile:
 
 
 def every_mask(profile: Profile) -> dict[str, str]:
-    """Decisions that draw again all that the audit found to be masks."""
-    found = {s.address: DROPOUT_MASK for s in profile.slots if profile.values[s.value].recipe == DROPOUT_MASK}
+    """Decisions that keep the bits of all that the audit found to be masks."""
+    found = {s.address: MASK for s in profile.slots if profile.values[s.value].recipe == MASK}
     assert all(profile.values[slot.value].flops == 0 for slot in profile.slots if slot.address in found)
     return found
 
 
 class Counted:
-    """How many masks are drawn again in backward."""
+    """How many masks are made from their bits."""
 
     def __init__(self, monkeypatch):
         self.number = 0
-        real = masks._RECIPE.function
+        real = masks.FROM_BITS.function
 
         def counting(**constants):
             self.number += 1
             return real(**constants)
 
-        monkeypatch.setattr(masks, "_RECIPE", replace(masks._RECIPE, function=counting))
+        monkeypatch.setattr(remake, "FROM_BITS", replace(masks.FROM_BITS, function=counting))
 
 
 @pytest.fixture
-def drawn(monkeypatch):
+def made(monkeypatch):
     return Counted(monkeypatch)
 
 
-PRECISIONS = [("nn.Dropout", way) for way in ("half", "autocast")] + [("with its p as an attribute", "half")]
+PRECISIONS = [(name, way) for name in ("nn.Dropout", "attention") for way in ("half", "double", "autocast")]
 
 
 @pytest.mark.parametrize(("name", "way"), [(name, "single") for name in INNER] + PRECISIONS)
-def test_what_is_drawn_again_and_what_is_kept(name, way, drawn):
+def test_what_is_kept_as_bits(name, way, made):
     make, expected = INNER[name]
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if way == "half" else torch.float32
+    dtype = {"half": torch.bfloat16, "double": torch.float64}.get(way, torch.float32)
     model = Model(make()).to(dtype).train()
 
     def step():
@@ -141,15 +139,15 @@ def test_what_is_drawn_again_and_what_is_kept(name, way, drawn):
     plain = outcome(model, step)
     engine = Engine(model, actions_for(decisions, []))
     engine.install()
-    drawn.number = 0
+    made.number = 0
     assert not differences(plain, outcome(model, step))
     engine.remove()
     assert not engine.drifted
-    assert drawn.number == len(decisions)
+    assert made.number == len(decisions)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_every_mask_of_a_model(name, drawn):
+def test_every_mask_of_a_model(name, made):
     case = build(name)
     profile = lowtide.rehearse(case.model, case.step, case.batch)
     decisions = every_mask(profile)
@@ -163,9 +161,9 @@ def test_every_mask_of_a_model(name, drawn):
     plain = outcome(case.model, step)
     engine = Engine(case.model, actions_for(decisions, []))
     engine.install()
-    drawn.number = 0
+    made.number = 0
     assert not differences(plain, outcome(case.model, step))
-    assert drawn.number == len(decisions)
+    assert made.number == len(decisions)
     assert not engine.drifted
 
 
@@ -177,21 +175,18 @@ def planned(inner: nn.Module, decisions: dict[str, str]) -> tuple[nn.Module, Eng
     return model, engine
 
 
-FIRST = {"inner#0:0": DROPOUT_MASK}
+FIRST = {"inner#0:0": MASK}
 
 
-def test_again_in_each_backward_over_a_retained_graph(drawn):
+def test_again_in_each_backward_over_a_retained_graph(made):
     model, _ = planned(nn.Dropout(0.1), FIRST)
-    torch.manual_seed(1)
     loss = model(x()).square().sum()
-    torch.rand(3)
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters()]
-    torch.rand(5)
     model.zero_grad()
     loss.backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(once, model.parameters(), strict=True))
-    assert drawn.number == 2
+    assert made.number == 2
 
 
 def test_the_generator_is_left_alone():
@@ -208,20 +203,12 @@ def test_the_generator_is_left_alone():
 
 @pytest.mark.parametrize(
     "inner",
-    [
-        Calls(coin_in_front),
-        Calls(written_to),
-        Calls(two_drawn_first),
-        Calls(lambda x: x * torch.ones(48, WIDTH)),
-        Calls(lambda x: F.dropout(x[:, :1], 0.1) + x),
-        Calls(torch.tanh),
-        Calls(lambda x: F.dropout(x, 0.123456)),
-    ],
-    ids=["another draw", "written to", "two", "no mask", "small", "nothing random", "unknown p"],
+    [Calls(written_to), Calls(lambda x: F.dropout(x[:, :1], 0.1) + x), Calls(torch.tanh), Calls(lambda x: x * x)],
+    ids=["a third value", "small", "a result", "an argument"],
 )
 def test_a_step_that_is_not_as_the_rehearsed_one_is_kept_and_that_is_said(inner):
     """As if the rehearsed step had saved a mask at both places."""
-    decisions = {**FIRST, "inner#0:1": DROPOUT_MASK}
+    decisions = {**FIRST, "inner#0:1": MASK}
     model, engine = planned(inner, decisions)
 
     def step():
@@ -253,50 +240,77 @@ def test_p_may_change_from_step_to_step():
     assert not engine.drifted
 
 
-def test_a_mask_of_a_slightly_wrong_p_is_never_used(monkeypatch):
-    """Where `p` in the code is not what the scale seems to tell, the number of elements that are left tells."""
-    monkeypatch.setattr(masks, "_COMPARED", 64)
-    model, _ = planned(Calls(lambda x: F.dropout(x.bfloat16(), 0.1015).float(), p=0.1), FIRST)
-    loss = model(x()).float().square().sum()
-    with pytest.raises(ReplayMismatch, match="is not the one that forward drew"):
-        loss.backward()
+def test_what_is_written_to_the_mask_afterwards_changes_nothing():
+    """Without a plan torch would refuse the backward pass."""
+    kept = []
 
+    def dropped(x):
+        kept.append(torch.empty_like(x, requires_grad=False).bernoulli_(0.5))
+        return x * kept[-1]
 
-def test_what_single_precision_makes_of_p_is_tried_before_giving_up(monkeypatch, drawn):
-    """True single precision differs in one of some 100 million elements: here it is a coarser one."""
-    monkeypatch.setattr(masks, "_COMPARED", 64)
-    monkeypatch.setattr(masks, "single", lambda p: 0.1015)
-    model, engine = planned(Calls(lambda x: F.dropout(x.bfloat16(), 0.1015).float(), p=0.1), FIRST)
-
-    def step():
-        loss = model(x()).square().sum()
-        loss.backward()
-        return loss
-
-    fitted = outcome(model, step)
-    assert drawn.number == 1
-    engine.remove()
-    assert not differences(fitted, outcome(model, step))
-
-
-def test_other_random_numbers_and_an_exception_between_forward_and_backward():
-    model, _ = planned(nn.Dropout(0.1), FIRST)
-
-    def step(fails: bool):
-        torch.manual_seed(3)
+    model, _ = planned(Calls(dropped), FIRST)
+    gradients = []
+    for change in (False, True):
+        torch.manual_seed(1)
         model.zero_grad()
         loss = model(x()).square().sum()
-        torch.manual_seed(4)
-        torch.rand(7)
-        if fails:
-            hook = model.first.weight.register_hook(lambda grad: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-            hook.remove()
-        else:
-            loss.backward()
-        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        if change:
+            kept[-1].zero_()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
-    first = step(False)
-    step(True)
-    assert all(torch.equal(a, b) for a, b in zip(first, step(False), strict=True))
+
+DTYPES = [torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@given(
+    stays=st.lists(st.booleans(), min_size=1, max_size=40),
+    dtype=st.sampled_from(DTYPES),
+    number=st.sampled_from([1.0, 1 / 0.9, 3e-5, float("inf"), float("nan"), -2.0]),
+    length=st.integers(4096, 4200),
+)
+def test_any_mask_comes_back_bit_for_bit(stays, dtype, number, length):
+    one, zero = torch.tensor(number).to(dtype), torch.zeros((), dtype=dtype)
+    mask = torch.where(torch.tensor(stays).repeat(length)[:length], one, zero)
+    if not mask.any():
+        return
+    value = packed(mask)
+    assert value.maker.constants["bits"].nbytes == -(-length // 8)
+    assert identical(value.maker.make(value), mask)
+
+
+@pytest.mark.parametrize("length", [masks.AT_ONCE - 8, masks.AT_ONCE, masks.AT_ONCE + 3, 3 * masks.AT_ONCE + 8])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_more_than_one_part(length, dtype):
+    torch.manual_seed(0)
+    mask = (torch.rand(length) < 0.5).to(dtype)
+    value = packed(mask)
+    assert identical(value.maker.make(value), mask)
+    if dtype is torch.float32:
+        mask[-1] = 0.5
+        with pytest.raises(CannotRemake, match="more than two values"):
+            packed(mask)
+
+
+@pytest.mark.parametrize("other", [-0.0, 5e-45, 1.0000001])
+def test_what_is_nearly_zero_or_nearly_the_number_is_a_third_value(other):
+    mask = torch.ones(5000)
+    mask[::2] = 0.0
+    mask[1234] = other
+    with pytest.raises(CannotRemake, match="more than two values"):
+        packed(mask)
+
+
+def test_what_is_no_mask():
+    ones = torch.ones(100, 100)
+    for tensor in (ones[1:], ones.t(), ones.expand(2, 100, 100), ones.long(), torch.zeros(5000), ones[:8].clone()):
+        with pytest.raises(CannotRemake):
+            packed(tensor)
+
+
+@pytest.mark.gpu
+def test_booleans_on_a_device():
+    mask = torch.rand(1000, 77, device="cuda") < 0.3
+    value = packed(mask)
+    assert identical(value.maker.make(value), mask)

@@ -62,6 +62,7 @@ NOTED = {
     "in place": lambda x, number: x.tanh().mul(2).add_(number) * x,
     "on the way": lambda x, number: (x + number).exp(),
     "chosen": lambda x, number: torch.where(x > 0, x.tanh(), number) * x,
+    "filled in, under a softmax": lambda x, number: x.exp().masked_fill(x > 0.5, number).softmax(-1) * x,
     "a tensor of one element": lambda x, number: (x.tanh() + torch.tensor(number)) * x,
     "under another mode, once each": under_another_mode,
 }

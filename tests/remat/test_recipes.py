@@ -216,9 +216,9 @@ REFUSED: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("constant tensor subtracted", lambda x: x - torch.ones(6), "SubBackward0 does not record other"),
     ("where with a constant", lambda x: x.where(mask(x, 4, 6), torch.ones(6)), "WhereBackward0 does not record other"),
     (
-        "masked fill on the way",
-        lambda x: x.masked_fill(mask(x, 4, 6), 1.0).softmax(0),
-        "masked_fill wrote is not recorded",
+        "number filled in in C++",
+        lambda x: aten.masked_fill(x, mask(x, 4, 6), 1.0).softmax(0),
+        "MaskedFillBackward0 does not record value",
     ),
     ("padding on the way", lambda x: F.pad(x, (1, 0), value=2.0).exp(), "constant_pad_nd wrote is not recorded"),
     ("cat with a constant", cat_with_a_constant, "CatBackward0 does not record the inputs that need no gradient"),

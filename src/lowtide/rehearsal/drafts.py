@@ -26,7 +26,7 @@ class ValueDraft:
     spent: int | None = None
     """Which run of a recipe was measured for it."""
     state_of: int | None = None
-    """The call at whose beginning it was taken, for a value that no node made and no slot holds: random numbers."""
+    """The call from which on it is held, for what no node made and no slot holds: random numbers, bits of masks."""
 
 
 @dataclass(slots=True, kw_only=True)

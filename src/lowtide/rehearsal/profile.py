@@ -160,7 +160,7 @@ def _state(draft: ValueDraft, calls: list[CallDraft], seen: Seen, position: Call
     """Memory that is there only where something that holds it is to be made again, from the beginning of a call on."""
     assert draft.state_of is not None
     at = position(seen.enter[draft.state_of])
-    return Storage(bytes=draft.bytes, born=at, dies=at, label=f"{calls[draft.state_of].id}: random numbers")
+    return Storage(bytes=draft.bytes, born=at, dies=at, label=f"{calls[draft.state_of].id}: to make it again")
 
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lowtide._clock import now_ms
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.trials import Flops, Meter, identical
-from lowtide.remat.actions import DROPOUT_MASK, NUMBERS
+from lowtide.remat.actions import MASK, NUMBERS
 from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
-from lowtide.remat.remake import CannotRemake, Remake
+from lowtide.remat.remake import CannotRemake, Remake, packed
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Geometry, Handle, Value, register, registered
 
@@ -60,9 +61,6 @@ class Remakes(Engine):
         self._passed_through.clear()
         self._meter.forget()
 
-    def draws(self, scope: Scope) -> bool:
-        return True
-
     def notes(self, scope: Scope) -> bool:
         return True
 
@@ -71,8 +69,8 @@ class Remakes(Engine):
         assert scope is not None
         value, view = self.known(tensor)
         index = self._index[value]
-        if not self.values[index].node:
-            self.try_mask(index, tensor, scope)
+        if not self.values[index].node and self.values[index].bytes:
+            self.try_mask(index, tensor)
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
         self._handles[len(self.slots)] = value, view
@@ -126,18 +124,20 @@ class Remakes(Engine):
         except CannotRemake as why:
             draft.refused = str(why)
 
-    def try_mask(self, index: int, tensor: Tensor, scope: Scope) -> None:
-        """Find out whether a tensor that no node made is a dropout mask, and can be drawn again."""
-        assert scope.draws is not None
+    def try_mask(self, index: int, tensor: Tensor) -> None:
+        """Find out whether a tensor that no node made is a mask, of which the bits can be kept."""
+        began = now_ms()
         try:
-            value = scope.draws.value(tensor)
+            value = packed(tensor)
         except CannotRemake:
             return
+        packing_ms = now_ms() - began
         self.compare(index, value, tensor)
         draft = self.values[index]
         if draft.recipe is not None:
             assert isinstance(value.maker, Remake)
-            draft.node, draft.needs = DROPOUT_MASK, (self.state(value.maker.constants["state"].nbytes),)
+            draft.node, draft.needs = MASK, (self.state(value.maker.constants["bits"].nbytes),)
+            draft.cost_ms += packing_ms
 
     def compare(self, index: int, value: Value, base: Tensor) -> None:
         """Remake `value` and compare it with what it should be."""

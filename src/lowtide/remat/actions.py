@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-DROPOUT_MASK: Final = "DropoutMask"
-"""What plans have in the place of an autograd node for a mask that is drawn again."""
+MASK: Final = "Mask"
+"""What plans have in the place of an autograd node for a mask that is kept as bits."""
 
 
 NUMBERS: Final = "+numbers"
@@ -26,7 +26,7 @@ class Decision(NamedTuple):
 class Actions:
     """What a plan says about one call of one module: which ordinals are remade, whether it is replayed or advanced."""
 
-    __slots__ = ("advance", "draws", "inputs", "numbers", "remake", "replay")
+    __slots__ = ("advance", "inputs", "numbers", "remake", "replay")
 
     def __init__(self) -> None:
         self.remake: dict[int, Decision] = {}
@@ -34,8 +34,6 @@ class Actions:
         self.replay = False
         self.advance = False
         """Whether its result is made by running it forward again."""
-        self.draws = False
-        """Whether a dropout mask is drawn again."""
         self.numbers = False
         """Whether numbers are noted."""
 
@@ -58,7 +56,6 @@ def actions_for(
         (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(
             node.removesuffix(NUMBERS), address
         )
-        of(call).draws |= node == DROPOUT_MASK
         of(call).numbers |= node.endswith(NUMBERS)
     for call in replay:
         of(call).replay = True

@@ -19,12 +19,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide._torch import CALL, in_backward, in_function_transform, saved_tensor_hooks
 from lowtide.errors import LowtideError
 from lowtide.remat import values
-from lowtide.remat.actions import DROPOUT_MASK, OFFLOAD, Actions, Decision, actions_for
+from lowtide.remat.actions import MASK, OFFLOAD, Actions, Decision, actions_for
 from lowtide.remat.advance import Advance
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
-from lowtide.remat.masks import Draws
-from lowtide.remat.remake import Builder, CannotRemake, Owners
+from lowtide.remat.remake import Builder, CannotRemake, Owners, packed
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
@@ -65,8 +64,7 @@ class Engine:
         if frame is not None:
             frame.count += 1
         decision = scope.actions.remake.get(ordinal)
-        mask = None if scope.draws is None else self.mask(tensor, decision, scope.draws)
-        handle = self.hold(tensor, decision, frame) if mask is None else Handle(mask)
+        handle = self.hold(tensor, decision, frame)
         if values.probe is not None:
             values.probe.packed(handle, tensor)
         return handle
@@ -78,6 +76,11 @@ class Engine:
         if decision is not None and decision.node == OFFLOAD:
             leaves, decision = decision if frame is None else None, None
         if node is None:
+            if decision is not None and decision.node == MASK:
+                try:
+                    return Handle(packed(tensor))
+                except CannotRemake:
+                    self.drift(decision.address)
             value = without_history(tensor, base, frame)
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
@@ -112,24 +115,9 @@ class Engine:
             self.drift(decision.address)
         return value
 
-    def draws(self, scope: Scope) -> bool:
-        """Whether a call may be told to draw masks again."""
-        return scope.actions.draws
-
     def notes(self, scope: Scope) -> bool:
         """Whether a call may be told to remake what takes a number that autograd does not record."""
         return scope.actions.numbers
-
-    def mask(self, tensor: Tensor, decision: Decision | None, draws: Draws) -> Value | None:
-        """A dropout mask that is to be drawn again; None for anything else."""
-        wanted = decision is not None and decision.node == DROPOUT_MASK
-        try:
-            value = draws.value(tensor)
-        except CannotRemake:
-            if decision is not None and wanted:
-                self.drift(decision.address)
-            return None
-        return value if wanted else None
 
     def drift(self, address: str) -> None:
         self.drifted.add(address)

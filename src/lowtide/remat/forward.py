@@ -14,7 +14,6 @@ from lowtide._torch import saved_tensor_hooks
 from lowtide.remat import values
 from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
 from lowtide.remat.advance import left_to_advance
-from lowtide.remat.masks import Draws
 from lowtide.remat.numbers import Numbers
 from lowtide.remat.offload import Departures
 from lowtide.remat.replay import Frame
@@ -30,14 +29,12 @@ if TYPE_CHECKING:
 class Scope:
     """A module call in progress."""
 
-    __slots__ = ("actions", "draws", "number", "ordinal", "path")
+    __slots__ = ("actions", "number", "ordinal", "path")
 
     def __init__(self, path: str, number: int, actions: Actions) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.ordinal = 0
         """Tensors saved by the call itself, not by calls inside of it."""
-        self.draws: Draws | None = None
-        """Set where masks are drawn again."""
 
     @property
     def id(self) -> str:
@@ -83,8 +80,6 @@ class Pass:
         self.times[seam] = number + 1
         outer = self.scope
         self.scope = scope = Scope(seam.path, number, seam.actions[self.plan].get(number, NO_ACTIONS))
-        if self.engine.draws(scope):
-            scope.draws = Draws(seam.module)
         try:
             if values.probe is not None:
                 values.probe.entering(seam, args, kwargs)

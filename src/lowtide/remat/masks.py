@@ -1,131 +1,127 @@
-"""Dropout's masks on the CPU, drawn again in backward instead of being kept.
+"""Masks, kept with one bit for each element.
 
-`torch.nn.functional.dropout`, and attention where it has no fused kernel, multiply by a tensor that they fill with
+A mask says which elements stay. Dropout on a CPU, and attention where it has no fused kernel, multiply by a tensor of
+zeros and of one number, 1 / (1 - p), that no autograd node made. Dropout on a GPU, `where` and `masked_fill` save
+booleans, a byte each. A bit says as much: that is a 32nd of a mask in single precision, an 8th of a boolean one.
 
-    noise.bernoulli_(1 - p).div_(1 - p)
-
-and that no autograd node made. What it takes to have it again is the generator's state (5 KB) and `p`. The state is
-taken when a module call begins, and again each time that a mask was saved in it, so a mask is found if no other random
-numbers were drawn in between: that holds for `nn.Dropout` and for attention.
-
-Nothing is guessed. In every step a tensor counts as a mask only if its first elements are those that its `p` gives from
-that state; the audit compares all. A mask that was written to afterwards tells by its version. A slightly wrong `p`
-would leave out elements or add some, never both, so their number, compared when the mask is drawn again, tells.
+Nothing is guessed: every element is looked at in every step, and what has a third value is kept as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from lowtide._torch import base_of, is_fake, is_plain
-from lowtide.remat.actions import DROPOUT_MASK
+from lowtide.remat.actions import MASK
 from lowtide.remat.recipes import CannotRemake, Recipe
-from lowtide.remat.recipes.masking import single
-from lowtide.remat.remake import Remake
-from lowtide.remat.replay import ReplayMismatch
-from lowtide.remat.values import Value
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-LEAST_BYTES = 8192
-"""Smaller masks are kept: a generator's state has about 5000 bytes."""
+LEAST_BYTES = 4096
+"""Smaller masks are kept."""
 
-_COMPARED = 1024
-"""Elements that are drawn on trial whenever a mask is saved. Those of two draws with p = 0.1 agree once in 10 ** 88."""
+AT_ONCE = 2**17
+"""Elements, a multiple of 8, so that a CPU finds them in its cache; a GPU takes ALL_AT_ONCE."""
+ALL_AT_ONCE = 2**26
 
-_WRITES = 2
-"""In-place operations on a mask: `bernoulli_` and `div_`."""
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element: numbers are compared by their bits, so that -0.0 is not 0.0."""
 
-
-class Draws:
-    """Where the masks that one module call draws begin in the stream of random numbers."""
-
-    __slots__ = ("_module", "_state")
-
-    def __init__(self, module: nn.Module) -> None:
-        """Of a call that begins."""
-        self._module = module
-        self._state = torch.get_rng_state()
-
-    def value(self, mask: Tensor) -> Value:
-        """`mask`, just saved in the call, as a value that is drawn again. Raises CannotRemake, saying why not.
-
-        After a tensor that was made like a mask, the next one is looked for from here on.
-        """
-        if not made_like_a_mask(mask):
-            raise CannotRemake("no autograd node made it")
-        state, self._state = self._state, torch.get_rng_state()
-        if mask.nbytes < LEAST_BYTES:
-            raise CannotRemake("too small to gain anything")
-        if is_fake(mask):  # rehearsed without contents: taken for what it looks like
-            constants = {"shape": mask.shape, "dtype": mask.dtype, "state": state, "p": 0.5, "left": None}
-            return Value(maker=Remake(_RECIPE, {}, constants, mask.stride()))
-        first = mask.view(-1)[:_COMPARED]
-        for p in self._probabilities(first):
-            if torch.equal(drawn(first.shape, first.dtype, state, p), first):
-                left = int(mask.count_nonzero())
-                constants = {"shape": mask.shape, "dtype": mask.dtype, "state": state, "p": p, "left": left}
-                return Value(maker=Remake(_RECIPE, {}, constants, mask.stride()))
-        raise CannotRemake("it is no dropout mask that was the first to be drawn in this call, or since the last one")
-
-    def _probabilities(self, first: Tensor) -> Iterator[float]:
-        """What `p` may be, from the scale of a mask: numbers that the module and its parts have, then a round one."""
-        scale = first.max()
-        if not scale > 1:
-            return
-        found = [n for part in (self._module, *self._module.children()) for n in vars(part).values()]
-        if first.dtype in (torch.float32, torch.float64):
-            found.append(round(1 - 1 / scale.item(), 4))
-        for p in dict.fromkeys(n for n in found if type(n) is float and 0 < n < 1):
-            if torch.ones_like(scale).div_(1 - p) == scale:
-                yield p
+_GATHER: Final = 0x0102040810204080
+"""A word of eight bytes that are 0 or 1, times this, has them as the bits of its highest byte, the first the lowest."""
 
 
-def made_like_a_mask(tensor: Tensor) -> bool:
+def bits_of(mask: Tensor) -> dict[str, Any]:
+    """What `FROM_BITS` makes `mask` of. Raises CannotRemake, saying why it is none."""
+    if not may_be_a_mask(mask):
+        raise CannotRemake("it is not of a kind that masks are of")
+    if mask.nbytes < LEAST_BYTES:
+        raise CannotRemake("too small to gain anything")
+    bits = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
+    number = 1 if is_fake(mask) else fill(bits, mask)
+    return {"bits": bits, "shape": mask.shape, "stride": mask.stride(), "dtype": mask.dtype, "number": number}
+
+
+def may_be_a_mask(tensor: Tensor) -> bool:
     """What can be said without looking at the elements."""
     return (
         not tensor.requires_grad
-        and tensor._version == _WRITES
-        and tensor.is_floating_point()
-        and tensor.device.type == "cpu"
+        and (tensor.dtype is torch.bool or (tensor.is_floating_point() and tensor.device.type == "cpu"))
         and is_plain(tensor)
         and base_of(tensor) is None
-        and tensor.is_contiguous()
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and tensor.nbytes == tensor.untyped_storage().nbytes()  # so its elements are all that is there
     )
 
 
-def drawn(shape: torch.Size, dtype: torch.dtype, state: Tensor, p: float) -> Tensor:
-    """A mask from a generator in this state. torch's own generator is not touched."""
-    generator = torch.Generator("cpu")
-    generator.set_state(state)
-    return torch.empty(shape, dtype=dtype, device="cpu").bernoulli_(1 - p, generator=generator).div_(1 - p)
+def fill(bits: Tensor, mask: Tensor) -> int:
+    """Write which elements of `mask` are not zero; gives what these are, as an integer of the same bits.
+
+    Raises CannotRemake if they are not all the same.
+    """
+    flat = mask.as_strided((mask.numel(),), (1,))
+    if mask.dtype is torch.bool:
+        at_once = AT_ONCE if mask.device.type == "cpu" else ALL_AT_ONCE
+        for first in range(0, len(flat), at_once):
+            some = _gathered(flat[first : first + at_once])
+            bits[first // 8 : first // 8 + len(some)] = some
+        return 1
+    numbers = flat.view(_INTEGERS[mask.element_size()]).numpy()
+    number = numbers.max() or numbers.min()
+    if not number:
+        raise CannotRemake("it is all zeros")
+    for first in range(0, len(flat), AT_ONCE):
+        part = numbers[first : first + AT_ONCE]
+        stays = part != 0
+        if np.count_nonzero(stays) != np.count_nonzero(part == number):
+            raise CannotRemake("it has more than two values")
+        some = _gathered(torch.from_numpy(stays))
+        bits[first // 8 : first // 8 + len(some)] = some
+    return int(number)
 
 
-def dropout_mask(*, shape: torch.Size, dtype: torch.dtype, state: Tensor, p: float, left: int | None) -> Tensor:
-    """`left` elements of it are not zero; None for a mask without contents."""
-    if left is None:
-        return drawn(shape, dtype, state, p)
-    for probability in (p, single(p)):  # in single precision it has the same scale
-        mask = drawn(shape, dtype, state, probability)
-        if int(mask.count_nonzero()) == left:
-            return mask
-    raise ReplayMismatch(
-        f"a dropout mask of {list(shape)} with p = {p} is not the one that forward drew: plan without {DROPOUT_MASK}, "
-        "or give the module the `p` that it uses as an attribute."
-    )
+def mask_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, number: int) -> Tensor:
+    """The mask that `fill` was given."""
+    mask = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
+    if is_fake(bits):
+        return mask
+    flat = mask.as_strided((mask.numel(),), (1,))
+    at_once = AT_ONCE if bits.device.type == "cpu" else ALL_AT_ONCE
+    table = _bytes_of_bits(bits.device)
+    for first in range(0, len(flat), at_once):
+        part = flat[first : first + at_once]
+        stays = table.take(bits[first // 8 : (first + at_once) // 8].long()).view(torch.bool)[: len(part)]
+        if dtype is torch.bool:
+            part.copy_(stays)
+        else:
+            integers = part.view(_INTEGERS[mask.element_size()]).numpy()
+            np.multiply(stays.view(torch.uint8).numpy(), number, out=integers, dtype=integers.dtype, casting="unsafe")
+    return mask
 
 
-_RECIPE = Recipe(
-    node=DROPOUT_MASK,
-    function=dropout_mask,
+def _gathered(stays: Tensor) -> Tensor:
+    """Eight booleans in each byte, the first one in its lowest bit."""
+    if missing := -len(stays) % 8:
+        stays = torch.cat((stays, stays.new_zeros(missing)))
+    return ((stays.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
+
+
+def _bytes_of_bits(device: torch.device) -> Tensor:
+    """For each byte a word: its bits as eight booleans."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    bit = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((every[:, None] >> bit) & 1).view(torch.int64).view(-1)
+
+
+FROM_BITS: Final = Recipe(
+    node=MASK,
+    function=mask_of,
     operands=(),
     lists=frozenset(),
     optional=frozenset(),
-    constants=("shape", "dtype", "state", "p", "left"),
+    constants=("bits", "shape", "stride", "dtype", "number"),
     several=False,
 )

@@ -1,7 +1,7 @@
 """The numbers that operators are given, noted while a call of a module runs.
 
-autograd does not record a number that is added to a tensor, subtracted from it or put in its place by `where`, and no
-edge leads to it. How can it be known for certain, in each step anew, as a schedule may change it?
+autograd does not record a number that is added to a tensor, subtracted from it or put in its place, by `where` or
+`masked_fill`, and no edge leads to it. How can it be known for certain, in each step anew, as a schedule may change it?
 
 - Read it off: a result minus its operand, compared everywhere. The operand is mostly remade itself and no longer there
   when the result is saved; to make it again in forward, or to hold it until then, costs what the plan is to save.
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Number = bool | int | float | complex
 
 _BINARY = ("self", "other")
+_FILLED = ("self", "mask", "value")
 _OPERANDS: dict[Callable[..., Any], tuple[str, ...]] = {
     torch.add: _BINARY,
     torch.Tensor.add: _BINARY,  # also +
@@ -43,6 +44,9 @@ _OPERANDS: dict[Callable[..., Any], tuple[str, ...]] = {
     torch.Tensor.__rsub__: _BINARY,
     torch.where: ("condition", "self", "other"),
     torch.Tensor.where: ("self", "condition", "other"),
+    torch.masked_fill: _FILLED,
+    torch.Tensor.masked_fill: _FILLED,
+    torch.Tensor.masked_fill_: _FILLED,
 }
 """Operators whose numbers autograd does not record, and the names of their operands as in its nodes."""
 

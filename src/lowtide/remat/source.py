@@ -92,13 +92,6 @@ class NodeSource:
                 raise CannotRemake(f"{self.node.name()} does not record {name}") from None
             return owned
 
-    def tensor(self, name: str) -> Tensor:
-        saved = self.saved(name)
-        found = None if saved is None else claim(saved)
-        if found is None or not found.value.kept:
-            raise CannotRemake(f"{self.node.name()} does not keep {name}")
-        return found.get()
-
     def saved(self, name: str) -> Any:
         """What the node holds under `name`: a handle, a tensor, or a tuple of these; None if nothing (yet)."""
         slot = saved_slot(self.node, SAVED + name)

@@ -1,6 +1,6 @@
 """Masks: what is left out, filled in or dropped. Random masks are taken from where the node saved them.
 
-A mask that no node made, as of dropout on a CPU, is drawn again or kept: `remat/masks.py`.
+A mask itself, which no node made, is kept, or its bits are: `remat/masks.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import struct
 import torch
 from torch import Tensor
 
-from lowtide.remat.recipes.registry import CannotRemake, Source, recipe
+from lowtide.remat.recipes.registry import recipe
 
 
 @recipe("WhereBackward0", edges={"self": 0, "other": 1})
@@ -29,20 +29,9 @@ def triu(self: Tensor, *, diagonal: int) -> Tensor:
     return self.triu(diagonal)
 
 
-def filling(out: Tensor | None, node: Source) -> Tensor:
-    """The number that `masked_fill` wrote, from the first place that it wrote to; any number if there is none."""
-    if out is None:
-        raise CannotRemake("the number that masked_fill wrote is not recorded")
-    mask = node.tensor("mask")
-    for dim in range(-out.dim(), 0):
-        if dim < -mask.dim() or mask.shape[dim] == 1:
-            out = out.narrow(dim, 0, 1)
-    return out.take(mask.view(torch.uint8).argmax())
-
-
-@recipe("MaskedFillBackward0", edges={"self": 0}, read_off={"value": filling})
-def masked_fill(self: Tensor, mask: Tensor, *, value: Tensor) -> Tensor:
-    """With a number, which is not recorded: only where the output is at hand to read it off, not under a softmax."""
+@recipe("MaskedFillBackward0", edges={"self": 0})
+def masked_fill(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
+    """With a number, which is noted when the operator is called."""
     return self.masked_fill(mask, value)
 
 

@@ -36,9 +36,6 @@ aten: Aten = torch.ops.aten
 class Source(Protocol):
     """What a `read_off` function may ask of the node."""
 
-    def tensor(self, name: str) -> Tensor:
-        """The saved tensor `name`. Raises CannotRemake if it is not there now."""
-
     def constant(self, name: str) -> Any:
         """The constant `name`. Raises CannotRemake if the node does not record it."""
 
