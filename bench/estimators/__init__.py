@@ -3,7 +3,6 @@
 rows.py       the runs that were measured, what estimators said of them, and which can't be rebuilt
 models.py     their models, without memory
 training.py   their training loops
-addresses.py  where the driver puts segments
 predicting.py one run, foreseen
 records.py    what was predicted
 scores.py     errors, and what is claimed of them

@@ -35,7 +35,7 @@ _BEHIND = """\
   bytes for each of two threads (torch's sources name each).
 - The caching allocator, simulated. Which address the driver gives a new segment decides between free blocks of equal
   size, and in some runs with that whether one more tensor of logits has room. Expected is the order that is seen in
-  memory snapshots of other programs (`bench/estimators/addresses.py`).
+  memory snapshots of other programs (`memory/allocator/addresses.py`), as `foresee` takes it.
 - Workspaces of cuDNN's convolutions depend on heuristics of the library and on what is free; they make repeats of a CNN
   differ by 0.5 to 8 %. None is expected, nor does xMem count any. Copies of what is not channels-last, as its kernels
   for tensor cores need them, are the upper bound; counted as expected they gave errors four times as large here.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 
 import lowtide
-from estimators.addresses import DriverAddresses, others
 from estimators.models import build
 from estimators.records import Prediction
 from estimators.rows import Row
 from estimators.training import Loop
 from lowtide.foresight.device.outcome import CardForesight
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.cards import Card
 
 CAPABILITY = {
@@ -27,17 +25,13 @@ def predict(row: Row) -> Prediction:
     began = time.perf_counter()
     expected, *others_possible = row.lengths
     foreseen = foresee(row, expected)
-    needs = simulate(foreseen.whole, addresses=DriverAddresses())
-    peaks = [needs.peak_reserved_bytes, *foreseen.interval]
-    peaks += [simulate(foreseen.whole, addresses=order).peak_reserved_bytes for order in others()]
-    for lengths in others_possible:
-        peaks.append(simulate(foresee(row, lengths).whole, addresses=DriverAddresses()).peak_reserved_bytes)
+    peaks = [*foreseen.interval, *(foresee(row, lengths).peak_reserved_bytes for lengths in others_possible)]
     return Prediction(
         row=row.id,
-        reserved_bytes=needs.peak_reserved_bytes,
+        reserved_bytes=foreseen.peak_reserved_bytes,
         least_bytes=min(peaks),
         most_bytes=max(peaks),
-        allocated_bytes=needs.peak_allocated_bytes,
+        allocated_bytes=foreseen.peak_allocated_bytes,
         verdict=foreseen.verdict,
         seconds=time.perf_counter() - began,
     )

@@ -1,6 +1,5 @@
 """Published measurements: one row predicted, one that ran out of memory, what can't be rebuilt, and the arithmetic."""
 
-from estimators.addresses import CHUNK, DriverAddresses
 from estimators.page import page
 from estimators.predicting import predict
 from estimators.records import Prediction, Predictions
@@ -69,12 +68,3 @@ def test_the_page_names_what_was_left_out() -> None:
     assert "gemma-2-2b-it 1 Adafactor: nobody knows" in text
     assert "| +100.0% |" in text
     assert Scored(row=row, prediction=found[0]).error() == 1
-
-
-def test_rests_of_chunks_are_filled_from_the_lowest() -> None:
-    address = DriverAddresses()
-    first, second = address(20 * MIB), address(44 * MIB)
-    assert first - second == 2 * CHUNK  # downwards, in whole chunks
-    assert address(20 * MIB) == second + 44 * MIB
-    assert address(3 * MIB) == first + 20 * MIB
-    assert address(10 * MIB) == second - CHUNK

@@ -10,6 +10,7 @@ from lowtide.foresight.behaviours.behaviour import Inside
 from lowtide.foresight.behaviours.products import WORKSPACE, workspace_bytes
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED
 from lowtide.foresight.foreseeing import Foresight
+from lowtide.memory.allocator.addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import Reserved, simulate
 from lowtide.memory.cards import CARDS, Card, context_bytes
@@ -35,7 +36,7 @@ class CardForesight(Foresight):
     needs: Reserved
     """The peaks, on a card without end."""
     interval: tuple[int, int]
-    """Bytes reserved at the peak, at least and at most."""
+    """Bytes reserved at the peak, at least and at most: with other addresses of segments, and with all bounds."""
     verdict: Verdict
     """Whether it fits on `card` beside a CUDA context; "unknown" where what is not known could matter."""
     smallest_card: Card | None
@@ -83,41 +84,74 @@ _IN_WORDS: dict[Verdict, str] = {
 
 
 class Outcome:
-    """A recorded run on any card: one stream for what is expected, and one for each bound."""
+    """A recorded run on any card: one stream for what is expected and one for each bound, each with several addresses.
+
+    Where the driver puts segments decides between free blocks of equal size, and with that whether one more tensor has
+    room. Expected is what recorded snapshots show, `DriverAddresses`; other orders count as what may be.
+    """
 
     def __init__(
         self, whole: EventStream, bounds: Mapping[int, Inside], config: AllocatorConfig, *, is_bounded: bool
     ) -> None:
         self._config, self._is_bounded = config, is_bounded
         self.whole = whole
-        self._streams = [whole]
-        if bounds:
-            self._streams = [_resized(whole, {block: getattr(b, end) for block, b in bounds.items()}) for end in _ENDS]
+        self._streams = {"expected": whole}
+        for end in _ENDS if bounds else ():
+            self._streams[end] = _resized(whole, {block: getattr(bound, end) for block, bound in bounds.items()})
+        self._orders = _EXPANDABLE if config.expandable_segments else _ORDERS
+        self._endless: dict[tuple[str, int, int | None], Reserved] = {}
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """The peaks expected, and the bounds of the reserved one, on a card without end."""
-        expected = simulate(self.whole, self._config)
-        if len(self._streams) == 1:
-            return expected, (expected.peak_reserved_bytes,) * 2
-        peaks = [simulate(stream, self._config).peak_reserved_bytes for stream in self._streams]
-        peaks.append(expected.peak_reserved_bytes)  # best fit does not promise that less needs less
+        expected = self._without_end("expected", 0)
+        # every stream with the expected addresses, and what is expected with the others; also of the bounds that are
+        # expected themselves, as best fit does not promise that less needs less
+        runs = [(name, 0) for name in self._streams] + [("expected", order) for order in range(len(self._orders))]
+        peaks = [self._without_end(*run).peak_reserved_bytes for run in runs]
         return expected, (min(peaks), max(peaks))
 
     def on(self, card: Card) -> Verdict:
-        """Whether it fits there, whatever its context and what is not known take."""
-        workspace = workspace_bytes(card)
+        """Whether it fits there, whatever its context, what is not known, and the driver's addresses take."""
         least, most = context_bytes(card)
-        streams = [_resized(stream, _workspaces(stream, workspace)) for stream in self._streams]
-        if self._is_bounded and self._runs(streams[-1], card, most):
+        orders = range(len(self._orders))
+        largest = next(reversed(self._streams))
+        if self._is_bounded and all(self._runs(largest, order, card, most) for order in orders):
             return "fits"
-        return "unknown" if any(self._runs(stream, card, least) for stream in streams) else "does not fit"
+        possible = any(self._runs(name, order, card, least) for name in self._streams for order in orders)
+        return "unknown" if possible else "does not fit"
 
     def smallest(self, like: Card) -> Card | None:
         """The smallest card of the table on which it is sure to fit, of those whose kernels are those of `like`."""
         return next((card for card in CARDS if _newer(card) == _newer(like) and self.on(card) == "fits"), None)
 
-    def _runs(self, stream: EventStream, card: Card, context: int) -> bool:
-        return simulate(stream, self._config, card.total_bytes - context, total=card.total_bytes).fits
+    def _runs(self, name: str, order: int, card: Card, context: int) -> bool:
+        workspace, capacity = workspace_bytes(card), card.total_bytes - context
+        if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
+            endless = self._without_end(name, order, workspace)
+            if endless.peak_reserved_bytes <= capacity:
+                return True  # the card never refuses, so that it goes as on one without end
+            if endless.peak_requested_bytes > capacity:
+                return False
+        stream = self._on_card(name, workspace)
+        return simulate(stream, self._config, capacity, total=card.total_bytes, addresses=self._orders[order]()).fits
+
+    def _without_end(self, name: str, order: int, workspace: int | None = None) -> Reserved:
+        key = name, order, workspace
+        if key not in self._endless:
+            stream = self._streams[name] if workspace is None else self._on_card(name, workspace)
+            self._endless[key] = simulate(stream, self._config, addresses=self._orders[order]())
+        return self._endless[key]
+
+    def _on_card(self, name: str, workspace: int) -> EventStream:
+        stream = self._streams[name]
+        return _resized(stream, _workspaces(stream, workspace))
+
+
+_ORDERS: tuple[Order, ...] = (DriverAddresses, *OTHERS)
+"""The expected one first."""
+
+_EXPANDABLE: tuple[Order, ...] = (DriverAddresses,)
+"""Each pool is one segment: there is nothing to put in order."""
 
 
 def _newer(card: Card) -> bool:
