@@ -160,4 +160,6 @@ def test_packed_sequences_have_the_lengths_that_the_batch_has() -> None:
         model(packed)[0].data.sum().backward()
 
     batch = torch.randn(2, 5, 8), torch.tensor([5, 3])
-    assert lowtide.foresee(model, step, batch, device="L4").fits
+    foreseen = lowtide.foresee(model, step, batch, device="L4")
+    assert foreseen.verdict == "unknown"  # what cuDNN reserves is not documented
+    assert foreseen.peak_reserved_bytes < foreseen.card.total_bytes

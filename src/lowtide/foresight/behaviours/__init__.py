@@ -3,11 +3,12 @@
 | file | what is in it |
 |---|---|
 | `behaviour.py` | a row: what happens, and where that is written |
-| `attention.py` | which kernel attention takes, what it saves and what its backward takes inside |
+| `attention.py` | which kernel attention takes |
+| `flash.py`, `efficient.py` | what that kernel saves and takes inside |
 | `normalization.py` | fused statistics |
 | `autocast.py` | which operators run in which precision, and the cache of casts |
 | `products.py` | workspaces of cuBLAS |
-| `convolution.py` | workspaces of cuDNN, of which only bounds are known |
+| `convolution.py` | layouts; workspaces of cuDNN, of which only bounds are known |
 | `recurrent.py` | cuDNN's recurrent layers |
 | `lookup.py` | sorting in the backward of embeddings and of indexing |
 | `reductions.py` | partial sums |

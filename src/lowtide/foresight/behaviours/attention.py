@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _torch
-from lowtide.foresight.behaviours.behaviour import Behaviour, Inside
+from lowtide.foresight.behaviours.behaviour import Behaviour
 from lowtide.foresight.device.current import capability
 
 if TYPE_CHECKING:
@@ -33,23 +33,6 @@ ROWS = (
         name="attention mask",
         does="a boolean mask becomes one of numbers; one whose rows are no multiple of 8 is padded",
         source="aten/src/ATen/native/transformers/attention.cpp: preprocess_mask, torch 2.13",
-    ),
-    Behaviour(
-        name="flash attention, backward",
-        does="gradients of queries are summed up in single precision, beside one number a row",
-        source="aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_bwd, torch 2.13",
-    ),
-    Behaviour(
-        name="memory-efficient attention, backward",
-        does="one number a row, and in half precision gradients of queries in single precision",
-        source="aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h: workspace_size, torch 2.13",
-        exact=False,
-    ),
-    Behaviour(
-        name="cuDNN attention, backward",
-        does="a workspace of cuDNN's choice: gradients of queries in single precision, perhaps thrice as much",
-        source="aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_bprop, torch 2.13",
-        exact=False,
     ),
 )
 
@@ -207,40 +190,4 @@ def _padded(mask: Tensor) -> Tensor:
     return padded
 
 
-def flash_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    """dq_accum and softmax_d; keys and values that groups of queries share get a gradient for each query's head."""
-    query, key = args[1:3]
-    batch, heads, length, head = query.shape
-    rows = -(-length // 128) * 128
-    width = -(-head // 32) * 32 if head <= 192 else 256
-    inside = [Inside.exactly(batch * heads * rows * width * 4), Inside.exactly(batch * heads * rows * 4)]
-    if key.shape[1] != heads:
-        inside += [Inside.exactly(batch * heads * key.shape[2] * head * query.element_size())] * 2
-    return inside
-
-
-def efficient_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    """delta; in half precision gradients of queries, and perhaps of keys and values, in single precision."""
-    query, key, value = args[1:4]
-    batch, heads, length, head = query.shape
-    inside = [Inside.exactly(batch * heads * (-(-length // 32) * 32) * 4)]
-    if query.dtype in HALF:
-        n_query = batch * heads * length * head * 4
-        others = batch * heads * key.shape[2] * (key.shape[3] + value.shape[3]) * 4
-        inside.append(Inside(n_query, n_query, n_query + others))
-    return inside
-
-
-def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    """A workspace of cuDNN's choice."""
-    query = args[1]
-    n_bytes = query.numel() * 4
-    return [Inside(n_bytes, 0, 3 * n_bytes)]
-
-
-INSIDE = {
-    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
-    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
-}
 KERNELS = {"scaled_dot_product_attention": attention}

@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_channels_last(tensor: Tensor) -> torch.memory_format | None:
+    """That layout, of its dimensions, if the tensor has it and not also the other; else None."""
+    layout = _CHANNELS_LAST.get(tensor.dim())
+    if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
+        return None
+    return layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +33,15 @@ class Behaviour:
 
 
 class Inside(NamedTuple):
-    """A block that an operator takes inside and gives back at its end: bytes expected, and their bounds."""
+    """A block that an operator takes inside and gives back: bytes expected, and their bounds."""
 
     bytes: int
     least: int
     most: int
+    through: int | None = None
+    """How many of the blocks after it are taken before it is given back; None where it lasts to the operator's end."""
 
     @classmethod
-    def exactly(cls, n_bytes: int) -> Inside:
+    def exactly(cls, n_bytes: int, through: int | None = None) -> Inside:
         """A block whose size is known."""
-        return cls(n_bytes, n_bytes, n_bytes)
+        return cls(n_bytes, n_bytes, n_bytes, through)

@@ -1,8 +1,8 @@
 """Convolutions: cuDNN chooses an algorithm, by heuristics that depend on the card, and that takes a workspace.
 
-What is known is where none is taken, and what the common algorithms need. Kernels for tensor cores work on
-channels-last tensors: others are converted, into the workspace. In single precision there are kernels for either
-layout (`..._f32_nchwkcrs_nchw_...`), so that it may be none.
+What is known is the layout of the result, where no workspace is taken, and what the common algorithms need. Kernels for
+tensor cores work on channels-last tensors: others are converted, into the workspace. In single precision there are
+kernels for either layout (`..._f32_nchwkcrs_nchw_...`), so that it may be none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.foresight.behaviours.behaviour import Behaviour, Inside
+from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, is_channels_last
 from lowtide.foresight.device.current import capability
 
 if TYPE_CHECKING:
@@ -21,8 +21,14 @@ aten = torch.ops.aten
 
 ROWS = (
     Behaviour(
+        name="convolution, layout",
+        does="results and gradients are channels-last if the input or the weight is; what is not is copied for it",
+        source="torch/include/ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format, torch 2.13; "
+        "aten/src/ATen/native/Convolution.cpp: determine_backend_memory_format, use_cudnn_depthwise",
+    ),
+    Behaviour(
         name="depthwise convolution",
-        does="a kernel of torch's own without a workspace, unless in half precision",
+        does="a kernel of torch's own without a workspace, unless in half precision or channels-last",
         source="aten/src/ATen/native/Convolution.cpp: use_cudnn_depthwise, torch 2.13",
     ),
     Behaviour(
@@ -35,31 +41,52 @@ ROWS = (
 
 HALF = (torch.float16, torch.bfloat16)
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+def _layout(x: Tensor, weight: Tensor) -> torch.memory_format | None:
+    if x.dtype is torch.float64:
+        return None
+    return is_channels_last(x) or is_channels_last(weight)
+
+
+def _laid_out(out: Any, layout: torch.memory_format | None) -> Any:
+    if layout is None or out is None or out.dim() not in (4, 5):
+        return out
+    return torch.empty_like(out, memory_format=layout)
+
+
+def _layout_forward(args: Any, out: Any) -> Any:
+    return _laid_out(out, _layout(*args[:2]))
+
+
+def _layout_backward(args: Any, out: Any) -> Any:
+    layout = _layout(*args[1:3])
+    return (*(_laid_out(each, layout) for each in out[:2]), out[2])
 
 
 def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     x, weight = args[:2]
-    return _workspace(x, weight, made[0], groups=args[8])
+    return _workspace(x, weight, made[0], [x, weight], groups=args[8])
 
 
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     """For the input's gradient, then for the weight's: one at a time, with the same three tensors."""
     gradient, x, weight = args[:3]
-    return _workspace(x, weight, gradient, groups=args[9])
+    return _workspace(x, weight, gradient, [gradient, x, weight], groups=args[9])
 
 
-def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Inside]:
-    if groups > 1 and groups == x.shape[1] and x.dtype is torch.float32:
+def _workspace(x: Tensor, weight: Tensor, out: Tensor, given: list[Tensor], groups: int) -> list[Inside]:
+    layout = _layout(x, weight)
+    copied = [Inside.exactly(_bytes(t)) for t in given if layout and not t.is_contiguous(memory_format=layout)]
+    if groups > 1 and groups == x.shape[1] and x.dtype is torch.float32 and layout is None:
         return []
-    copies = sum(t.numel() * t.element_size() for t in (x, weight, out) if not _is_channels_last(t))
+    copies = 0 if layout else sum(_bytes(t) for t in (x, weight, out) if is_channels_last(t) is None)
     expected = copies if x.dtype in HALF and capability()[0] >= 7 else 0
-    return [Inside(expected, 0, max(copies, 2 * out.numel() * out.element_size()))]
+    return [*copied, Inside(expected, 0, max(copies, 2 * _bytes(out)))]
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    layout = _CHANNELS_LAST.get(tensor.dim())
-    return layout is not None and tensor.is_contiguous(memory_format=layout)
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 INSIDE = {aten.convolution.default: _forward, aten.convolution_backward.default: _backward}
+LAYOUTS = {aten.convolution.default: _layout_forward, aten.convolution_backward.default: _layout_backward}

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.foresight.behaviours.behaviour import Behaviour, Inside
+from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, is_channels_last
+from lowtide.foresight.device.current import unbounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +33,10 @@ ROWS = (
     ),
     Behaviour(
         name="batch norm",
-        does="cuDNN's kernel for contiguous batches; what it reserves for channels-last ones is up to a bit an element",
-        source="aten/src/ATen/native/cudnn/BatchNorm.cpp, torch 2.13",
+        does="cuDNN's kernel: for channels-last batches one that keeps a reserve of cuDNN's choice for backward, and "
+        "takes a workspace; counted as none, and said",
+        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: getCudnnBatchNormMode, cudnn_batch_norm, "
+        "_get_cudnn_batch_norm_reserve_space_size, torch at commit d7572ba2e934",
         exact=False,
     ),
 )
@@ -74,5 +77,18 @@ def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Ins
     return [Inside(0, 0, 2 * _MOST_PARTIAL_ROWS * width * 4)]
 
 
+def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """Nothing that is known; cuDNN says what it reserves on a card only, and documents no bound."""
+    x, training = args[0], args[5]
+    if training and is_channels_last(x):
+        unbounded.setdefault(
+            "aten::cudnn_batch_norm", "aten::cudnn_batch_norm: what cuDNN reserves for channels-last batches"
+        )
+    return []
+
+
 KERNELS = {"_fused_rms_norm": _rms_norm}
-INSIDE = {aten.native_layer_norm_backward.default: _layer_norm_backward}
+INSIDE = {
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm.default: _batch_norm,
+}

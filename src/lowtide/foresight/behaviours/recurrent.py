@@ -1,7 +1,8 @@
 """Recurrent layers: cuDNN runs all steps of all layers as one operator, and keeps what their backward needs.
 
-The CPU's composition keeps every gate of every step as tensors of its own. What cuDNN reserves is its own affair: at
-least the gates and cells of each step, at most about twice as much.
+The CPU's composition keeps every gate of every step as tensors of its own. How much cuDNN reserves, and which workspace
+it takes, it only says on a card (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. Counted is what
+backward can't do without, the gates and cells of each step; that it may be more is said.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ import torch
 from torch import Tensor
 
 from lowtide.foresight.behaviours.behaviour import Behaviour
+from lowtide.foresight.device.current import unbounded
 
 ROWS = (
     Behaviour(
         name="recurrent layers",
-        does="one operator that keeps its input, its output and a reserve of gates and cells of every step",
-        source="aten/src/ATen/native/cudnn/RNN.cpp: _cudnn_rnn, torch 2.13",
+        does="one operator that keeps its input, its output and a reserve; it works on the sequence first, with copies "
+        "where the batch is first; gradients of all weights are one block",
+        source="aten/src/ATen/native/cudnn/RNN.cpp: _cudnn_rnn, _cudnn_rnn_backward_input, "
+        "_cudnn_rnn_backward_weight, torch at commit 357b8267a5eb",
         exact=False,
     ),
 )
 
 _KEPT_A_STEP = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
-"""Numbers that the reserve holds for each hidden unit and step: gates, cell, its activation."""
+"""Numbers for each hidden unit and step: gates, cell, its activation."""
+
+_UNKNOWN = "cuDNN's reserve and workspaces: counted is what backward needs, the gates and cells of each step"
 
 
 class _Recurrent(torch.autograd.Function):
@@ -32,22 +38,47 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kind: str, settings: dict[str, Any], x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        unbounded.setdefault("aten::_cudnn_rnn", f"aten::_cudnn_rnn: {_UNKNOWN}")
         layers, directions, hidden = settings["layers"], settings["directions"], settings["hidden"]
         states, weights = others[: settings["states"]], others[settings["states"] :]
-        out = x.new_empty((*x.shape[:-1], directions * settings["out"]))
+        sequence_first = _sequence_first(x, settings)
+        out = x.new_empty((*sequence_first.shape[:-1], directions * settings["out"]))
         last = tuple(torch.empty_like(state) for state in states)
         steps = x.numel() // x.shape[-1]
         kept = _KEPT_A_STEP[kind] * steps * layers * directions * hidden
         reserve = x.new_empty((kept if settings["train"] else 0,))
+        del sequence_first
+        if settings["batch first"]:
+            out = out.transpose(0, 1)
         ctx.save_for_backward(x, *states, *weights, out, reserve)
-        ctx.n_inputs = 1 + len(others)
+        ctx.n_inputs, ctx.n_states, ctx.settings = 1 + len(others), len(states), settings
         return (out, *last)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         saved = ctx.saved_tensors[: ctx.n_inputs]
-        needed = ctx.needs_input_grad[2:]
-        return (None, None, *(torch.empty_like(t) if n else None for t, n in zip(saved, needed, strict=True)))
+        x, states, weights = saved[0], saved[1 : 1 + ctx.n_states], saved[1 + ctx.n_states :]
+        copies = [_sequence_first(each, ctx.settings) for each in (x, grads[0])]
+        for_x = torch.empty_like(copies[0])
+        for_states = tuple(torch.empty_like(state) for state in states)
+        copies = [_sequence_first(x, ctx.settings)]  # once more, for another call of cuDNN
+        for_weights = _in_one_block(weights)
+        del copies
+        if ctx.settings["batch first"]:
+            for_x = for_x.transpose(0, 1)
+        found = (for_x, *for_states, *for_weights)
+        return (None, None, *(t if n else None for t, n in zip(found, ctx.needs_input_grad[2:], strict=True)))
+
+
+def _sequence_first(x: Tensor, settings: dict[str, Any]) -> Tensor:
+    return (x.transpose(0, 1) if settings["batch first"] else x).contiguous()
+
+
+def _in_one_block(weights: tuple[Tensor, ...]) -> list[Tensor]:
+    """Gradients of all weights: views of one block."""
+    block = weights[0].new_empty((sum(weight.numel() for weight in weights),))
+    parts = torch.split(block, [weight.numel() for weight in weights])
+    return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
 
 
 def _kernel(kind: str) -> Callable[..., Any]:
@@ -63,7 +94,7 @@ def _kernel(kind: str) -> Callable[..., Any]:
         batch_first: bool,
     ) -> Any:
         states = list(hx) if kind == "lstm" else [hx]
-        return _run(kind, x, states, params, num_layers, train, bidirectional)
+        return _run(kind, x, states, params, num_layers, train, bidirectional, batch_first)
 
     return kernel
 
@@ -81,12 +112,14 @@ def _packed_kernel(kind: str) -> Callable[..., Any]:
         bidirectional: bool,
     ) -> Any:
         states = list(hx) if kind == "lstm" else [hx]
-        return _run(kind, data, states, params, num_layers, train, bidirectional)
+        return _run(kind, data, states, params, num_layers, train, bidirectional, batch_first=False)
 
     return kernel
 
 
-def _run(kind: str, x: Tensor, states: list[Tensor], params: Any, layers: int, train: bool, both: bool) -> Any:
+def _run(
+    kind: str, x: Tensor, states: list[Tensor], params: Any, layers: int, train: bool, both: bool, batch_first: bool
+) -> Any:
     settings = {
         "layers": layers,
         "directions": 2 if both else 1,
@@ -94,6 +127,7 @@ def _run(kind: str, x: Tensor, states: list[Tensor], params: Any, layers: int, t
         "out": states[0].shape[-1],
         "states": len(states),
         "train": train,
+        "batch first": batch_first,
     }
     return _Recurrent.apply(kind, settings, x, *states, *params)  # type: ignore[no-untyped-call]
 

@@ -10,6 +10,8 @@ from lowtide.foresight.behaviours import (
     autocast,
     convolution,
     dropout,
+    efficient,
+    flash,
     lookup,
     normalization,
     optimizers,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 BEHAVIOURS: tuple[Behaviour, ...] = (
     *attention.ROWS,
+    *flash.ROWS,
+    *efficient.ROWS,
     *normalization.ROWS,
     *dropout.ROWS,
     *autocast.ROWS,
@@ -39,8 +43,15 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
 KERNELS: dict[str, Callable[..., Any]] = {**attention.KERNELS, **normalization.KERNELS, **recurrent.KERNELS}
 """Operators by name, for autograd on the card."""
 
+LAYOUTS: dict[Any, Callable[[Any, Any], Any]] = {**convolution.LAYOUTS}
+"""(args, results) -> the results as they lie in memory, by operator."""
+
+ON_HOST: dict[Any, range] = {**efficient.ON_HOST}
+"""Which of an operator's results are not on the card."""
+
 INSIDE: dict[Any, Callable[[Any, Any, list[Tensor]], list[Inside]]] = {
-    **attention.INSIDE,
+    **flash.INSIDE,
+    **efficient.INSIDE,
     **normalization.INSIDE,
     **convolution.INSIDE,
     **lookup.INSIDE,

@@ -14,6 +14,10 @@ in_use: list[Card] = []
 """At most one."""
 
 
+unbounded: dict[str, str] = {}
+"""What only a library knows of the memory that it takes, in words, by operator; of the card in use, or the last one."""
+
+
 def capability() -> tuple[int, int]:
     """The compute capability to behave by. Only while a card is in use."""
     return in_use[0].capability or CAPABILITY_ASSUMED

@@ -10,12 +10,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide import _torch
 from lowtide.foresight.behaviours.products import WORKSPACE
+from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST
 from lowtide.foresight.device.current import NAME
 from lowtide.foresight.ledger import Ledger, tensors_of
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
 from lowtide.foresight.twins import Twins
-from lowtide.memory.events import Allocate
+from lowtide.memory.events import Allocate, Free
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,17 +65,31 @@ class CardLedger(Ledger):
         return sum(living.bytes for living in self._living.values())
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+        if (host := ON_HOST.get(func)) is not None:
+            made = [tensor for place, tensor in enumerate(made) if place not in host]
         super()._record(func, args, kwargs, tensors, made)
         op = f"aten::{func.__name__.partition('.')[0]}"
         if made and func.namespace not in _TORCHS_OWN:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         if found := self._takes.inside(func, args, kwargs, made):
-            blocks = self._inside([inside.bytes for inside in found], op)
-            pairs = zip(blocks, found, strict=True)
-            self.bounds |= {block: inside for block, inside in pairs if inside.least < inside.most}
+            self._take(found, op)
         if workspace := self._takes.lasting(func, made):
             self._events.append(Allocate(self._n_blocks, workspace, 0, WORKSPACE))
             self._n_blocks += 1
+
+    def _take(self, found: list[Inside], op: str) -> None:
+        """Blocks that an operator takes inside, each given back when its time is over."""
+        held: list[tuple[int, int, Inside]] = []
+        for place, inside in enumerate(found):
+            for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
+                held.remove(ended)
+                self._events.append(Free(ended[1], ended[2].bytes))
+            self._events.append(Allocate(self._n_blocks, inside.bytes, 0, op))
+            held.append((place, self._n_blocks, inside))
+            if inside.least < inside.most:
+                self.bounds[self._n_blocks] = inside
+            self._n_blocks += 1
+        self._events += [Free(block, inside.bytes) for _, block, inside in reversed(held)]
 
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
@@ -98,7 +113,8 @@ class CardLedger(Ledger):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return super()._run(func, args, kwargs)
+            out = super()._run(func, args, kwargs)
+            return LAYOUTS[func](args, out) if func in LAYOUTS else out
         except _torch.NO_FAKE_KERNEL:
             return self._run_on_cpu(func, args, kwargs)
 

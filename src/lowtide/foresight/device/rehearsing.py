@@ -11,7 +11,7 @@ from lowtide import _torch
 from lowtide.foresight.answers import Answers
 from lowtide.foresight.device.backend import card_in_use, take_place
 from lowtide.foresight.device.cuda import cuda_is_there
-from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME
+from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME, unbounded
 from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import Placed, belongings
@@ -123,6 +123,7 @@ class OnCard:
     def finish(self) -> None:
         """It is over as well."""
         self._running.close()
+        self._ledger.unbounded |= unbounded
         self._names.state(self._kept.optimizers)
 
     def foresight(self, allocator: AllocatorConfig | None = None) -> CardForesight:

@@ -1,0 +1,192 @@
+"""What CUDA's kernels take inside, byte for byte as their sources say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.foresight.device.outcome import CardForesight
+from lowtide.memory.events import Allocate, Free
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+
+
+class Attention(nn.Module):
+    """Attention of a weight with itself, or of many heads with few; rows lie before heads, as linear layers have it."""
+
+    rows_first = True
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], keys: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.query = nn.Parameter(self._swap(torch.randn(shape, dtype=dtype)).contiguous())
+        self.key = nn.Parameter(self._swap(torch.randn(keys or shape, dtype=dtype)).contiguous())
+
+    def forward(self, mask: Tensor | None) -> Tensor:
+        query, key = self._swap(self.query), self._swap(self.key)
+        out = F.scaled_dot_product_attention(query, key, key, mask, enable_gqa=query.shape[1] != key.shape[1])
+        return out.transpose(1, 2).flatten(2)
+
+    def _swap(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2) if self.rows_first else tensor
+
+
+def foreseen(model: nn.Module, batch: object, card: str, step: Callable[[Any], Any] | None = None) -> CardForesight:
+    return lowtide.foresee(model, step or (lambda x: _weighted(model(x)).backward()), batch, device=card)
+
+
+def _weighted(out: Tensor) -> Tensor:
+    return (out * out).sum()  # whose gradient is contiguous
+
+
+def blocks(found: CardForesight, op: str) -> list[int]:
+    """Sizes of all that an operator allocates in the second step, in its order."""
+    events = [event for event in found.whole if type(event) is Allocate and event.op == op]
+    return [event.bytes for event in events[len(events) // 2 :]]
+
+
+EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+FLASH = "aten::_scaled_dot_product_flash_attention"
+
+
+def masked(dtype: torch.dtype, shape: tuple[int, ...], card: str) -> CardForesight:
+    mask = torch.zeros(shape[0], shape[1], shape[2], shape[2], dtype=dtype)
+    return foreseen(Attention(dtype, shape), mask, card)
+
+
+def test_efficient_attention_in_single_precision() -> None:
+    """Delta is made of a product, its sums and their copy; queries' gradients have a tile and a lock of 16 bytes."""
+    found = masked(SINGLE, (2, 4, 250, 64), "A100-40")
+    result, rows = 2 * 4 * 250 * 64 * 4, 2 * 4 * 250 * 4
+    assert blocks(found, EFFICIENT) == [result, 2 * 4 * 256 * 4]  # one number a row, rows to 32; no seed
+    tiles = 2 * 4 * 4 * (64 * 64 * 4 + 16)
+    assert blocks(found, EFFICIENT + "_backward") == [result] * 3 + [result, rows, rows, tiles]
+
+
+def test_the_product_is_gone_before_the_workspace_comes() -> None:
+    events = [e for e in masked(SINGLE, (2, 4, 256, 64), "A100-40").whole if not hasattr(e, "name")]
+    workspace = next(i for i, e in enumerate(events) if type(e) is Allocate and e.bytes == 8 * 4 * (64 * 64 * 4 + 16))
+    before = events[workspace - 5 : workspace]
+    assert [type(event) for event in before] == [Allocate, Allocate, Allocate, Free, Free]
+    assert [event.block for event in before[3:]] == [event.block for event in before[:2]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "card", "sizes"),
+    [
+        (HALF, 64, "A100-40", {8 * 4 * (64 * 64 * 4 + 16)}),
+        (
+            torch.float16,
+            128,
+            "T4",
+            {8 * 2 * 2 * (128 * 64 * 4 + 16), 8 * (4 * (64 * 64 * 8 + 16) + 2 * 4 * 64 * 128 * 4)},
+        ),
+        (HALF, 96, "RTX 3090", {8 * 2 * 2 * (128 * 64 * 4 + 16)}),
+        (HALF, 256, "A100-40", {8 * (2 * 4 * (128 * 64 * 4 + 16) + 2 * 4 * 64 * 256 * 4)}),
+    ],
+)
+def test_efficient_attention_in_half_precision(dtype: torch.dtype, head: int, card: str, sizes: set[int]) -> None:
+    """Delta is one number a row; keys and values have staging areas, a part each, unless they stay in registers."""
+    found = masked(dtype, (2, 4, 256, head), card)
+    *_, delta, workspace = blocks(found, EFFICIENT + "_backward")
+    assert delta == 2 * 4 * 256 * 4
+    assert workspace in sizes
+    accumulated = [2 * 4 * 256 * head * 4] * (head > 128)  # the result in single precision
+    assert blocks(found, EFFICIENT)[2:] == accumulated
+
+
+def test_flash_attention_pads_rows_and_heads() -> None:
+    found = foreseen(Attention(HALF, (2, 4, 250, 72)), None, "A100-40")
+    result = 2 * 4 * 250 * 72 * 2
+    assert blocks(found, FLASH)[:2] == [result, 2 * 4 * 250 * 4]
+    inside = [2 * 4 * 256 * 4, 2 * 4 * 256 * 96 * 4]  # rows to 128, heads to 32, in single precision
+    assert blocks(found, FLASH + "_backward") == [*[result] * 3, *inside]
+
+
+def test_flash_attention_copies_what_has_its_heads_first() -> None:
+    model = Attention(HALF, (2, 4, 128, 64))
+    model.rows_first = False
+    model.query.data, model.key.data = (t.data.transpose(1, 2).contiguous() for t in (model.query, model.key))
+    result = 2 * 4 * 128 * 64 * 2
+    assert blocks(foreseen(model, None, "A100-40"), FLASH + "_backward")[:5] == [
+        *[result] * 4,
+        4 * 2 * 128 * 4,
+    ]  # the result
+
+
+def test_shared_keys_get_a_gradient_for_each_head() -> None:
+    found = foreseen(Attention(HALF, (1, 8, 128, 64), (1, 2, 128, 64)), None, "A100-40")
+    assert blocks(found, FLASH + "_backward")[-2:] == [8 * 128 * 64 * 2] * 2
+
+
+def test_few_rows_split_many_keys() -> None:
+    """64 rows and 4096 keys: 8 to 16 parts of 256, by how many multiprocessors there are."""
+    found = foreseen(Attention(HALF, (1, 1, 64, 64), (1, 1, 4096, 64)), None, "A100-40")
+    assert blocks(found, FLASH)[-2:] == [16 * 64 * 4, 16 * 64 * 64 * 4]
+    bounds = {(b.least, b.bytes, b.most) for b in found.bounds.values()}
+    assert (8 * 64 * 64 * 4, 16 * 64 * 64 * 4, 16 * 64 * 64 * 4) in bounds
+
+
+EMBEDDING = "aten::embedding_dense_backward"
+
+
+@pytest.mark.parametrize(("n", "padding", "sorts"), [(3072, None, False), (3072, 0, False), (3073, None, True)])
+def test_few_indices_are_not_sorted(n: int, padding: int | None, sorts: bool) -> None:
+    model = nn.Embedding(5000, 16, padding_idx=padding)
+    found = blocks(foreseen(model, torch.zeros(n, dtype=torch.int64), "L4"), EMBEDDING)
+    assert (len(found) > 1) == sorts
+    assert found[0] == 5000 * 16 * 4
+
+
+def test_many_indices_take_lists_and_a_row_for_each_partial_sum() -> None:
+    n, table, width = 4000, 1000, 64
+    found = blocks(foreseen(nn.Embedding(table, width), torch.zeros(n, dtype=torch.int64), "L4"), EMBEDDING)
+    each = 8 * n
+    partial = n // 10 + table
+    lists = [each, each, each, 2 * each, each, 8, each, 8 * table, 8 * table, 8, 8 * partial]
+    assert found == [table * width * 4, *lists, partial * width * 4]
+
+
+@pytest.mark.parametrize(("dtype", "more"), [(SINGLE, 0), (HALF, 2 * 64 * 4)])
+def test_few_rows_are_added_up_in_one_pass(dtype: torch.dtype, more: int) -> None:
+    model = nn.Embedding(2, 64, dtype=dtype)
+    found = blocks(foreseen(model, torch.zeros(4000, dtype=torch.int64), "L4"), EMBEDDING)
+    assert found[-2:] == [8 * 402, 8 * 402 + more]
+
+
+def test_indexing_sorts_what_it_adds_up() -> None:
+    model = nn.Linear(64, 50)
+    index = torch.zeros(100, dtype=torch.int64)
+    found = foreseen(model, index, "L4", lambda i: model.weight[i].sum().backward())
+    values = 100 * 64 * 4  # the sum's gradient is one number, broadcast
+    assert blocks(found, "aten::index_put")[-6:] == [800, values, 800, 800, 800, 1600]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_convolutions_keep_the_layout_that_they_are_given(last: bool) -> None:
+    layout = torch.channels_last if last else torch.contiguous_format
+    model = nn.Conv2d(4, 8, 3).to(memory_format=layout)
+    x = torch.randn(2, 4, 8, 8).to(memory_format=layout).requires_grad_()
+
+    def step(x: Tensor) -> None:
+        out = model(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert out.is_contiguous(memory_format=layout)
+        assert gradient.is_contiguous(memory_format=layout)
+
+    foreseen(model, x, "L4", step)
+
+
+def test_what_only_cudnn_knows_is_said_and_not_promised() -> None:
+    recurrent = nn.LSTM(8, 8)
+    found = foreseen(recurrent, torch.randn(4, 2, 8), "L4", lambda x: recurrent(x)[0].sum().backward())
+    assert found.verdict == "unknown"
+    assert any("cuDNN's reserve" in line for line in found.unknown)
+    normed = nn.BatchNorm2d(4)
+    x = torch.randn(2, 4, 8, 8)
+    for layout, known in ((torch.contiguous_format, True), (torch.channels_last, False)):
+        found = foreseen(normed, x.to(memory_format=layout), "L4")
+        assert (found.verdict == "fits") == known
