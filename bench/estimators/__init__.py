@@ -6,5 +6,6 @@ training.py   their training loops
 predicting.py one run, foreseen
 records.py    what was predicted
 scores.py     errors, and what is claimed of them
+reasons.py    why some are far off
 page.py       all of it as Markdown
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
+from estimators.reasons import far, reason, repeats
 from estimators.records import Predictions
 from estimators.rows import LENGTH, STRATA, TOOLS, Row
 from estimators.scores import OURS, Scored, claims, comparisons, errors, finished, scored
@@ -67,7 +68,7 @@ _COLUMNS = " | ".join(
 def page(rows: Sequence[Row], predictions: Predictions) -> str:
     """`docs/prediction.md`."""
     pairs = scored(rows, predictions.found)
-    parts = [*_head(predictions), *_summary(pairs), *_finished(pairs), *_refused(pairs)]
+    parts = [*_head(predictions), *_summary(pairs), *_finished(pairs), *_far(pairs), *_refused(pairs)]
     return "\n".join([*parts, *_left_out(rows, predictions), _BEHIND.format(length=LENGTH)]).rstrip() + "\n"
 
 
@@ -136,6 +137,24 @@ def _finished(pairs: Sequence[Scored]) -> Iterator[str]:
         yield "|---|---|---|---:|---:|---:|---:|" + "---:|" * len(TOOLS)
         for pair in found:
             yield f"{_run(pair)} | " + " | ".join(_error(pair, tool) for tool in (OURS, *TOOLS)) + " |"
+    yield ""
+
+
+def _far(pairs: Sequence[Scored]) -> Iterator[str]:
+    yield "## Rows beyond 6 %, and why"
+    yield ""
+    n_repeats, n_close = repeats(pairs)
+    yield (
+        f"Of {n_repeats} repeats that the artefact has of these runs, {n_close} are within 6 % of the first "
+        "measurement. A reason is given where the numbers show one."
+    )
+    yield ""
+    yield "| row | model, batch, optimizer | measured MiB | predicted | Lowtide | reason |"
+    yield "|---|---|---:|---:|---:|---|"
+    for pair in far(pairs):
+        assert pair.prediction.reserved_bytes is not None
+        cells = f"{pair.row.measured_bytes // MIB:,} | {pair.prediction.reserved_bytes // MIB:,} | {_error(pair, OURS)}"
+        yield f"| {pair.row.id} | {pair.row.name} | {cells} | {reason(pair, pairs)} |"
     yield ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 DATA = Path(__file__).parents[1] / "data" / "xmem_rows.json"
 
@@ -52,6 +52,8 @@ class Row:
     measured_bytes: int
     """Peak of reserved bytes and kernels loaded on the way; how far it came if it ended out of memory."""
     estimates: dict[str, Estimate]
+    repeats: tuple[int, ...] = ()
+    """Measured peaks of the same run once more, where its memory was not limited to less than 1.1 times the first."""
 
     @property
     def name(self) -> str:
@@ -96,4 +98,9 @@ _ONE_LINE = ("google/gemma-2-2b-it", "meta-llama/Llama-3.2-3B-Instruct")
 def load(path: Path = DATA) -> tuple[Row, ...]:
     """All rows: first those that finished."""
     found = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return tuple(Row(**{**row, "estimates": {k: Estimate(**e) for k, e in row["estimates"].items()}}) for row in found)
+    return tuple(_row(row) for row in found)
+
+
+def _row(record: dict[str, Any]) -> Row:
+    estimates = {name: Estimate(**estimate) for name, estimate in record["estimates"].items()}
+    return Row(**{**record, "estimates": estimates, "repeats": tuple(record.get("repeats", ()))})

@@ -2,6 +2,7 @@
 
 from estimators.page import page
 from estimators.predicting import predict
+from estimators.reasons import far, reason, repeats
 from estimators.records import Prediction, Predictions
 from estimators.rows import STRATA, load
 from estimators.scores import Scored, claims, comparisons, scored
@@ -68,3 +69,26 @@ def test_the_page_names_what_was_left_out() -> None:
     assert "gemma-2-2b-it 1 Adafactor: nobody knows" in text
     assert "| +100.0% |" in text
     assert Scored(row=row, prediction=found[0]).error() == 1
+
+
+def test_a_row_that_is_far_off_has_its_reason() -> None:
+    """Measured twice, far apart; near a repeat; in the range; and where nothing can be shown."""
+
+    def reasons(least: int, most: int, **predicted: int) -> dict[str, str]:
+        found = [
+            Prediction(row=name, reserved_bytes=n * MIB, least_bytes=least * MIB, most_bytes=most * MIB)
+            for name, n in predicted.items()
+        ]
+        pairs = scored(tuple(ROWS.values()), found)
+        return {pair.row.id: reason(pair, pairs) for pair in far(pairs)}
+
+    assert "x058" not in reasons(1, 1, x058=8238)
+    assert reasons(1, 1, x058=7200, x057=7200)["x058"].endswith("7,198 MiB (x057). No number is within 6 % of both")
+    assert reasons(1, 1, x031=2886)["x031"].endswith("From that the prediction is +1.5%")
+    assert reasons(10912, 11772, x071=11772)["x071"].startswith("The range has it")
+    assert reasons(11772, 11772, x071=11772)["x071"] == "None can be shown"
+
+
+def test_measurements_themselves_are_not_repeated_to_six_percent() -> None:
+    measured = [Prediction(row=row.id, reserved_bytes=row.measured_bytes) for row in ROWS.values()]
+    assert repeats(scored(tuple(ROWS.values()), measured)) == (28, 17)

@@ -38,9 +38,10 @@ ROWS = (
         exact=False,
     ),
     Behaviour(
-        name="cuDNN attention, backward",
-        does="a workspace of cuDNN's choice: gradients of queries in single precision, perhaps thrice as much",
-        source="aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_bprop, torch 2.13",
+        name="cuDNN attention",
+        does="workspaces of cuDNN's choice (get_workspace_size): none counted in forward, gradients of queries in "
+        "single precision in backward; that it is at most thrice as much is assumed, no document says so",
+        source="aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_fprop, torch at commit c8d6fb3acbf7",
         exact=False,
     ),
 )

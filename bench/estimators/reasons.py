@@ -1,0 +1,79 @@
+"""Why a prediction is far from what was measured, where that can be shown; and how far measurements are from repeats.
+
+Nothing here changes a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from estimators.scores import Scored, finished
+
+CLOSE = 0.06
+
+MIB = 2**20
+
+_APART = (1 + CLOSE) / (1 - CLOSE)
+"""Two measurements further apart than this have no number between them that is close to both."""
+
+
+_NEAR = 0.01
+"""Kernels that are loaded on the way are in what was measured, not in what was predicted."""
+
+
+def far(pairs: Sequence[Scored]) -> list[Scored]:
+    """The rows that finished whose prediction is not within 6 %."""
+    return [pair for pair in finished(pairs) if not is_close(pair.prediction.reserved_bytes, pair.row.measured_bytes)]
+
+
+def is_close(found: int | None, measured: int) -> bool:
+    """Within 6 % of what was measured."""
+    return found is not None and abs(found / measured - 1) <= CLOSE
+
+
+def reason(pair: Scored, pairs: Sequence[Scored]) -> str:
+    """What can be shown, in words; that nothing can be shown, otherwise."""
+    predicted, measured = pair.prediction.reserved_bytes, pair.row.measured_bytes
+    assert predicted is not None
+    again = dict(_again(pair, pairs))
+    found = ", ".join(f"{_mib(n_bytes)} MiB ({where})" for n_bytes, where in again.items())
+    apart = [n_bytes for n_bytes in again if max(n_bytes, measured) > _APART * min(n_bytes, measured)]
+    if apart:
+        return f"measured again: {found}. No number is within 6 % of both"
+    near = [n_bytes for n_bytes in again if is_close(predicted, n_bytes)]
+    if near:
+        errors = ", ".join(f"{predicted / n_bytes - 1:+.1%}" for n_bytes in near)
+        return f"measured again: {found}. From that the prediction is {errors}"
+    least, most = pair.prediction.least_bytes, pair.prediction.most_bytes
+    said = f"measured again: {found}. " if found else ""
+    assert least is not None
+    assert most is not None
+    if least * (1 - _NEAR) <= measured <= most * (1 + _NEAR):
+        return f"{said}The range has it, to 1 %: {_RANGES[pair.row.family]}"
+    return f"{said}None can be shown"
+
+
+_RANGES = {
+    "cnn": "bounds of cuDNN's workspaces, or another order of addresses",
+    "transformer": "another order of addresses, or for a small batch other lengths",
+}
+
+
+def repeats(pairs: Sequence[Scored]) -> tuple[int, int]:
+    """How many repeats there are of the rows that finished, and how many are within 6 % of the first measurement."""
+    found = [(n_bytes, pair.row.measured_bytes) for pair in finished(pairs) for n_bytes in pair.row.repeats]
+    return len(found), sum(is_close(*each) for each in found)
+
+
+def _again(pair: Scored, pairs: Sequence[Scored]) -> Iterator[tuple[int, str]]:
+    """Other measurements of the same model, batch and optimizer, and where they are."""
+    for n_bytes in pair.row.repeats:
+        yield n_bytes, "the same run once more"
+    for other in finished(pairs):
+        same = (other.row.model, other.row.batch, other.row.optimizer)
+        if other is not pair and same == (pair.row.model, pair.row.batch, pair.row.optimizer):
+            yield other.row.measured_bytes, other.row.id
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes // MIB:,}"
