@@ -37,14 +37,15 @@ _BEHIND = """\
 - The caching allocator, simulated. Which address the driver gives a new segment decides between free blocks of equal
   size, and in some runs with that whether one more tensor of logits has room. Expected is the order that is seen in
   memory snapshots of other programs (`memory/allocator/addresses.py`), as `foresee` takes it.
-- Workspaces of cuDNN's convolutions depend on heuristics of the library and on what is free; they make repeats of a CNN
-  differ by 0.5 to 8 %. None is expected, nor does xMem count any. Copies of what is not channels-last, as its kernels
+- Workspaces of cuDNN's convolutions depend on heuristics of the library and on what is free; repeats of a CNN differ by
+  up to 21 %. None is expected, nor does xMem count any. Copies of what is not channels-last, as its kernels
   for tensor cores need them, are the upper bound; counted as expected they gave errors four times as large here.
 - **Range** is the least and the most of five other orders of addresses, of those bounds, and for small batches of text
   of three other sequences of lengths.
 - No number is fitted to these rows: the allocator's constants and the cuBLAS workspace are from torch's sources, the
   card's memory is the driver's own output, the driver's chunk is from the snapshots. Two choices between models were
-  made after these rows had been seen: to expect no cuDNN workspace, and to go by the snapshots' order of addresses.
+  made after these rows had been seen: to expect no cuDNN workspace, and to go by the snapshots' order of addresses. The
+  second one has since been held against five more recordings, and stays.
 
 ## What the rows do not tell
 

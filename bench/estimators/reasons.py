@@ -5,8 +5,9 @@ Nothing here changes a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from estimators.rows import Stratum
 from estimators.scores import Scored, finished
 
 CLOSE = 0.06
@@ -49,13 +50,14 @@ def reason(pair: Scored, pairs: Sequence[Scored]) -> str:
     assert least is not None
     assert most is not None
     if least * (1 - _NEAR) <= measured <= most * (1 + _NEAR):
-        return f"{said}The range has it, to 1 %: {_RANGES[pair.row.family]}"
+        return f"{said}The range has it, to 1 %: {_RANGES[pair.row.stratum]}"
     return f"{said}None can be shown"
 
 
-_RANGES = {
-    "cnn": "bounds of cuDNN's workspaces, or another order of addresses",
-    "transformer": "another order of addresses, or for a small batch other lengths",
+_RANGES: Mapping[Stratum, str] = {
+    "transformer, batch 15 and more": "another order of addresses",
+    "transformer, smaller batch": "another order of addresses, or other lengths",
+    "CNN": "bounds of cuDNN's workspaces, or another order of addresses",
 }
 
 
