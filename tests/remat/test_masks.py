@@ -304,7 +304,16 @@ def test_what_is_nearly_zero_or_nearly_the_number_is_a_third_value(other):
 
 def test_what_is_no_mask():
     ones = torch.ones(100, 100)
-    for tensor in (ones[1:], ones.t(), ones.expand(2, 100, 100), ones.long(), torch.zeros(5000), ones[:8].clone()):
+    eights = ones.to(torch.float8_e4m3fn)
+    for tensor in (
+        ones[1:],
+        ones.t(),
+        ones.expand(2, 100, 100),
+        ones.long(),
+        eights,
+        torch.zeros(5000),
+        ones[:8].clone(),
+    ):
         with pytest.raises(CannotRemake):
             packed(tensor)
 

@@ -25,8 +25,9 @@ LEAST_BYTES = 4096
 """Smaller masks are kept."""
 
 AT_ONCE = 2**17
-"""Elements, a multiple of 8, so that a CPU finds them in its cache; a GPU takes ALL_AT_ONCE."""
-ALL_AT_ONCE = 2**26
+"""Elements, a multiple of 8, so few that a CPU finds them in its cache again."""
+MANY_AT_ONCE = 2**23
+"""The same for a GPU, so few that what lies in between needs little memory."""
 
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the size of an element: numbers are compared by their bits, so that -0.0 is not 0.0."""
@@ -48,9 +49,10 @@ def bits_of(mask: Tensor) -> dict[str, Any]:
 
 def may_be_a_mask(tensor: Tensor) -> bool:
     """What can be said without looking at the elements."""
+    numbers = tensor.is_floating_point() and tensor.element_size() in _INTEGERS and tensor.device.type == "cpu"
     return (
         not tensor.requires_grad
-        and (tensor.dtype is torch.bool or (tensor.is_floating_point() and tensor.device.type == "cpu"))
+        and (numbers or tensor.dtype is torch.bool)
         and is_plain(tensor)
         and base_of(tensor) is None
         and tensor.nbytes == tensor.untyped_storage().nbytes()  # so its elements are all that is there
@@ -64,7 +66,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     """
     flat = mask.as_strided((mask.numel(),), (1,))
     if mask.dtype is torch.bool:
-        at_once = AT_ONCE if mask.device.type == "cpu" else ALL_AT_ONCE
+        at_once = AT_ONCE if mask.device.type == "cpu" else MANY_AT_ONCE
         for first in range(0, len(flat), at_once):
             some = _gathered(flat[first : first + at_once])
             bits[first // 8 : first // 8 + len(some)] = some
@@ -89,7 +91,7 @@ def mask_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: 
     if is_fake(bits):
         return mask
     flat = mask.as_strided((mask.numel(),), (1,))
-    at_once = AT_ONCE if bits.device.type == "cpu" else ALL_AT_ONCE
+    at_once = AT_ONCE if bits.device.type == "cpu" else MANY_AT_ONCE
     table = _bytes_of_bits(bits.device)
     for first in range(0, len(flat), at_once):
         part = flat[first : first + at_once]
