@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +42,23 @@ def device_of(model: nn.Module) -> str:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples, dicts and dataclasses known to torch's pytrees."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """The tensors in a batch, or in what a step returns: nested lists, tuples and mappings, and objects' attributes."""
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}
+
+    def look(thing: Any) -> None:
+        for leaf in tree_leaves(thing):
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
+                seen[id(leaf)] = leaf
+                look(list(leaf.values()) if isinstance(leaf, Mapping) else [*getattr(leaf, "__dict__", {}).values()])
+
+    look(tree)
+    return found
+
+
+_NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:

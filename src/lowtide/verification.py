@@ -70,7 +70,7 @@ def verify(
     if differences := plan.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)
     inexact = tuple(lever.name for lever in plan.levers if not lever.exact)
-    with Unchanged(model, batch, optimizer) as unchanged:
+    with Unchanged(model, batch, optimizer, step) as unchanged:
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, _ = static_bytes(model, batch, unchanged.optimizers)

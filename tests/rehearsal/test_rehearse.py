@@ -1,10 +1,13 @@
 """A rehearsal finds what is saved, predicts the peak of the plain step, and leaves nothing behind."""
 
+import copy
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import lowtide
@@ -107,6 +110,120 @@ def test_an_optimizer_is_noticed_and_its_settings_come_back():
     lowtide.rehearse(case.model, step, case.batch)
     assert case.optimizer.param_groups[0]["lr"] == 1e-3
     assert not case.optimizer.state
+
+
+class _Average:
+    """As many write it: a dict that is bound anew in every step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.detach()
+
+
+class _Trainer:
+    """A step as a method that reaches for more than its model."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        parts = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 64)
+        self.model = nn.Sequential(*parts)
+        self.teacher, self.slow = copy.deepcopy(self.model), copy.deepcopy(self.model)
+        self.average = _Average(self.model)
+        self.queue = torch.zeros(64)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(batch)
+        output = self.model(batch)
+        loss = (output - target).square().mean() + (output - self.slow(batch)).square().mean() + self.queue.sum()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.model.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        self.average.update(self.model)
+        self.queue = 0.5 * self.queue + output.detach().mean(0)
+        return loss.detach()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {"queue": self.queue.clone(), "scale": torch.tensor(self.scaler.get_scale())}
+        found["schedule"] = torch.tensor([self.schedule.last_epoch, *self.schedule.get_last_lr()])
+        for name in ("model", "teacher", "slow"):
+            module = getattr(self, name)
+            found |= {f"{name} {key}": value.clone() for key, value in module.state_dict().items()}
+            found |= {f"{name} {key}.grad": p.grad.clone() for key, p in module.named_parameters() if p.grad is not None}
+        return found | {f"average {key}": value.clone() for key, value in self.average.shadow.items()}
+
+
+def test_what_else_the_step_refers_to_is_as_it_was():
+    plain, fitted, batch = _Trainer(), _Trainer(), torch.randn(256, 64)
+    known = fitted.state()
+    lowtide.rehearse(fitted.model, fitted.step, batch)
+    assert same(known, fitted.state())
+    with lowtide.fit(fitted.model, fitted.step, batch, budget="90%"):
+        assert same(known, fitted.state())
+        for trainer in (plain, fitted):
+            torch.manual_seed(1)
+            for _ in range(4):
+                trainer.step(batch)
+    assert same(plain.state(), fitted.state())
+
+
+def test_lists_in_the_state_of_an_optimizer_are_as_they_were():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(32, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3, history_size=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        return optimizer.step(closure).detach()
+
+    step(batch)
+    known = copy.deepcopy(optimizer.state_dict())
+    lowtide.rehearse(model, step, batch)
+    assert repr(optimizer.state_dict()) == repr(known)
+
+
+@dataclass
+class _Named:
+    pixels: torch.Tensor
+
+
+class _Plain:
+    def __init__(self, pixels: torch.Tensor) -> None:
+        self.parts = {"pixels": pixels}
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        return self.parts["pixels"]
+
+
+@pytest.mark.parametrize("kind", [lambda p: transformers.BatchEncoding({"pixels": p}), _Named, _Plain])
+def test_a_batch_of_any_kind_is_counted_recognized_and_put_back(kind):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    batch = kind(torch.ones(512, 64))
+
+    def step(batch):
+        model(batch.pixels.mul_(2)).sum().backward()
+
+    profile = lowtide.rehearse(model, step, batch)
+    assert profile.static.inputs == 512 * 64 * 4
+    assert profile.fingerprint.batch == "[512, 64] float32"
+    assert torch.equal(batch.pixels, torch.ones(512, 64))
 
 
 def _step_of(model: nn.Module):

@@ -88,7 +88,7 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
         seen._calls.clear()
 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    with Unchanged(site.model, site.batch, optimizer), contextlib.ExitStack() as hooks:
+    with Unchanged(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
         for parameter in parameters:
             hooks.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
         hooks.callback(optimizer.register_step_pre_hook(steps).remove)

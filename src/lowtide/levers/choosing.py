@@ -125,7 +125,8 @@ def _more_ms(site: Site, before: tuple[Pulled, ...], after: tuple[Pulled, ...]) 
     """How much longer the step takes with the levers `after` than with `before`; 0 where one does not fit in memory."""
     took = []
     for levers in (before, after):
-        with Unchanged(site.model, site.batch, site.optimizer), put_on(site.model, levers, site.optimizer):
+        unchanged = Unchanged(site.model, site.batch, site.optimizer, site.step)
+        with unchanged, put_on(site.model, levers, site.optimizer):
             try:
                 took.append(min(_timed(site) for _ in range(TIMED)))
             except Exception as error:
@@ -198,7 +199,7 @@ def advice(site: Site, names: Collection[str], error: Infeasible) -> tuple[str, 
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
     """The one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
     check(model, step)
-    with Unchanged(model, batch) as unchanged:
+    with Unchanged(model, batch, step=step) as unchanged:
         step(batch)
         mine = {id(parameter) for parameter in model.parameters()}
         found = [o for o in unchanged.optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]

@@ -98,7 +98,7 @@ def _holds_outputs(site: Site) -> bool:
             loss.register_hook(lambda _: held.append(reference() is not None))  # type: ignore[no-untyped-call]
         return output
 
-    with Unchanged(site.model, site.batch, site.optimizer):
+    with Unchanged(site.model, site.batch, site.optimizer, site.step):
         front = Front(site.model, around)
         try:
             site.step(site.batch)

@@ -44,7 +44,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     """
     check(model, step)
     check_uncompiled(model)
-    with Unchanged(model, batch, optimizer) as unchanged:
+    with Unchanged(model, batch, optimizer, step) as unchanged:
         frugal = False
         try:
             audit = _audit(model, step, batch, frugal=False)

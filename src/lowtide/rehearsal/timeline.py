@@ -45,7 +45,7 @@ def timeline(
         if differences := plan.fingerprint.differences(found):
             raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
     actions = {} if plan is None else actions_for(plan.remake, plan.replay, plan.advance, plan.offload)
-    with Unchanged(model, batch, optimizer) as unchanged:
+    with Unchanged(model, batch, optimizer, step) as unchanged:
         step(batch)
         with recorder_for(device_of(model)) as recorder:
             names = _Names(Engine(model, actions), recorder.mark)

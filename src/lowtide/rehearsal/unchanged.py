@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
+
+from lowtide.identity import tensors_in
+from lowtide.rehearsal.reached import Reached, put_back, states
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -21,26 +25,45 @@ if TYPE_CHECKING:
 class Unchanged:
     """Parameters, gradients, buffers, optimizer state, batch and random numbers as they were at `with`.
 
+    And what the code of `step` refers to (`reached.py`): those of other modules, tensors, schedulers, gradient scalers.
+
     Usable several times over inside the block with `restore()`; the end of the block restores too, whatever happened.
     Copies live in host memory. Optimizers need not be named: one that steps inside the block is noticed before it does.
     Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards.
     """
 
-    def __init__(self, model: nn.Module, batch: Any = None, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        optimizer: Optimizer | None = None,
+        step: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._model = model
         self._batch = batch
         self._optimizers: dict[int, _OptimizerState] = {}
         self._named = optimizer
+        self._step = step
 
     def __enter__(self) -> Self:
-        self._tensors = [_Content(t) for t in _unique([*self._model.parameters(), *tree_leaves(self._batch)])]
-        self._gradients = [(p, None if p.grad is None else _Content(p.grad)) for p in self._model.parameters()]
+        found = Reached(self._step)
+        modules = list({id(m): m for root in (self._model, *found.modules) for m in root.modules()}.values())
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None and not p.is_meta]
+        leaves = _unique([*parameters, *found.tensors])
+        buffers = {id(b) for module in modules for b in module._buffers.values()}
+        content = _unique([*leaves, *tensors_in(self._batch)])
+        self._tensors = [_Content(t) for t in content if id(t) not in buffers]
+        self._gradients = [(p, None if p.grad is None else _Content(p.grad)) for p in leaves]
         self._buffers = [
             (module, name, None if buffer is None else _Content(buffer))
-            for module in self._model.modules()
+            for module in modules
+            if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
             for name, buffer in module._buffers.items()
         ]
-        self._training = [(module, module.training) for module in self._model.modules()]
+        owned = {id(table) for module in modules for table in (module._parameters, module._buffers)}
+        self._places = [place for place in found.places if id(place[0]) not in owned]
+        self._states = states(found.stateful)
+        self._training = [(module, module.training) for module in modules]
         self._random = RandomState.now()
         if self._named is not None:
             self._noticed(self._named, (), {})
@@ -54,11 +77,15 @@ class Unchanged:
 
     def restore(self) -> None:
         """Put everything back."""
+        for state in self._states:
+            state.restore()
+        for container, key, tensor in self._places:
+            put_back(container, key, tensor)
         with torch.no_grad():
             for content in self._tensors:
                 content.restore()
-            for state in self._optimizers.values():
-                state.restore()
+            for optimizer in self._optimizers.values():
+                optimizer.restore()
             for parameter, gradient in self._gradients:
                 parameter.grad = None if gradient is None else gradient.tensor
                 if gradient is not None:
@@ -111,25 +138,39 @@ class _OptimizerState:
         self.optimizer = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.others = [_Content(p) for p in parameters if id(p) not in known]
-        self.settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self.state = {
-            parameter: {k: _Content(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-            for parameter, state in optimizer.state.items()
-        }
+        self.settings = [
+            {k: _noted(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ]
+        self.state = {parameter: _noted(state) for parameter, state in optimizer.state.items()}
 
     def restore(self) -> None:
         for content in self.others:
             content.restore()
         for group, settings in zip(self.optimizer.param_groups, self.settings, strict=True):
-            group.update(settings)
+            group.update(_given_back(settings))
         state = self.optimizer.state
         for parameter in [p for p in state if p not in self.state]:
             del state[parameter]
         for parameter, saved in self.state.items():
-            state[parameter] = {k: v.tensor if isinstance(v, _Content) else v for k, v in saved.items()}
-            for content in saved.values():
-                if isinstance(content, _Content):
-                    content.restore()
+            state[parameter] = _given_back(saved)
+
+
+def _noted(value: Any) -> Any:
+    """Dicts and lists with the contents of the tensors in them: L-BFGS appends to lists."""
+    if isinstance(value, torch.Tensor):
+        return _Content(value)
+    if type(value) is dict:
+        return {key: _noted(entry) for key, entry in value.items()}
+    return [_noted(entry) for entry in value] if type(value) is list else value
+
+
+def _given_back(noted: Any) -> Any:
+    if isinstance(noted, _Content):
+        noted.restore()
+        return noted.tensor
+    if type(noted) is dict:
+        return {key: _given_back(entry) for key, entry in noted.items()}
+    return [_given_back(entry) for entry in noted] if type(noted) is list else noted
 
 
 @dataclass(frozen=True, slots=True)

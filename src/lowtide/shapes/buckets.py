@@ -112,7 +112,7 @@ def _plain(profile: Profile) -> int:
 def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizer | None) -> dict[str, Shapes]:
     """How the step calls the model."""
     calls = Calls(model)
-    with Unchanged(model, batch, optimizer):
+    with Unchanged(model, batch, optimizer, step):
         calls.install()
         try:
             step(batch)

@@ -1,0 +1,172 @@
+"""What a step changes besides the model: other modules, schedulers, gradient scalers, tensors that its code refers to.
+
+A rehearsed step is a real one. It moves a learning-rate scheduler on, averages weights into a second model, counts in a
+batch norm of a teacher. None of these is named in the call, so they are looked for where the step's code can find them:
+closures, globals that it names, attributes, containers. Only what has contents of its own to put back is taken. Plain
+attributes are left as the step leaves them: they may speak of files, threads and iterators, which nobody can put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+LARGEST = 100_000
+"""Containers with more entries are data, not state: they are left alone."""
+
+LARGEST_BYTES = 1 << 28
+"""As are larger tensors, unless a module owns them."""
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_OPAQUE = frozenset(
+    ("builtins", "numpy", "_thread", "threading", "queue", "multiprocessing", "weakref", "logging", "importlib", "re")
+)
+
+
+class Reached:
+    """Every module, tensor and object with a `state_dict` that can be reached from `roots`. Nothing of them is run."""
+
+    def __init__(self, *roots: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Tensor] = []
+        self.places: list[tuple[Any, Any, Tensor]] = []
+        """Dicts and lists that hold tensors: container, key, tensor."""
+        self.stateful: list[Any] = []
+        """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
+        seen: dict[int, Any] = {}  # holds them, so that no address is used twice
+        pending = deque(roots)
+        while pending:
+            thing = pending.popleft()
+            if not isinstance(thing, _LEAVES) and id(thing) not in seen:
+                seen[id(thing)] = thing
+                pending.extend(self._look_at(thing))
+
+    def _look_at(self, thing: Any) -> Iterable[Any]:
+        """Take `thing` if it is one of those looked for. Gives what it refers to."""
+        if isinstance(thing, Tensor):
+            if is_state(thing):
+                self.tensors.append(thing)
+            return ()
+        if isinstance(thing, dict):
+            return self._entries(thing, thing.items())
+        if isinstance(thing, list):
+            return self._entries(thing, enumerate(thing))
+        if isinstance(thing, tuple | set | frozenset | deque):
+            return () if len(thing) > LARGEST else thing
+        if isinstance(thing, types.FunctionType):
+            return referred_to(thing)
+        if isinstance(thing, types.MethodType):
+            return (thing.__self__, thing.__func__)
+        if isinstance(thing, functools.partial):
+            return (thing.func, thing.args, thing.keywords)
+        if isinstance(thing, Optimizer):  # one that steps is noticed as it does
+            return ()
+        attributes = getattr(thing, "__dict__", None)
+        if type(attributes) is not dict or type(thing).__module__.partition(".")[0] in _OPAQUE:
+            return ()
+        if isinstance(thing, nn.Module):
+            self.modules.append(thing)
+        elif _has_state(type(thing)):
+            self.stateful.append(thing)
+        return (attributes, getattr(type(thing), "__call__", None))
+
+    def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
+        if len(container) > LARGEST:
+            return ()
+        found = list(entries)
+        self.places += [(container, key, value) for key, value in found if isinstance(value, Tensor) and is_state(value)]
+        return [value for _, value in found]
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether a tensor that no module owns is one that a step may have as its state: no data, no result of a graph."""
+    plain = tensor.is_leaf and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
+    return plain and tensor.nbytes <= LARGEST_BYTES
+
+
+def _has_state(kind: type) -> bool:
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def referred_to(function: types.FunctionType) -> Iterator[Any]:
+    """What a function's code can find by name: globals, closure, defaults. Torch's own functions have no state."""
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # empty
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield getattr(function, "__wrapped__", None)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names that a function uses, those of the functions inside it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+class State:
+    """The `state_dict` of a scheduler or gradient scaler; given back only where it has changed since."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._before = _copy(owner.state_dict())
+
+    def restore(self) -> None:
+        if not _same(self._before, self._owner.state_dict()):
+            self._owner.load_state_dict(_copy(self._before))
+
+
+def put_back(container: Any, key: Any, tensor: Tensor) -> None:
+    """Bind `tensor` again where it was found, if something else is there by now. A list that became shorter stays so."""
+    if isinstance(container, dict):
+        if container.get(key) is not tensor:
+            container[key] = tensor
+    elif key < len(container) and container[key] is not tensor:
+        container[key] = tensor
+
+
+def states(owners: Iterable[Any]) -> list[State]:
+    """Of those whose state can be asked for now."""
+    found = []
+    for owner in owners:
+        try:
+            found.append(State(owner))
+        except Exception:  # somebody else's code, which nobody here asked for: it may need what is not there yet
+            continue
+    return found
+
+
+def _copy(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: _copy(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copy, state))
+    return state
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or bool(one == other)
