@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,21 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that have the memory: those inside of a sparse or nested one or of another wrapper, else itself."""
+    if tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    else:
+        yield tensor
+
+
 _NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)
 
 
@@ -70,10 +85,11 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
         for tensor in tensors:
             if tensor is None or tensor.device.type == "meta":
                 continue
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
+            for part in parts_of(tensor):
+                storage = part.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    total += storage.nbytes()
         return total
 
     parameters = add(model.parameters())

@@ -160,7 +160,7 @@ class _Trainer:
         for name in ("model", "teacher", "slow"):
             module = getattr(self, name)
             found |= {f"{name} {key}": value.clone() for key, value in module.state_dict().items()}
-            found |= {f"{name} {key}.grad": p.grad.clone() for key, p in module.named_parameters() if p.grad is not None}
+            found |= {f"{name} {n}.grad": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
         return found | {f"average {key}": value.clone() for key, value in self.average.shadow.items()}
 
 
@@ -261,3 +261,53 @@ def test_a_step_that_differs_each_time_is_refused():
             model(batch).sum().backward()
 
     assert "the same work each time" in _refused(model, step, batch)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_batches_buffers_and_gradients_are_counted_and_put_back(layout):
+    torch.manual_seed(0)
+    adjacency = (torch.rand(128, 128) > 0.95).float().to_sparse(layout=layout).clone()
+    model = nn.Sequential(nn.Embedding(128, 64, sparse=True), nn.Linear(64, 64), nn.Tanh())
+    model.register_buffer("adjacency", adjacency.clone())
+    tokens = torch.randint(0, 128, (128,))
+
+    def step(batch):
+        torch.sparse.mm(batch + model.adjacency, model(tokens)).sum().backward()
+
+    step(adjacency)
+    gradient = model[0].weight.grad
+    known = gradient.to_dense()
+    profile = lowtide.rehearse(model, step, adjacency)
+    n = adjacency.values().numel()
+    indices = 2 * n if layout is torch.sparse_coo else 129 + n
+    assert profile.static.inputs == profile.static.buffers == 8 * indices + 4 * n
+    assert model[0].weight.grad is gradient
+    assert torch.equal(gradient.to_dense(), known)
+
+
+class _Convolution(nn.Module):
+    """Of a graph: the model itself saves a sparse matrix for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, adjacency: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            nodes = torch.nn.functional.gelu(torch.sparse.mm(adjacency, layer(nodes)))
+        return nodes
+
+
+def test_a_model_that_saves_sparse_matrices_is_fitted():
+    torch.manual_seed(0)
+    adjacency = (torch.rand(512, 512) > 0.99).float().to_sparse()
+    model, batch = _Convolution(), (adjacency, torch.randn(512, 64))
+
+    def step(batch):
+        loss = model(*batch).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    with lowtide.fit(model, step, batch, budget="90%") as fitted:
+        assert fitted.verdict.within_budget

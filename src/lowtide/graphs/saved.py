@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide import _torch
 from lowtide.graphs.records import Kept
+from lowtide.identity import parts_of
 from lowtide.remat.values import Handle
 
 if TYPE_CHECKING:
@@ -76,15 +77,7 @@ def storage_bytes(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
-        pass
-    parts: tuple[Tensor, ...] = ()
-    if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return sum(part.untyped_storage().nbytes() for part in parts)
+        return sum(part.untyped_storage().nbytes() for part in parts_of(tensor) if part is not tensor)
 
 
 _RESULT = re.compile(r"(?:result|output|out)(\d*)")

@@ -75,14 +75,14 @@ class Reached:
             self.modules.append(thing)
         elif _has_state(type(thing)):
             self.stateful.append(thing)
-        return (attributes, getattr(type(thing), "__call__", None))
+        return (attributes, vars(type(thing)).get("__call__"))
 
     def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
         if len(container) > LARGEST:
             return ()
         found = list(entries)
-        self.places += [(container, key, value) for key, value in found if isinstance(value, Tensor) and is_state(value)]
-        return [value for _, value in found]
+        self.places += [(container, key, x) for key, x in found if isinstance(x, Tensor) and is_state(x)]
+        return [x for _, x in found]
 
 
 def is_state(tensor: Tensor) -> bool:
@@ -133,7 +133,7 @@ class State:
 
 
 def put_back(container: Any, key: Any, tensor: Tensor) -> None:
-    """Bind `tensor` again where it was found, if something else is there by now. A list that became shorter stays so."""
+    """Bind `tensor` again where it was found, if something else is there. A list that became shorter stays so."""
     if isinstance(container, dict):
         if container.get(key) is not tensor:
             container[key] = tensor

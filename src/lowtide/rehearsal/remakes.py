@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide._clock import now_ms
+from lowtide.identity import parts_of
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.trials import Flops, Meter, identical
 from lowtide.remat.actions import MASK, NUMBERS
@@ -103,9 +104,9 @@ class Remakes(Engine):
 
     def add(self, value: Value, base: Tensor, node: str) -> int:
         """A new value; 0 bytes for what is there anyway."""
-        static = base.untyped_storage().data_ptr() in self._static
+        parts = [part for part in parts_of(base) if part.untyped_storage().data_ptr() not in self._static]
         self._index[value] = len(self.values)
-        self.values.append(ValueDraft(bytes=0 if static else base.numel() * base.element_size(), node=node))
+        self.values.append(ValueDraft(bytes=sum(part.numel() * part.element_size() for part in parts), node=node))
         return len(self.values) - 1
 
     def state(self, size: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide.identity import tensors_in
+from lowtide.identity import parts_of, tensors_in
 from lowtide.rehearsal.reached import Reached, put_back, states
 
 if TYPE_CHECKING:
@@ -127,8 +127,10 @@ class _Content:
         self.saved = tensor.detach().to("cpu", copy=True)
 
     def restore(self) -> None:
-        if not torch.equal(self.tensor.detach().cpu(), self.saved):
-            self.tensor.detach().copy_(self.saved)
+        now = parts_of(self.tensor.detach().cpu())
+        if not all(map(torch.equal, now, parts_of(self.saved))):
+            # A sparse tensor is given other parts, which one that shares the old ones would not pass on.
+            (self.tensor.detach() if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
 
 
 class _OptimizerState:
@@ -138,9 +140,7 @@ class _OptimizerState:
         self.optimizer = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.others = [_Content(p) for p in parameters if id(p) not in known]
-        self.settings = [
-            {k: _noted(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-        ]
+        self.settings = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self.state = {parameter: _noted(state) for parameter, state in optimizer.state.items()}
 
     def restore(self) -> None:
