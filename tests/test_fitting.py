@@ -124,6 +124,14 @@ def test_what_can_not_be_is_refused_before_anything_runs(asked, why):
         lowtide.fit(model, lambda batch: pytest.fail("the step ran"), torch.ones(2), budget="50%", **asked)
 
 
+def test_records_of_another_kind_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(lowtide.LowtideError, match=r"found str; Plan.from_json\(path\) reads one"):
+        lowtide.apply(model, "plan.json")
+    with pytest.raises(lowtide.LowtideError, match="found dict"):
+        lowtide.fit(model, lambda batch: pytest.fail("the step ran"), torch.ones(2), budget="50%", profile={})
+
+
 @pytest.mark.parametrize("budget", [0, -1, "0%", "some", "8 parsecs", 3.5, None])
 def test_a_budget_of_nonsense_is_refused_before_anything_runs(budget):
     def never(batch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,13 @@ from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
+from lowtide.planner.records import Plan
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-    from lowtide.planner.records import Plan
 
 
 class Applied(Removable):
@@ -53,6 +53,7 @@ def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None) -
     `optimizer` is needed where one of the plan's levers changes it. Raises StalePlan if the plan was made for another
     model, device or version of torch, and LowtideError for a lever that can't be put on; then nothing is in force.
     """
+    _check(plan)
     found = fingerprint(model, None)
     differences = plan.fingerprint.differences(replace(found, batch=plan.fingerprint.batch))
     if differences:
@@ -60,3 +61,9 @@ def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None) -
             f"this plan is not for this {type(model).__name__}: rehearse and plan again.", differences=differences
         )
     return Applied(model, plan, optimizer)
+
+
+def _check(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        hint = "; Plan.from_json(path) reads one" if isinstance(plan, str | os.PathLike) else ""
+        raise LowtideError(f"apply puts a Plan in force, found {type(plan).__name__}{hint}.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide.planner.records import Fingerprint, Static
 
@@ -56,6 +57,18 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
     look(tree)
     return found
+
+
+def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch in which each tensor is another one; all else is as it is, and `tree` stays what it was."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        inside = tensors_in(leaf)
+        return copy.deepcopy(leaf, {id(tensor): change(tensor) for tensor in inside}) if inside else leaf
+
+    return tree_map(changed, tree)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -87,3 +88,10 @@ def test_the_largest_batch_for_a_card_is_sure_to_fit_and_twice_that_is_not(setti
     assert not lowtide.foresee(model, step, larger, device="cuda:2GiB").fits
     with pytest.raises(lowtide.BudgetError, match="RTX 4090"):
         lowtide.largest(model, step, batch)
+
+
+def test_a_batch_that_is_no_plain_container(setting):
+    model, step = setting
+    batch = {"x": torch.randn(16, 64), "y": torch.arange(16) % 10}
+    expected = lowtide.largest(model, step, batch, budget="2MiB").size
+    assert lowtide.largest(model, step, transformers.BatchEncoding(batch), budget="2MiB").size == expected

@@ -2,10 +2,11 @@
 
 import copy
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import lowtide
@@ -248,7 +249,7 @@ def test_where_everything_fits_nothing_is_done():
 def test_what_varies_is_found():
     ids = torch.zeros(4, 64, dtype=torch.long)
     sizes = Range({"ids": ids, "weights": torch.ones(4, 64, 3), "label": torch.zeros(4)})
-    assert [(v.leaf, v.dim, v.small, v.large) for v in sizes.varying] == [(0, 1, 16, 64), (1, 1, 16, 64)]
+    assert [(v.tensor, v.dim, v.small, v.large) for v in sizes.varying] == [(0, 1, 16, 64), (1, 1, 16, 64)]
     cut = sizes.batch(0.5)
     assert [list(tensor.shape) for tensor in cut.values()] == [[4, 40], [4, 40, 3], [4]]
     assert cut["ids"].untyped_storage().nbytes() == 4 * 40 * 8
@@ -281,3 +282,23 @@ def test_no_plan_is_left_in_force_when_the_largest_does_not_fit():
         lowtide.fit(case.model, case.step, case.batch, budget="60%", shapes="some")
     assert same(known, state(case))
     assert not any(CALL in vars(module) for module in case.model.modules())
+
+
+@dataclass
+class _Text:
+    tokens: torch.Tensor
+    names: list[str]
+
+
+def test_batches_of_any_kind_are_cut():
+    ids = torch.arange(4 * 16).view(4, 16)
+    encoded = transformers.BatchEncoding({"input_ids": ids, "labels": ids})
+    for large in (encoded, {"input_ids": ids, "labels": ids}):
+        small = Range(large).batch(0.0)
+        assert type(small) is type(large)
+        assert torch.equal(small["input_ids"], ids[:, :4])
+        assert small["labels"] is small["input_ids"]  # as in the large one
+        assert large["input_ids"] is ids
+    small = Range(_Text(ids, ["a", "b"]), _Text(ids[:2, :8], ["c"])).batch(0.0)
+    assert torch.equal(small.tokens, ids[:2, :8])
+    assert small.names == ["a", "b"]

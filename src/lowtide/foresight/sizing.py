@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from lowtide.errors import BudgetError, Infeasible, RehearsalError
 from lowtide.foresight.foreseeing import Foresight, foresee
-from lowtide.identity import tensors_in
+from lowtide.identity import tensors_in, with_tensors
 from lowtide.memory.cards import Card, context_bytes, parse_card
 from lowtide.units import parse_budget
 
@@ -72,7 +71,7 @@ def largest(
 
     def peak(size: int) -> int:
         if size not in tried:
-            other = tree_map(lambda leaf: resized(leaf, batch_dim, given, size), batch)
+            other = with_tensors(batch, lambda tensor: resized(tensor, batch_dim, given, size))
             if card is None:
                 tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
                 peaks[size] = tried[size].peak_bytes
@@ -134,13 +133,12 @@ def size_of(batch: Any, dim: int) -> int:
     raise RehearsalError(f"no tensor of the batch has a dimension {dim} whose size could be changed.")
 
 
-def resized(leaf: Any, dim: int, given: int, size: int) -> Any:
-    """A tensor whose size along `dim` is `given` with another one; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != given:
-        return leaf
-    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-        shape = [*leaf.shape]
+def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
+    """A tensor whose size along `dim` is `given` with another one; any other as it is."""
+    if tensor.dim() <= dim or tensor.shape[dim] != given:
+        return tensor
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        shape = [*tensor.shape]
         shape[dim] = size
-        empty: Tensor = leaf.new_empty(shape)  # never read, so that the system gives it no memory
-        return empty
-    return leaf.index_select(dim, torch.arange(size, device=leaf.device) % given)
+        return tensor.new_empty(shape)  # never read, so that the system gives it no memory
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % given)

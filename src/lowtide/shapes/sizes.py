@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_structure
 
 from lowtide.errors import RehearsalError
+from lowtide.identity import tensors_in, with_tensors
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.engine import Engine
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from lowtide.remat.seam import Seam
 
@@ -30,7 +30,8 @@ LEAST_SHARE = 4
 class Varying:
     """A dimension of a tensor of the batch that is not of the same size in every batch."""
 
-    leaf: int
+    tensor: int
+    """Its number in the batch."""
     dim: int
     small: int
     large: int
@@ -49,8 +50,8 @@ class Range:
         Raises RehearsalError if the two differ in more than sizes, or in nothing.
         """
         self.large = large
-        self._leaves, self._structure = tree_flatten(large)
-        self.varying = tuple(_by_itself(self._leaves) if small is None else _between(large, small))
+        self._tensors = tensors_in(large)
+        self.varying = tuple(_by_itself(self._tensors) if small is None else _between(large, small))
         if not self.varying:
             raise RehearsalError(
                 "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of its form."
@@ -64,20 +65,19 @@ class Range:
 
     def batch(self, share: float) -> Any:
         """The leading part of the large batch."""
-        leaves = list(self._leaves)
+        tensors = list(self._tensors)
         for v in self.varying:
-            leaves[v.leaf] = leaves[v.leaf].narrow(v.dim, 0, v.at(share))
+            tensors[v.tensor] = tensors[v.tensor].narrow(v.dim, 0, v.at(share))
         # Copies, as large as they are: a view would hold all of the large batch.
-        cut = {v.leaf for v in self.varying}
-        leaves = [leaf.clone() if n in cut else leaf for n, leaf in enumerate(leaves)]
-        return tree_unflatten(leaves, self._structure)
+        cut = {id(self._tensors[v.tensor]): tensors[v.tensor].clone() for v in self.varying}
+        return with_tensors(self.large, lambda tensor: cut.get(id(tensor), tensor))
 
     def say(self, share: float) -> str:
         """The sizes in words: `[8, 128]`, of the first tensor that varies."""
-        first = self.varying[0].leaf
-        shape = list(self._leaves[first].shape)
+        first = self.varying[0].tensor
+        shape = list(self._tensors[first].shape)
         for v in self.varying:
-            if v.leaf == first:
+            if v.tensor == first:
                 shape[v.dim] = v.at(share)
         return str(shape)
 
@@ -87,27 +87,25 @@ def _at(share: float, small: int, large: int) -> int:
 
 
 def _between(large: Any, small: Any) -> Iterator[Varying]:
-    (many, structure), (few, found) = tree_flatten(large), tree_flatten(small)
-    if structure != found:
+    many, few = tensors_in(large), tensors_in(small)
+    if tree_structure(large) != tree_structure(small) or len(many) != len(few):
         raise RehearsalError("the batches hold different things: `shapes` takes a batch like the other, but smaller.")
-    for leaf, (one, other) in enumerate(zip(many, few, strict=True)):
-        if not isinstance(one, torch.Tensor):
-            continue
-        if not isinstance(other, torch.Tensor) or other.dim() != one.dim() or other.dtype != one.dtype:
-            raise RehearsalError(f"tensor {leaf} of the two batches differs in more than its sizes.")
+    for number, (one, other) in enumerate(zip(many, few, strict=True)):
+        if other.dim() != one.dim() or other.dtype != one.dtype:
+            raise RehearsalError(f"tensor {number} of the two batches differs in more than its sizes.")
         for dim, (most, least) in enumerate(zip(one.shape, other.shape, strict=True)):
             if least > most:
                 raise RehearsalError(
-                    f"tensor {leaf} of the batch is {list(one.shape)}, and {list(other.shape)} in the one that should "
-                    "be smaller: fit with the largest."
+                    f"tensor {number} of the batch is {list(one.shape)}, and {list(other.shape)} in the one that "
+                    "should be smaller: fit with the largest."
                 )
             if least < most:
-                yield Varying(leaf, dim, least, most)
+                yield Varying(number, dim, least, most)
 
 
-def _by_itself(leaves: list[Any]) -> Iterator[Varying]:
+def _by_itself(found: list[Tensor]) -> Iterator[Varying]:
     """The second dimension of tokens and of what is as long; else the first of everything."""
-    tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    tensors = {n: tensor for n, tensor in enumerate(found) if tensor.dim()}
     tokens = [t.shape[1] for t in tensors.values() if t.dim() > 1 and not t.is_floating_point()]
     dim = 1 if tokens else 0
     most = max(tokens or [t.shape[0] for t in tensors.values()], default=0)
