@@ -9,6 +9,7 @@ attributes are left as the step leaves them: they may speak of files, threads an
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,17 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-LARGEST = 100_000
-"""Containers with more entries are data, not state: they are left alone."""
+LARGEST = 1000
+"""Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders."""
 
 LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-_OPAQUE = frozenset(
-    ("builtins", "numpy", "_thread", "threading", "queue", "multiprocessing", "weakref", "logging", "importlib", "re")
-)
+_OPAQUE = {"builtins", "datasets", "importlib", "logging", "multiprocessing", "numpy", "queue", "re", "weakref"}
+_OPAQUE |= {"_thread", "threading"}
+"""Packages whose objects are not looked into."""
 
 
 class Reached:
@@ -56,17 +58,19 @@ class Reached:
             return ()
         if isinstance(thing, dict):
             return self._entries(thing, thing.items())
+        if isinstance(thing, list | tuple | set | frozenset | deque) and len(thing) > LARGEST:
+            return ()
         if isinstance(thing, list):
             return self._entries(thing, enumerate(thing))
         if isinstance(thing, tuple | set | frozenset | deque):
-            return () if len(thing) > LARGEST else thing
+            return thing
         if isinstance(thing, types.FunctionType):
             return referred_to(thing)
         if isinstance(thing, types.MethodType):
             return (thing.__self__, thing.__func__)
         if isinstance(thing, functools.partial):
             return (thing.func, thing.args, thing.keywords)
-        if isinstance(thing, Optimizer):  # one that steps is noticed as it does
+        if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
             return ()
         attributes = getattr(thing, "__dict__", None)
         if type(attributes) is not dict or type(thing).__module__.partition(".")[0] in _OPAQUE:
@@ -78,8 +82,6 @@ class Reached:
         return (attributes, vars(type(thing)).get("__call__"))
 
     def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
-        if len(container) > LARGEST:
-            return ()
         found = list(entries)
         self.places += [(container, key, x) for key, x in found if isinstance(x, Tensor) and is_state(x)]
         return [x for _, x in found]
@@ -128,8 +130,9 @@ class State:
         self._before = _copy(owner.state_dict())
 
     def restore(self) -> None:
-        if not _same(self._before, self._owner.state_dict()):
-            self._owner.load_state_dict(_copy(self._before))
+        now = self._owner.state_dict()
+        if not _same(self._before, now):
+            self._owner.load_state_dict(_like(self._before, now))
 
 
 def put_back(container: Any, key: Any, tensor: Tensor) -> None:
@@ -154,7 +157,7 @@ def states(owners: Iterable[Any]) -> list[State]:
 
 def _copy(state: Any) -> Any:
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
         return {key: _copy(value) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -162,9 +165,21 @@ def _copy(state: Any) -> Any:
     return state
 
 
+def _like(saved: Any, now: Any) -> Any:
+    """`saved` once more, with its tensors on the devices that they are on in `now`."""
+    if isinstance(saved, Tensor):
+        return saved.to(now.device if isinstance(now, Tensor) else "cpu", copy=True)
+    if isinstance(saved, dict):
+        return {key: _like(value, now.get(key) if isinstance(now, dict) else None) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        there = now if isinstance(now, list | tuple) else ()
+        return type(saved)(_like(value, of) for value, of in itertools.zip_longest(saved, there[: len(saved)]))
+    return saved
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other.cpu())
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

@@ -77,8 +77,6 @@ class Unchanged:
 
     def restore(self) -> None:
         """Put everything back."""
-        for state in self._states:
-            state.restore()
         for container, key, tensor in self._places:
             put_back(container, key, tensor)
         with torch.no_grad():
@@ -94,6 +92,8 @@ class Unchanged:
                 module._buffers[name] = None if buffer is None else buffer.tensor
                 if buffer is not None:
                     buffer.restore()
+        for state in self._states:  # last: what its tensors were has been put back by now
+            state.restore()
         for module, training in self._training:
             module.training = training
         self._random.restore()
