@@ -89,8 +89,18 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 _NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)
 
 
-def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
-    """Bytes of what exists before the step, each storage counted once; and the addresses of all of it."""
+def static_bytes(
+    model: nn.Module, batch: Any, optimizers: Iterable[Optimizer], others: Iterable[nn.Module] = ()
+) -> tuple[Static, frozenset[int]]:
+    """Bytes of what exists before the step, each storage counted once; and the addresses of all of it.
+
+    `others` are modules beside the model that the step uses, such as a teacher: those on its device count as it does,
+    and so does what else the optimizers update.
+    """
+    optimizers, device = list(optimizers), device_of(model)
+    modules = [model, *(other for other in others if device_of(other) == device)]
+    updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    trained = [*(p for module in modules for p in module.parameters()), *updated]
     seen: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:
@@ -105,10 +115,10 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
                     total += storage.nbytes()
         return total
 
-    parameters = add(model.parameters())
-    buffers = add(model.buffers())
+    parameters = add(trained)
+    buffers = add(b for module in modules for b in module.buffers())
     inputs = add(tensors_in(batch))
-    gradients = add(p.grad for p in model.parameters())
+    gradients = add(p.grad for p in trained)
     state = add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry))
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     return static, frozenset(seen - {0})

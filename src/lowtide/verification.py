@@ -73,7 +73,7 @@ def verify(
     with Unchanged(model, batch, optimizer, step) as unchanged:
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
-            static, _ = static_bytes(model, batch, unchanged.optimizers)
+            static, _ = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
             with recorder_for(device_of(model)) as recorder:
                 began = now_ms()
                 step(batch)

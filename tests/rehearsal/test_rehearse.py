@@ -178,6 +178,15 @@ def test_what_else_the_step_refers_to_is_as_it_was():
     assert same(plain.state(), fitted.state())
 
 
+def test_a_teacher_and_its_like_are_in_memory_too():
+    trainer, batch = _Trainer(), torch.randn(256, 64)
+    profile = lowtide.rehearse(trainer.model, trainer.step, batch)
+    parameters = sum(4 * p.numel() for p in trainer.model.parameters())
+    buffers = sum(b.nbytes for b in trainer.model.buffers())
+    assert profile.static.parameters == 3 * parameters  # the model, its teacher and the slow copy
+    assert profile.static.buffers == 3 * buffers
+
+
 def test_lists_in_the_state_of_an_optimizer_are_as_they_were():
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(32, 64)

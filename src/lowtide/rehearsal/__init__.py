@@ -57,7 +57,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
             gc.collect()
             unchanged.restore()
             audit = _audit(model, step, batch, frugal=True)
-        static, _ = static_bytes(model, batch, unchanged.optimizers)
+        static, _ = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
         decisions = most_saving(audit.values, audit.slots, audit.calls)
         unchanged.rewind()
         trace, stream = _trace(model, step, batch, audit, decisions)

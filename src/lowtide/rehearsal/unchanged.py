@@ -48,6 +48,8 @@ class Unchanged:
     def __enter__(self) -> Self:
         found = Reached(self._step)
         modules = list({id(m): m for root in (self._model, *found.modules) for m in root.modules()}.values())
+        self.modules = tuple(modules)
+        """The model's and all others that the step's code refers to."""
         parameters = [p for m in modules for p in m._parameters.values() if p is not None and not p.is_meta]
         leaves = _unique([*parameters, *found.tensors])
         buffers = {id(b) for module in modules for b in module._buffers.values()}
