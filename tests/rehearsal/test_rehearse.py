@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 from lowtide.planner.predict import predict
@@ -320,3 +320,26 @@ def test_a_model_that_saves_sparse_matrices_is_fitted():
 
     with lowtide.fit(model, step, batch, budget="90%") as fitted:
         assert fitted.verdict.within_budget
+
+
+def test_a_state_that_can_not_be_compared_is_given_back() -> None:
+    """Arrays have no truth: what has them counts as changed."""
+
+    class Running:
+        def __init__(self) -> None:
+            self.mean = np.zeros(3)
+
+        def state_dict(self) -> dict[str, object]:
+            return {"mean": self.mean.copy()}
+
+        def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+            self.mean = state["mean"]
+
+    running, model = Running(), nn.Linear(64, 64)
+
+    def step(x: Tensor) -> None:
+        running.mean = running.mean + 1
+        model(x).sum().backward()
+
+    lowtide.rehearse(model, step, torch.randn(512, 64))
+    assert running.mean.tolist() == [0, 0, 0]

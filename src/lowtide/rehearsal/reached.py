@@ -184,4 +184,9 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or bool(one == other)
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except Exception:  # no truth in it, as of arrays: then it is given back
+        return False
