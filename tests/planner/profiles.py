@@ -106,7 +106,7 @@ class Tape:
                 bytes=size,
                 node="OpBackward0",
                 recipe=recipe,
-                needs=tuple(sorted(set(args if needs is None else needs))),
+                needs=tuple(dict.fromkeys(args if needs is None else needs)),
                 cost_ms=ms,
                 flops=flops,
                 expensive=expensive,

@@ -88,13 +88,41 @@ class Step(Fates):
             recipes = [self.profile.values[v] for v in (value, *on_the_way)]
             self.extra_ms += sum(recipe.cost_ms for recipe in recipes)
             self.extra_flops += sum(recipe.flops for recipe in recipes)
-            transient = max(recipe.transient_bytes for recipe in recipes)
-            passing = sum(self.profile.values[v].bytes for v in on_the_way)
-            if any(not self.is_kept(operand) and self.fate[operand] != "pass" for operand in operands):
-                self.waiting[position] += passing  # until the operand has been made
-                self.scratch["value", value] = transient
-            else:
-                self.scratch["value", value] = transient + passing
+            again = {o for o in operands if not self.is_kept(o) and self.fate[o] != "pass"}
+            ahead, most = self.on_the_way(value, again)
+            self.waiting[position] += ahead  # until the operand has been made
+            self.scratch["value", value] = max(0, most - ahead)
+
+    def on_the_way(self, value: int, again: set[int]) -> tuple[int, int]:
+        """Bytes of what a remake passes through: at most when one of `again` is asked for; at most beyond its result.
+
+        With a stack of what is missing, as the engine has one.
+        """
+        operands, passing = self.operands(value)
+        values, needs = self.profile.values, {v: self.needs(v) for v in (value, *passing)}
+        there: set[int] = set()
+
+        def is_held(v: int) -> bool:
+            """A view that is there holds what it was made from."""
+            readers = [reader for reader in needs if v in needs[reader]]
+            return any(r not in there or (r != value and not values[r].bytes and is_held(r)) for r in readers)
+
+        pending, ahead, most = [value], 0, 0
+        while pending:
+            top = pending[-1]
+            missing = [] if top in operands else [need for need in needs[top] if need not in there]
+            pending += missing
+            if missing:
+                continue
+            pending.pop()
+            held = sum(values[v].bytes for v in there & passing if is_held(v))
+            if top in again - there:
+                ahead = max(ahead, held)
+            elif top not in operands:
+                new = values[top].bytes - values[value].bytes
+                most = max(most, held + new + values[top].transient_bytes)
+            there.add(top)
+        return ahead, most
 
     def storage_of(self, value: int) -> int:
         return next(s.storage for s in self.profile.slots if s.value == value and s.storage is not None)

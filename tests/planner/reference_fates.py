@@ -126,8 +126,7 @@ class Fates:
         """Values that a remake of `value` needs, and values made on the way."""
         needed: set[int] = set()
         on_the_way: set[int] = set()
-        fixed = {slot.value for slot in self.profile.slots if slot.storage is None}
-        for need in set(self.profile.values[value].needs) - fixed:
+        for need in self.needs(value):
             if self.fate[need] == "pass" and need in self.can:
                 more, further = self.operands(need)
                 needed |= more
@@ -135,6 +134,11 @@ class Fates:
             else:
                 needed.add(need)
         return needed, on_the_way
+
+    def needs(self, value: int) -> list[int]:
+        """As in the profile, less what is there anyway."""
+        fixed = {slot.value for slot in self.profile.slots if slot.storage is None}
+        return [need for need in self.profile.values[value].needs if need not in fixed]
 
     def inputs(self, call: int) -> set[int]:
         return {slot.value for slot in self.slots if slot.is_input and slot.call == call}

@@ -170,16 +170,33 @@ def test_remakes_at_one_position_run_one_after_the_other(scratch: tuple[int, int
     assert usage(tape.profile(), ["model#0:1", "model#0:2", "model#0:3"])[5:7] == [10 + 120 + most, 10 + 80]
 
 
-def test_what_passes_waits_until_all_that_the_remake_needs_is_there() -> None:
-    """Y needs w, which is remade with 30 bytes of scratch memory, and `passing`, which may be there by then."""
+@pytest.mark.parametrize(("w_first", "most"), [(True, 10 + 20 + 20 + 50 + 4), (False, 10 + 50 + 20 + 30)])
+def test_what_passes_waits_for_operands_that_are_made_after_it(w_first: bool, most: int) -> None:
+    """Y needs `passing` and w, which is remade with 30 bytes of scratch memory."""
     tape = Tape()
     with tape.call("model#0"):
         x = tape.op(10)
         w = tape.op(20, x, saves=[x], recipe="gelu", scratch=30)
         passing = tape.op(50, x, recipe="add")
-        y = tape.op(20, passing, w, saves=[w], recipe="mul", scratch=4)
+        operands = (passing, w) if w_first else (w, passing)  # the last is made first
+        y = tape.op(20, *operands, saves=[w], recipe="mul", scratch=4)
         tape.op(1, y, saves=[y])
-    assert usage(tape.profile(), ["model#0:1", "model#0:2"])[5] == 10 + 50 + 20 + 30
+    assert usage(tape.profile(), ["model#0:1", "model#0:2"])[5] == most
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_of_a_chain_that_passes_two_are_there_at_once(n: int) -> None:
+    """X -> n values of 50 bytes -> y: each is gone when the next one is there."""
+    tape = Tape()
+    with tape.call("model#0"):
+        current = x = tape.op(10)
+        for _ in range(n):
+            current = tape.op(50, current, saves=[x] if current is x else [], recipe="mul", ms=1.0)
+        y = tape.op(50, current, recipe="tanh", ms=1.0)
+        tape.op(1, y, saves=[y])
+    profile = tape.profile()
+    assert usage(profile, ["model#0:1"])[n + 3] == 10 + 50 + 50
+    assert predict(profile, Decisions(remake=frozenset({"model#0:1"}))).extra_ms == n + 1
 
 
 def test_a_value_that_nobody_saves_is_made_once_for_all_that_need_it() -> None:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import graphlib
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lowtide.errors import LowtideError
+from lowtide.planner.passing import Recipe, recipe_of
 from lowtide.planner.records import Profile, Slot
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-
-
-class Recipe(NamedTuple):
-    """What one remake takes, together with the values that exist only while it runs."""
-
-    operands: tuple[int, ...]
-    """Values that have to be there first."""
-    ms: float
-    flops: int
-    passing_bytes: int
-    """Of the values that exist only until it has run."""
-    scratch_bytes: int
-    """Allocated while it runs, beyond its result and these."""
-    expensive: bool
 
 
 class Index:
@@ -189,22 +175,8 @@ class Index:
 
     def recipe(self, value: int, passed: Flags) -> Recipe:
         """What it takes to remake `value` when nobody holds the values in `passed`: they are made on the way."""
-        made, operands = [value], dict[int, None]()
-        for current in made:  # grows while it runs
-            for need in self.needs[current]:
-                if not (passed[need] and self.remakeable[need]) or self.shared[need]:
-                    operands[need] = None
-                elif need not in made:
-                    made.append(need)
-        parts = [self.profile.values[index] for index in made]
-        return Recipe(
-            operands=tuple(operands),
-            ms=sum(part.cost_ms for part in parts),
-            flops=sum(part.flops for part in parts),
-            passing_bytes=sum(part.bytes for part in parts[1:]),
-            scratch_bytes=max(part.transient_bytes for part in parts),
-            expensive=any(part.expensive for part in parts),
-        )
+        on_the_way = passed & self.remakeable & ~self.shared
+        return recipe_of(value, self.profile.values, self.needs, on_the_way)
 
     def _shared(self, saved: set[int]) -> Flags:
         """Remakeable values that are not `saved` and that several remakes need, also through views that are not."""

@@ -41,7 +41,8 @@ import numpy as np
 
 from lowtide.planner.fates import ADVANCED, KEPT, OFFLOADED, PASSED, REMADE, REPLAYED, Choice, fates_of
 from lowtide.planner.forwards import Forwards
-from lowtide.planner.indexed import Index, Ints, Recipe
+from lowtide.planner.indexed import Index, Ints
+from lowtide.planner.passing import Recipe
 
 REMEMBERED = 2**20
 """Positions and values of sweeps that are remembered: some 20 MB."""
@@ -150,12 +151,12 @@ class Sweeper:
                 continue
             if node >= first_call:
                 call = calls[node - first_call]
-                operands, ms, flops, passing = index.inputs[node - first_call], call.cost_ms, call.flops, 0
+                operands, ms, flops = index.inputs[node - first_call], call.cost_ms, call.flops
             elif state[node] == ADVANCED:
-                call, passing, scratch = calls[call_of[node]], 0, 0
+                call = calls[call_of[node]]
                 operands, ms, flops = index.inputs[call_of[node]], call.advance_ms, call.advance_flops
             else:
-                operands, ms, flops, passing, scratch, _ = self._recipe(node, state)
+                operands, ahead_bytes, ms, flops, scratch, _ = self._recipe(node, state)
             after = later[node]
             if when < never:
                 times.append(ms)
@@ -174,13 +175,14 @@ class Sweeper:
                     if state[node] == ADVANCED:
                         size = self._storage_bytes[storage_of[node]]
                         scratch = max(0, self._forwards.peak(call_of[node], (storage_of[node],)) - size)
+                    else:
+                        made_again = (n for o, n in zip(operands, ahead_bytes, strict=True) if state[o] >= REMADE)
+                        ahead = max(made_again, default=0)
+                        waiting[when] += ahead  # until the operand has been made
+                        scratch = max(0, scratch - ahead)
                     stays = until > when + 1 or index.read[node] == when  # else it is gone when the others have run
                     copies.append(Copy(when, until, size if stays else 0, node))
                     waiting[when] += 0 if stays else size
-                if any(state[operand] >= REMADE for operand in operands):
-                    waiting[when] += passing  # until the operand has been made
-                else:
-                    scratch += passing
                 if when not in running or scratch - after > running[when].bytes:
                     running[when] = Copy(when, when + 1, scratch - after, node)
                 after += size
