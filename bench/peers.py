@@ -3,10 +3,11 @@
     python bench/peers.py                      # all models, less than 20 minutes on two cores
     python bench/peers.py --models gpt2 vit    # these again; the other models' results stay
     python bench/peers.py --quick              # small models and few turns, into a temporary folder: does it all run?
-    python bench/peers.py --page               # only write the page again from the results
+    python bench/peers.py --page               # only write page and pictures again from the results
 
-Writes docs/benchmarks.json and docs/benchmarks.md. torch-remat takes part where it is installed
-(`pip install torch-remat`).
+Writes docs/benchmarks.json and docs/benchmarks.md, and for each model the pictures docs/frontier-MODEL.svg (extra time)
+and docs/frontier-MODEL-flops.svg, with the peers' points in docs/frontier-MODEL.json. torch-remat takes part where it
+is installed (`pip install torch-remat`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from contest import allocator
+from contest import allocator, frontiers
 from contest.claims import claims
 from contest.page import line, page
 from contest.records import Cell, Contest, Results
@@ -47,7 +48,9 @@ def main() -> None:
         known = known.merged(Results(command=command, contests=(contest,)))
         known.to_json(results_file)  # after each model, so that a run that is cut off has not been for nothing
     (folder / "benchmarks.md").write_text(page(known), encoding="utf-8")
-    print(f"\nwritten: {results_file} and benchmarks.md beside it\n")
+    for contest in known.contests:
+        frontiers.write(contest, folder)
+    print(f"\nwritten: {results_file}; benchmarks.md and pictures beside it\n")
     for claim in claims(known):
         said = {True: "held", False: "NOT held", None: "not measured"}[claim.held]
         print(f"{said:13} {claim.text}: {claim.found}")
@@ -86,7 +89,7 @@ def parsed() -> argparse.Namespace:
         "--rounds", type=int, help="turns for each cell's times (default: 1 to 3, by the plain step's; 0: none)"
     )
     parser.add_argument("--out", help="folder for the results (default: docs)")
-    parser.add_argument("--page", action="store_true", help="run nothing; write the page from the results")
+    parser.add_argument("--page", action="store_true", help="run nothing; write page and pictures from the results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -8,5 +8,6 @@ running.py    the whole contest for one model
 records.py    what it found
 claims.py     what is claimed, and whether it held
 page.py       all of it as Markdown
+frontiers.py  and as pictures
 allocator.py  the settings of malloc under which everything runs
 """

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from contest.allocator import SETTINGS
 from contest.claims import claims, is_equal, loses, off_by
+from contest.frontiers import names
 from contest.records import Cell, Contest, Results
 from lowtide.units import format_bytes, format_time
 
@@ -32,6 +33,18 @@ making a tensor again costs. So every point, plain and peers included, runs with
 which keep freed pages in the process: {settings}.
 """
 
+_PICTURES = """\
+The pictures: the line is what Lowtide's points give for a budget, each the best up to its peak; paler are its other
+points. Whatever is in the blue can be had. A circle is the plain step, and a peer with a star has other bits. FLOPs are
+exact; times have the noise of a shared processor, which is also why a step can seem faster than the plain one.
+The peers' points are files, too, `docs/frontier-MODEL.json`, to be drawn beside the frontier of a script that takes the
+same step, forward and backward; their times are those of the machine that ran this:
+
+```console
+$ lowtide frontier --beside docs/frontier-gpt2.json --svg frontier.svg train.py
+```
+"""
+
 _PEERS = """\
 The peers:
 
@@ -50,7 +63,7 @@ _HELD = {True: "yes", False: "**no**", None: "not measured"}
 
 def page(results: Results) -> str:
     """`docs/benchmarks.md`."""
-    return "\n".join([*_head(results), *_claims(results), _PEERS, *_models(results)]).rstrip() + "\n"
+    return "\n".join([*_head(results), *_claims(results), _PEERS, _PICTURES, *_models(results)]).rstrip() + "\n"
 
 
 def line(contest: Contest | None, cell: Cell) -> str:
@@ -109,6 +122,8 @@ def _models(results: Results) -> Iterator[str]:
             f"{format_bytes(contest.activation_bytes)} are activations; {contest.plain.flops / 1e9:.0f} GFLOP. "
             f"Rehearsal: {format_time(contest.rehearsal_seconds * 1e3)}{_faults(contest)}.\n"
         )
+        for up, picture in names(contest):
+            yield f"![{contest.model}: extra {up} against the peak, Lowtide and the peers]({picture})\n"
         yield "At the peers' peaks:\n"
         yield from _duels(contest)
         yield "\nWithin budgets:\n"

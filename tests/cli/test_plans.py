@@ -12,7 +12,7 @@ from lowtide import cli
 from lowtide.planner import plan
 from lowtide.planner.frontier import frontier
 from lowtide.planner.records import Plan
-from lowtide.report.frontier import picture
+from lowtide.report.picture import picture
 from planner.profiles import chain
 
 PROFILE = chain(6)

@@ -33,7 +33,8 @@ def frontier(
 
     from lowtide.planner.frontier import frontier as frontier_of
     from lowtide.planner.frontier import read_points
-    from lowtide.report.frontier import picture, table
+    from lowtide.report.frontier import table
+    from lowtide.report.picture import picture
 
     others = () if beside is None else read_points(Path(beside))
     profile = profile_of(target, args, is_module=is_module, plain=True, quiet=json_to == "-")

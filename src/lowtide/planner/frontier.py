@@ -39,6 +39,8 @@ class Frontier(Record):
     step_ms: float
     """Of the plain step; 0.0 where it was not run."""
     points: tuple[Point, ...]
+    step_flops: int = 0
+    """Of the plain step; 0 where nobody counted them."""
     format: int = FORMAT
 
 

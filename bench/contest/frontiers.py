@@ -1,0 +1,101 @@
+"""Each model's frontier as pictures: what Lowtide measured as a line, the peers as named points. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from contest.claims import is_equal
+from contest.records import Cell, Contest
+from lowtide.planner.frontier import Frontier, Point
+from lowtide.planner.records import Fingerprint
+from lowtide.report.picture import picture
+
+
+def write(contest: Contest, folder: Path) -> None:
+    """The pictures of a model, and the peers' points for `lowtide frontier --beside`."""
+    for name, svg in pictures(contest).items():
+        (folder / name).write_text(svg, encoding="utf-8")
+    points = msgspec.json.format(msgspec.json.encode(peers(contest)), indent=1)
+    (folder / f"frontier-{contest.model}.json").write_bytes(points + b"\n")
+
+
+def names(contest: Contest) -> Iterator[tuple[str, str]]:
+    """What goes up in each picture of a model, and the picture's file."""
+    if any(cell.seconds for cell in contest.cells):
+        yield "time", f"frontier-{contest.model}.svg"
+    yield "FLOPs", f"frontier-{contest.model}-flops.svg"
+
+
+def pictures(contest: Contest) -> dict[str, str]:
+    """SVG by the name of its file."""
+    ours = [_point(contest, cell) for cell in contest.cells if cell.kind != "peer" and _ran(cell)]
+    theirs = peers(contest)
+    found = {}
+    for up, name in names(contest):
+        if up == "time":
+            some = ([p for p in points if p.extra_ms is not None] for points in (ours, theirs))
+        else:
+            some = ([replace(p, extra_ms=None) for p in points] for points in (ours, theirs))
+        found[name] = _picture(contest, *some)
+    return found
+
+
+def peers(contest: Contest) -> tuple[Point, ...]:
+    """The peers' points. Whose loss, gradients or buffers are not the plain step's has a star."""
+    cells = [cell for cell in contest.of("peer") if _ran(cell)]
+    return tuple(replace(_point(contest, c), name=c.name + " *" * (not is_equal(c))) for c in cells)
+
+
+def _picture(contest: Contest, ours: Sequence[Point], theirs: Sequence[Point]) -> str:
+    """On the line is what no smaller peak has for less; where others of ours are is shown, too."""
+    line: list[Point] = []
+    for point in sorted(ours, key=lambda p: (p.peak_bytes, _cost(p))):
+        if not line or _cost(point) < _cost(line[-1]):
+            line.append(point)
+    plain = contest.plain
+    assert plain.peak_bytes is not None
+    assert plain.flops is not None
+    frontier = Frontier(
+        fingerprint=Fingerprint(
+            torch=contest.versions["torch"], model=contest.model, batch=contest.batch, device="cpu"
+        ),
+        plain_bytes=plain.peak_bytes,
+        step_ms=_step_ms(contest),
+        step_flops=plain.flops,
+        points=tuple(line),
+    )
+    note = "* other bits than the plain step" if any(p.name.endswith("*") for p in theirs) else ""
+    more = [point for point in ours if point not in line]
+    return picture(frontier, [*more, *theirs], about=contest.description, note=note)
+
+
+def _ran(cell: Cell) -> bool:
+    return cell.peak_bytes is not None and cell.refusal is None
+
+
+def _cost(point: Point) -> float:
+    return point.extra_flops if point.extra_ms is None else point.extra_ms
+
+
+def _step_ms(contest: Contest) -> float:
+    """Of the fastest plain step."""
+    return 1000 * min((seconds for cell in contest.cells for seconds in cell.plain_seconds), default=0.0)
+
+
+def _point(contest: Contest, cell: Cell) -> Point:
+    """Extra time is by the ratio to the plain steps that took turns with it, in time of the fastest plain step."""
+    ratio = 1.0 if cell.kind == "plain" else cell.time_ratio
+    assert cell.peak_bytes is not None
+    assert cell.flops is not None
+    assert contest.plain.peak_bytes is not None
+    assert contest.plain.flops is not None
+    return Point(
+        peak_bytes=cell.peak_bytes,
+        extra_ms=None if ratio is None else (ratio - 1) * _step_ms(contest),
+        extra_flops=cell.flops - contest.plain.flops,
+        share=cell.peak_bytes / contest.plain.peak_bytes,
+    )
