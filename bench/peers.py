@@ -13,6 +13,7 @@ is installed (`pip install torch-remat`).
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,12 @@ def run(name: str, options: argparse.Namespace) -> Contest:
 def work(options: argparse.Namespace) -> None:
     """In the process of one model: run its contest and leave it in the file `--out`."""
     assert allocator.in_force(), "malloc reads its settings when a process starts"
-    from contest.running import Running  # imports torch
+    import torch._dynamo  # noqa: F401  # else the first peer that compiles would
+    from contest.running import Running
+
+    # What was imported stays: no collection of garbage, of which each measured step has several, looks at it again.
+    gc.collect()
+    gc.freeze()
 
     def watch(contest: Contest | None, cell: Cell) -> None:
         print(line(contest, cell), flush=True)
@@ -86,7 +92,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--quick", action="store_true", help="small models, few turns, into a temporary folder")
     parser.add_argument(
-        "--rounds", type=int, help="turns for each cell's times (default: 1 to 3, by the plain step's; 0: none)"
+        "--rounds", type=int, help="turns for each cell's times (default: 1 or 2, by the plain step's; 0: none)"
     )
     parser.add_argument("--out", help="folder for the results (default: docs)")
     parser.add_argument("--page", action="store_true", help="run nothing; write page and pictures from the results")

@@ -20,6 +20,11 @@ MOST_EXTRA_TIME_ELSE = 0.08
 PREDICTED_WITHIN = 0.01
 
 
+def most_extra_time(model: str) -> float:
+    """What half of a model's activations may cost, as a share of the plain step's time."""
+    return MOST_EXTRA_TIME.get(model, MOST_EXTRA_TIME_ELSE)
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A sentence, whether it held (None: it was not measured), what was found, and each case in which it did not."""
@@ -124,7 +129,7 @@ def _half_the_activations(contests: tuple[Contest, ...]) -> Claim:
     for contest, mine in _ours(contests):
         if mine.kind != "half":
             continue
-        most = MOST_EXTRA_TIME.get(contest.model, MOST_EXTRA_TIME_ELSE)
+        most = most_extra_time(contest.model)
         ratio = mine.time_ratio
         untimed |= ratio is None and mine.refusal is None
         said = f"{ratio - 1:+.1%}" if ratio is not None else mine.refusal or "not timed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch._functorch import config as functorch_config
 
-from contest.claims import EVERY_BLOCK
+from contest.claims import EVERY_BLOCK, most_extra_time
 from contest.models import contestant
 from contest.ours import Ours
 from contest.records import Cell, Contest
@@ -29,10 +29,12 @@ SHARES = (80, 70, 60, 50, 40, 30)
 LADDER = 20
 """Budgets from the smallest to the plain peak, for the models in LADDER_OF."""
 LADDER_OF = frozenset({"gpt2"})
-ROUNDS = ((0.5, 3), (1.2, 2), (float("inf"), 1))
+ROUNDS = ((0.8, 2), (float("inf"), 1))
 """Turns of each cell, by the seconds that the plain step takes: they keep the whole below 20 minutes on two cores."""
-MORE_ROUNDS = 2
-"""Turns beyond the others', for the cells whose times are claimed."""
+CLAIMED_ROUNDS, MOST_ROUNDS = 3, 7
+"""For the cells whose times are claimed: as many more as it takes until the verdict is clear."""
+CLEAR = 0.03
+"""So far from a claim's limit, as a share of the plain step's time, a time is clear."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,18 +122,27 @@ class Running:
             )
             with self.ours.within(asked) as cell:
                 entrants = [self.plain, theirs, *([] if cell.refusal else [self.ours.steps])]
-                plain, *others = take_turns(entrants, self._turns(way.name == EVERY_BLOCK))
+                plain, *others = self._times(entrants, claimed=way.name == EVERY_BLOCK)
         peer, cell = (_timed(c, t, plain) for c, t in zip((peer, cell), [*others, None][:2], strict=True))
         yield from (peer, cell)
 
-    def _turns(self, claimed: bool) -> int:
-        return (self.rounds or 0) + (MORE_ROUNDS if self.rounds and claimed else 0)
+    def _times(self, entrants: Sequence[Steps], *, claimed: bool) -> list[Timed]:
+        """In turns, the plain step first. If it is `claimed`, there are more of them the closer it is."""
+        if not claimed or not self.rounds:
+            return take_turns(entrants, self.rounds or 0)
+
+        def is_clear(fastest: list[float]) -> bool:
+            """The last is compared with the one before: the peer, or what is claimed of the plain step."""
+            limit = fastest[-2] if len(fastest) > 2 else fastest[0] * (1 + most_extra_time(self.name))
+            return abs(fastest[-1] - limit) > CLEAR * fastest[0]
+
+        return take_turns(entrants, max(self.rounds, CLAIMED_ROUNDS), most=MOST_ROUNDS, is_clear=is_clear)
 
     def _alone(self, asked: Cell) -> Cell:
         with self.ours.within(asked) as cell:
             if cell.refusal or asked.kind == "ladder":
                 return cell
-            plain, mine = take_turns([self.plain, self.ours.steps], self._turns(asked.kind == "half"))
+            plain, mine = self._times([self.plain, self.ours.steps], claimed=asked.kind == "half")
         return _timed(cell, mine, plain)
 
 

@@ -92,9 +92,10 @@ class Steps:
         )
 
     def flops(self) -> int:
-        """Of one step, forward and backward, everything that is run again included."""
-        with Flops() as counter:
+        """Of one step, forward and backward, everything that is run again included. They are counted, not done."""
+        with Flops(computes=False) as counter:
             self.step(self.batch)
+        self.reset()
         return int(counter.total)
 
     def seconds(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contest.step import Steps
@@ -18,12 +18,19 @@ class Timed:
     faults: int
 
 
-def take_turns(entrants: Sequence[Steps], rounds: int) -> list[Timed]:
-    """Run one step of each, `rounds` times; who begins changes from round to round."""
+def take_turns(
+    entrants: Sequence[Steps], rounds: int, *, most: int = 0, is_clear: Callable[[list[float]], bool] = lambda _: True
+) -> list[Timed]:
+    """Run one step of each, `rounds` times; who begins changes from round to round.
+
+    Then until `is_clear` says of the fastest step of each that they tell enough, up to `most` times.
+    """
     seconds: list[list[float]] = [[] for _ in entrants]
     faults = [0] * len(entrants)
     gc.collect()
-    for turn in range(rounds):
+    for turn in range(max(rounds, most)):
+        if turn >= rounds and is_clear([min(times) for times in seconds]):
+            break
         for place in range(len(entrants)):
             who = (place + turn) % len(entrants)
             before = _faults()

@@ -2,12 +2,15 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from contest.flops import Flops
 from contest.models import BUILDERS, SMALL, contestant
 from contest.step import Steps
-from contest.ways import EverySecondMatmul, blocks, first_half, ways
+from contest.turns import take_turns
+from contest.ways import EverySecondMatmul, Way, blocks, first_half, ways
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,6 +35,53 @@ def test_attention_on_cpu_counts() -> None:
     with Flops() as counted:
         out.sum().backward()
     assert counted.total == 5 * product  # the scores again, and two products for each of the two
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_flops_that_are_only_counted_are_those_that_are_done(name: str) -> None:
+    steps = Steps.of(contestant(name, quick=True))
+    with Flops() as done:
+        steps.step(steps.batch)
+    assert steps.flops() == done.total > 0
+
+
+SOME = ("checkpoint every block", "selective: every second matmul", "AOT, memory budget 0.3")
+
+
+@pytest.mark.parametrize("way", [way for way in ways() if way.name in SOME], ids=SOME)
+def test_so_are_those_of_a_peer(way: Way) -> None:
+    made = contestant("bert", quick=True)
+    with functorch_config.patch(dict(way.settings)):
+        steps = Steps(made.model, made.batch, way.apply(made.model))
+        steps.seconds()  # what compiles, compiles now
+        with Flops() as done:
+            steps.step(steps.batch)
+        assert steps.flops() == done.total > 0
+
+
+class Named:
+    """Steps that take as long as they are told, in turn."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds = iter(seconds)
+
+    def seconds(self) -> float:
+        return next(self._seconds)
+
+
+def test_turns_go_on_until_the_fastest_are_clear() -> None:
+    plain, mine = Named(1.0, 1.0, 1.0, 1.0), Named(1.5, 1.4, 1.3, 1.2)
+    found = take_turns([plain, mine], 2, most=9, is_clear=lambda fastest: fastest[1] < 1.35)  # type: ignore[list-item]
+    assert [times.seconds for times in found] == [(1.0, 1.0, 1.0), (1.5, 1.4, 1.3)]
+
+
+def test_turns_end_at_the_most_of_them() -> None:
+    found = take_turns([Named(*[1.0] * 9)], 2, most=4, is_clear=lambda _: False)  # type: ignore[list-item]
+    assert len(found[0].seconds) == 4
+
+
+def test_without_more_to_take_there_are_as_many_turns_as_asked_for() -> None:
+    assert [len(take_turns([Named(*[1.0] * 9)], n)[0].seconds) for n in (0, 1, 3)] == [0, 1, 3]  # type: ignore[list-item]
 
 
 def test_of_the_matmuls_every_second_is_saved_and_attention_always() -> None:
