@@ -29,7 +29,7 @@ SHARES = (80, 70, 60, 50, 40, 30)
 LADDER = 20
 """Budgets from the smallest to the plain peak, for the models in LADDER_OF."""
 LADDER_OF = frozenset({"gpt2"})
-ROUNDS = ((0.8, 2), (float("inf"), 1))
+ROUNDS = ((0.6, 2), (float("inf"), 1))
 """Turns of each cell, by the seconds that the plain step takes: they keep the whole below 20 minutes on two cores."""
 CLAIMED_ROUNDS, MOST_ROUNDS = 3, 7
 """For the cells whose times are claimed: as many more as it takes until the verdict is clear."""

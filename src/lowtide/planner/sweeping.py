@@ -20,8 +20,10 @@ What is there in a part of a position counts in all of it, so the sum is an uppe
 
 Remakes and replays run when backward reads a value, which is what a position begins with: before anything is allocated
 in it. They run one after the other, each before what is made from it: of their scratch memory only the largest counts,
-less what is made later, on top of what waits for the others. A replay allocates again what its whole forward did
-(`forwards.py`); the engine stops it early and may need less. So does an advance, which leaves only its result.
+less what is made later, on top of what waits for the others. What a remake passes through is made on the way, one after
+the other (`passing.py`); what of that is there when an operand has still to be made waits for it. A replay allocates
+again what its whole forward did (`forwards.py`); the engine stops it early and may need less. So does an advance, which
+leaves only its result.
 
 What is offloaded is there until the next such tensor has left, or forward has ended; and again from the moment at which
 the one that left after it is asked for, while that is waited for. Copies are counted in full, both ways, although they
