@@ -55,12 +55,12 @@ class Choice:
 
 
 class Fates(NamedTuple):
-    """What becomes of the values, one row each."""
+    """What becomes of the nodes, values and then calls, one row each."""
 
     state: Ints
-    """KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED."""
+    """KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED; of calls KEPT or REPLAYED."""
     by_call: Ints
-    """The call that is replayed or advanced for it, or -1."""
+    """The call that is replayed or advanced for a value, or -1."""
     foreign: Ints
     """Indices of values that are saved in a replayed call but born elsewhere, and not as an input: somebody else holds
     them, so they cost no memory, but reading them runs the replay."""
@@ -68,13 +68,12 @@ class Fates(NamedTuple):
     """The storages of offloaded values, in the order in which they leave."""
 
 
-def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
-    """The fates under `choice`, of which `replayed` are the calls, outer ones first."""
-    owner = np.full(len(index.within) + 1, -1, np.int64)  # the last stands for what is around the model
-    is_replayed = np.zeros(len(index.within), np.bool_)
-    is_replayed[replayed] = True
-    for call in replayed:
-        owner[index.within[call]] = call
+def fates_of(index: Index, choice: Choice) -> Fates:
+    """The fates under `choice`."""
+    is_replayed = index.replayable & choice.replay[index.call_id]
+    owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last stands for what is around the model
+    for calls in index.by_depth:
+        owner[calls] = np.where(is_replayed[calls], calls, owner[index.parent[calls]])
     advanced = [
         call
         for id_ in np.flatnonzero(choice.advance)
@@ -96,12 +95,12 @@ def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
     offload[follower] = offload[followed]
 
     state = np.where(index.shared, REMADE, PASSED)
-    by_call = np.full(index.n_values, len(index.within), np.int64)
+    by_call = np.full(index.n_values, len(index.parent), np.int64)
     rows = np.flatnonzero(active)[::-1]  # backwards, so that the first slot of a value is the last to write
     state[index.slot_value[rows]] = np.where(remake[rows], REMADE, np.where(replay[rows], REPLAYED, KEPT))
     rows = np.flatnonzero(active & replay)
     np.minimum.at(by_call, index.slot_value[rows], around[rows])  # calls are numbered from the outside in
-    by_call[by_call == len(index.within)] = -1
+    by_call[by_call == len(index.parent)] = -1
     rows = np.flatnonzero(offload & (state[index.slot_value] != REMADE))
     state[index.slot_value[rows]] = OFFLOADED
     kept = active & ~remake & ~replay & ~offload
@@ -120,4 +119,5 @@ def fates_of(index: Index, choice: Choice, replayed: list[int]) -> Fates:
     rows = rows[state[index.slot_value[rows]] == OFFLOADED]
     rows = rows[np.argsort(index.slot_order[rows], kind="stable")]
     trips = list(dict.fromkeys(index.value_storage[index.slot_value[rows]].tolist()))
-    return Fates(state, by_call, foreign, trips)
+    calls = np.where(is_replayed, REPLAYED, KEPT)
+    return Fates(np.concatenate((state, calls)), np.concatenate((by_call, np.full_like(calls, -1))), foreign, trips)

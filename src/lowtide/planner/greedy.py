@@ -141,14 +141,16 @@ class Search:
     def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
         """Storages for which there is no room between the end of forward and their remake: no simulation needed."""
         index = self.simulator.index
+        node, start = sweep.copies.node, sweep.copies.start
+        stored = node < index.n_values
+        stored[stored] = index.value_storage[node[stored]] >= 0
         back = np.full(len(index.dies), index.end, np.int64)
-        for copy in sweep.copies:
-            if copy.node < index.n_values and index.value_storage[copy.node] >= 0:
-                storage = index.value_storage[copy.node]
-                back[storage] = min(back[storage], copy.start)
+        np.minimum.at(back, index.value_storage[node[stored]], start[stored])
         back[back == index.end] = 0
-        room = [limit - int(sweep.usage[start:end].max(initial=0)) for start, end in zip(index.dies, back, strict=True)]
-        full: Flags = index.storage_bytes > np.array(room, np.int64)
+        # The most between two positions, where the second is the larger one; what is after every other one is not used.
+        spans = np.column_stack((index.dies, back)).ravel()
+        most = np.maximum.reduceat(np.append(sweep.usage, 0), spans)[::2] if len(spans) else spans
+        full: Flags = index.storage_bytes > limit - np.where(index.dies < back, most, 0)
         return full
 
     def tidied(self, choice: Choice) -> Choice:
@@ -156,12 +158,12 @@ class Search:
         index, sweep = self.simulator.index, self.sweep(choice)
         calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
         calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.advances_of_id[id_]]
-        effective = np.array(sweep.state)[index.slot_value] == REMADE
+        effective = sweep.state[index.slot_value] == REMADE
         effective &= ~index.slot_is_input | np.isin(index.slot_call, calls)
         needed = np.zeros_like(choice.remake)
         needed[index.slot_address[effective]] = True
         leaving = np.zeros_like(choice.offload)
-        leaving[index.slot_address[np.array(sweep.state)[index.slot_value] == OFFLOADED]] = True
+        leaving[index.slot_address[sweep.state[index.slot_value] == OFFLOADED]] = True
         tidy = Choice(choice.remake & needed, choice.replay, choice.advance, choice.offload & leaving)
         same = self.sweep(tidy)
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice

@@ -33,6 +33,7 @@ class Index:
         self.n_values = len(profile.values)
 
         self.storage_bytes = np.array([storage.bytes for storage in profile.storages], np.int64)
+        self.bytes_of: list[int] = self.storage_bytes.tolist()
         self.born = np.minimum(np.array([storage.born for storage in profile.storages], np.int64), self.end)
         self.dies = np.clip(np.array([storage.dies for storage in profile.storages], np.int64), self.born, self.end)
 
@@ -71,17 +72,17 @@ class Index:
         self.id_index = {id_: index for index, id_ in enumerate(self.ids)}
         self.calls_of_id: list[list[int]] = [[] for _ in self.ids]
         """Calls by id that may be replayed."""
+        self.call_id = np.array([self.id_index[call.id] for call in calls], np.int64)
+        self.replayable = np.array([call.refused is None for call in calls], np.bool_)
         self.around: list[tuple[int, ...]] = []
         """For each call itself and the calls around it, innermost first."""
-        within: list[list[int]] = [[] for _ in calls]
         for index, call in enumerate(calls):
             if call.refused is None:
                 self.calls_of_id[self.id_index[call.id]].append(index)
             self.around.append((index, *(() if call.parent is None else self.around[call.parent])))
-            for outer in self.around[index]:
-                within[outer].append(index)
-        self.within = [np.array(inside, np.int64) for inside in within]
-        """For each call itself and the calls inside it."""
+        depth = np.array([len(around) for around in self.around], np.int64)
+        self.by_depth = [np.flatnonzero(depth == at) for at in range(1, int(depth.max(initial=0)) + 1)]
+        """The calls around which there are no others, those around which there is one, and so on."""
 
     def _index_values(self, profile: Profile, slots: list[Slot]) -> None:
         values = profile.values
@@ -91,6 +92,7 @@ class Index:
         for value, storage in zip(self.slot_value[::-1], self.slot_storage[::-1], strict=True):
             if values[value].storage is None:
                 self.value_storage[value] = storage
+        self.storage_of: list[int] = self.value_storage.tolist()
         self.value_bytes = [value.bytes for value in values]
         self.needs: list[tuple[int, ...]] = []
         """As in the profile, less what is there anyway."""
@@ -117,6 +119,9 @@ class Index:
 
         unsaved = np.array([index not in saved for index in range(self.n_values)], np.bool_)
         only_input = saved - fixed - {slot.value for slot in slots if not slot.is_input}
+        self.may_pass = unsaved.copy()
+        """Values that nobody holds, or nobody but replays: remakes go through them."""
+        self.may_pass[list(only_input)] = True
         self.shared = self._shared(saved - only_input)
         """Values with bytes of their own that no slot is sure to hold and that several remakes need."""
         self.recipes = [self.recipe(value, unsaved) for value in range(self.n_values)]
@@ -139,6 +144,10 @@ class Index:
         """For each call the values that a replay of it holds."""
         for call, value in input_row:
             self.inputs[call] += (value,)
+        both = list(zip(self.inputs, calls, strict=True))
+        self.replays = [Recipe(inputs, call.cost_ms, call.flops) for inputs, call in both]
+        self.advances = [Recipe(inputs, call.advance_ms, call.advance_flops) for inputs, call in both]
+        """What running each call once more takes, but for its memory."""
         self.caught: list[set[int]] = [set() for _ in calls]
         """For each call the values that a replay of it can bring back: saved or given on in it, and born in it."""
         follows = []
@@ -177,6 +186,17 @@ class Index:
         """What it takes to remake `value` when nobody holds the values in `passed`: they are made on the way."""
         on_the_way = passed & self.remakeable & ~self.shared
         return recipe_of(value, self.profile.values, self.needs, on_the_way)
+
+    def could_need(self, node: int) -> set[int]:
+        """The nodes on which it depends what making `node` takes."""
+        if node >= self.n_values:
+            return set(self.inputs[node - self.n_values])
+        found = {value for call, given in enumerate(self.gives) if given == node for value in self.inputs[call]}
+        through = [node]
+        for value in through:  # grows while it runs
+            found.update(self.needs[value])
+            through += [need for need in self.needs[value] if self.may_pass[need] and need not in through]
+        return found
 
     def _shared(self, saved: set[int]) -> Flags:
         """Remakeable values that are not `saved` and that several remakes need, also through views that are not."""

@@ -151,7 +151,7 @@ class Moves:
     def detours(self, choice: Choice, sweep: Sweep) -> list[Move]:
         """What can lower a peak that no more dropping lowers: keep what is made again there, replay inner calls."""
         at = int(sweep.usage.argmax())
-        there = {copy.node for copy in sweep.copies if copy.start <= at < copy.end}
+        there = set(sweep.copies.at(at).node.tolist())
         index, n_values = self.simulator.index, self.simulator.index.n_values
         storages = {int(index.value_storage[node]) for node in there if node < n_values}
         ids = {index.id_index[self.simulator.profile.calls[node - n_values].id] for node in there if node >= n_values}

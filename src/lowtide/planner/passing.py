@@ -17,17 +17,17 @@ from lowtide.planner.records import Value
 
 
 class Recipe(NamedTuple):
-    """What one remake takes, together with the values that exist only while it runs."""
+    """What one remake takes, together with the values that exist only while it runs; or a replay, or an advance."""
 
     operands: tuple[int, ...]
     """Values that have to be there first."""
-    ahead_bytes: tuple[int, ...]
-    """For each operand what has been made on the way when it is asked for."""
     ms: float
     flops: int
-    scratch_bytes: int
-    """The most that is allocated while it runs, beyond its result."""
-    expensive: bool
+    ahead_bytes: tuple[int, ...] = ()
+    """For each operand of a remake what has been made on the way when it is asked for."""
+    scratch_bytes: int = 0
+    """The most that is allocated while it runs, beyond its result; not told for replays and advances."""
+    expensive: bool = False
 
 
 def recipe_of(

@@ -112,6 +112,6 @@ class Simulator:
             "buffers": static.buffers,
             "inputs": static.inputs,
             **self._storages_at(sweep, position),
-            "remade": sum(copy.bytes for copy in sweep.copies if copy.start <= position < copy.end),
+            "remade": int(sweep.copies.at(position).bytes.sum()),
             "temporaries": temporaries + freed,
         }

@@ -29,35 +29,42 @@ What is offloaded is there until the next such tensor has left, or forward has e
 the one that left after it is asked for, while that is waited for. Copies are counted in full, both ways, although they
 run beside other work: an upper bound.
 
-Cost: array operations over slots and positions and a loop over what is not kept, about 1 ms for 1000 slots.
+Cost: array operations over slots and positions and a loop over what is not kept, about 6 ms for 1000 slots; 1 ms where
+little has changed since another sweep (`stretches.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.planner.fates import ADVANCED, KEPT, OFFLOADED, PASSED, REMADE, REPLAYED, Choice, fates_of
+from lowtide.planner.fates import KEPT, Choice, fates_of
 from lowtide.planner.forwards import Forwards
 from lowtide.planner.indexed import Index, Ints
-from lowtide.planner.passing import Recipe
+from lowtide.planner.stretches import LENGTH, Asked, Stretch
 
 REMEMBERED = 2**20
 """Positions and values of sweeps that are remembered: some 20 MB."""
 
 
-class Copy(NamedTuple):
-    """Memory that a remake, replay or advance allocates: there in positions [start, end)."""
+class Copies(NamedTuple):
+    """Memory that remakes, replays and advances allocate, as columns: there in positions [start, end)."""
 
-    start: int
-    end: int
-    bytes: int
-    node: int
+    start: Ints
+    end: Ints
+    bytes: Ints
+    node: Ints
     """The value that is remade or advanced to, or `n_values` plus the call that is replayed."""
+
+    def at(self, position: int) -> Copies:
+        """Those that are there at `position`."""
+        there = (self.start <= position) & (position < self.end)
+        return Copies(*(column[there] for column in self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +77,11 @@ class Sweep:
     """The most of `usage`."""
     extra_ms: float
     extra_flops: int
-    state: list[int]
-    """For each value KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED."""
+    state: Ints
+    """For each node KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED."""
     ends: Ints
     """For each storage the first position at which it is gone."""
-    copies: list[Copy]
+    copies: Copies
     """What is made again, and one for each position where something runs: what it needs beyond what is there later."""
     host_bytes: int
     """Memory of the host that offloaded tensors are in."""
@@ -87,20 +94,20 @@ class Sweeper:
         self.index = index
         self._backward = backward
         """The position at which forward has ended."""
-        self._forwards = Forwards(index)
         self._recent: dict[bytes, Sweep] = {}
         self._most_recent = max(REMEMBERED // (index.end + index.n_values + 1), 16)
         births = np.zeros(index.end + 1, np.int64)
         np.add.at(births, index.born, index.storage_bytes)
         self._births = births
-        self._storage_of: list[int] = index.value_storage.tolist()
-        self._storage_bytes: list[int] = index.storage_bytes.tolist()
-        self._made: list[int] = [*index.read.tolist(), *[index.end] * len(index.profile.calls)]
+        calls = np.zeros(len(index.profile.calls), np.int64)
+        self._made = np.concatenate((index.read, calls + index.end))
         """For each node the position at which backward asks for it, before any other node does."""
-        self._wanted: list[int] = [*index.released.tolist(), *[0] * len(index.profile.calls)]
+        self._wanted = np.concatenate((index.released, calls))
         before = np.concatenate((index.base[:1], index.base[:-1]))
-        self._rise: list[int] = np.maximum(index.base - before, 0).tolist()
+        self._rise = np.maximum(index.base - before, 0)
         """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
+        order, forwards = index.order.tolist(), Forwards(index)
+        self._stretches = [Stretch(index, forwards, order[n : n + LENGTH]) for n in range(0, len(order), LENGTH)]
 
     def sweep(self, choice: Choice) -> Sweep:
         """The step under `choice`. Searches come back to the same choices: the last ones are remembered."""
@@ -112,125 +119,74 @@ class Sweeper:
         return found
 
     def _swept(self, choice: Choice) -> Sweep:
-        index, calls = self.index, self.index.profile.calls
-        never, first_call = index.end, index.n_values
-        replayed = sorted(call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_])
-        states, by_call, foreign, trips = fates_of(index, choice, replayed)
-        state, call_of, storage_of = states.tolist(), by_call.tolist(), self._storage_of
-        made, wanted = self._made.copy(), self._wanted.copy()
-        later = [0] * len(made)
-        rows = np.flatnonzero(states[index.slot_value] == KEPT)
+        index, fates = self.index, fates_of(self.index, choice)
+        asked = Asked(self._made, self._wanted)
+        foreign = fates.foreign
+        for value, call in zip(foreign.tolist(), fates.by_call[foreign].tolist(), strict=True):
+            asked.ask(index.n_values + call, int(index.read[value]), int(index.released[value]))
+        visits = []
+        for stretch in self._stretches:
+            visits.append(stretch.visit(fates, asked))
+            asked.take(visits[-1])
+
+        rows = np.flatnonzero(fates.state[index.slot_value] == KEPT)
         ends = index.dies.copy()
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
-        held = ends.tolist()
-
-        def ask(node: int, when: int, until: int, after: int = 0) -> None:
-            if when < made[node]:
-                made[node], later[node] = when, after
-            elif when == made[node] and after > later[node]:
-                later[node] = after
-            if until > wanted[node]:
-                wanted[node] = until
-
-        for value in foreign.tolist():
-            ask(first_call + call_of[value], made[value], wanted[value])
-        copies: list[Copy] = []
-        running: dict[int, Copy] = {}
-        waiting: dict[int, int] = defaultdict(int)
-        brings_back: dict[int, list[int]] = {call: [] for call in replayed}
-        times, extra_flops = [float(index.offload_ms[storage]) for storage in trips], 0
-        back: dict[int, Copy] = {}
-        for node in self._not_kept(states, replayed):
-            when, until = made[node], wanted[node]
-            if node < first_call and state[node] == REPLAYED:
-                ask(first_call + call_of[node], when, until, later[node])
-                brings_back[call_of[node]].append(node)
-                continue
-            if node < first_call and state[node] == OFFLOADED:
-                storage = storage_of[node]
-                known = back.get(storage, Copy(never, 0, self._storage_bytes[storage], node))
-                back[storage] = known._replace(start=min(known.start, when), end=max(known.end, until))
-                continue
-            if node >= first_call:
-                call = calls[node - first_call]
-                operands, ms, flops = index.inputs[node - first_call], call.cost_ms, call.flops
-            elif state[node] == ADVANCED:
-                call = calls[call_of[node]]
-                operands, ms, flops = index.inputs[call_of[node]], call.advance_ms, call.advance_flops
-            else:
-                operands, ahead_bytes, ms, flops, scratch, _ = self._recipe(node, state)
-            after = later[node]
-            if when < never:
-                times.append(ms)
-                extra_flops += flops
-                if node >= first_call:
-                    ends_of = dict[int, int]()
-                    for value in brings_back[node - first_call]:
-                        storage = storage_of[value]
-                        if wanted[value] > ends_of.get(storage, when):
-                            ends_of[storage] = wanted[value]
-                    copies += [Copy(when, end, self._storage_bytes[s], node) for s, end in ends_of.items()]
-                    size = sum(map(self._storage_bytes.__getitem__, ends_of))
-                    scratch = max(0, self._forwards.peak(node - first_call, tuple(sorted(ends_of))) - size)
-                else:
-                    size = index.value_bytes[node]
-                    if state[node] == ADVANCED:
-                        size = self._storage_bytes[storage_of[node]]
-                        scratch = max(0, self._forwards.peak(call_of[node], (storage_of[node],)) - size)
-                    else:
-                        made_again = (n for o, n in zip(operands, ahead_bytes, strict=True) if state[o] >= REMADE)
-                        ahead = max(made_again, default=0)
-                        waiting[when] += ahead  # until the operand has been made
-                        scratch = max(0, scratch - ahead)
-                    stays = until > when + 1 or index.read[node] == when  # else it is gone when the others have run
-                    copies.append(Copy(when, until, size if stays else 0, node))
-                    waiting[when] += 0 if stays else size
-                if when not in running or scratch - after > running[when].bytes:
-                    running[when] = Copy(when, when + 1, scratch - after, node)
-                after += size
-            for operand in operands:
-                if state[operand] >= REMADE:
-                    ask(operand, when, when + 1 if when < never else until, after)
-                else:  # kept; or nobody's and without a recipe, then it is held like what is kept
-                    held[storage_of[operand]] = max(held[storage_of[operand]], until)
-
-        for n, storage in enumerate(trips):
-            trip, is_last = back[storage], n + 1 == len(trips)
-            left = self._backward if is_last else int(index.dies[trips[n + 1]])
-            held[storage] = max(held[storage], left)
-            start = trip.start if is_last else min(trip.start, back[trips[n + 1]].start)
-            if start < trip.end:
-                copies.append(trip._replace(start=start))
-        ends = np.array(held, np.int64)
-        for when, copy in running.items():
-            copies.append(copy._replace(bytes=max(0, copy.bytes + waiting[when] - self._rise[when])))
+        storages, until = _joined(visit.holds for visit in visits)
+        np.maximum.at(ends, storages, until)
+        leave, returning = self._away(fates.trips, _joined(visit.returns for visit in visits))
+        ends[fates.trips] = np.maximum(ends[fates.trips], leave)
+        running = self._running(_joined(visit.runs for visit in visits), _joined(visit.waits for visit in visits))
+        copies = Copies(*_joined([*(visit.copies for visit in visits), running, returning]))
         usage = self._usage(ends, copies)
-        extra_ms = math.fsum(times)  # exact, so that equal work in another order takes the same time
-        host_bytes = sum(self._storage_bytes[storage] for storage in trips)
-        return Sweep(usage, int(usage.max()), extra_ms, extra_flops, state, ends, copies, host_bytes)
+        return Sweep(
+            usage=usage,
+            peak=int(usage.max()),
+            # exact, so that equal work in another order takes the same time
+            extra_ms=math.fsum(chain(index.offload_ms[fates.trips].tolist(), *(visit.times for visit in visits))),
+            extra_flops=sum(visit.flops for visit in visits),
+            state=fates.state,
+            ends=ends,
+            copies=copies,
+            host_bytes=int(index.storage_bytes[fates.trips].sum()),
+        )
 
-    def _not_kept(self, states: Ints, replayed: list[int]) -> list[int]:
-        """The nodes that have to be made again, dependents first."""
-        active = np.zeros(self.index.n_values + len(self.index.profile.calls), np.bool_)
-        active[: self.index.n_values] = states >= REMADE
-        active[[self.index.n_values + call for call in replayed]] = True
-        order: list[int] = self.index.order[active[self.index.order]].tolist()
-        return order
+    def _running(self, runs: Ints, waits: Ints) -> Ints:
+        """Copies for what runs: in each position for the node that needs most, beyond what is there later."""
+        runs = runs[:, np.lexsort((-runs[2], runs[0]))]
+        is_first = np.diff(runs[0], prepend=-1) > 0
+        when, node, need = runs[:, is_first]
+        waiting = np.zeros(self.index.end, np.int64)
+        np.add.at(waiting, *waits)
+        return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
-    def _recipe(self, value: int, state: list[int]) -> Recipe:
-        for operand in self.index.optional[value]:
-            if state[operand] == PASSED and self.index.remakeable[operand]:
-                return self.index.recipe(value, np.array(state) == PASSED)
-        return self.index.recipes[value]
+    def _away(self, trips: list[int], returns: Ints) -> tuple[Ints, Ints]:
+        """When each of the offloaded storages leaves, and copies for when they are back."""
+        index, leave, copies = self.index, [], []
+        back: dict[int, tuple[int, int, int]] = {}
+        for storage, when, until, value in returns.T.tolist():
+            start, end, first = back.get(storage, (when, until, value))
+            back[storage] = min(start, when), max(end, until), first
+        for storage, following in zip_longest(trips, trips[1:]):
+            start, end, value = back[storage]
+            if following is None:
+                leave.append(self._backward)
+            else:
+                leave.append(int(index.dies[following]))
+                start = min(start, back[following][0])
+            if start < end:
+                copies.append((start, end, index.bytes_of[storage], value))
+        return np.array(leave, np.int64), np.array(copies, np.int64).reshape(-1, 4).T
 
-    def _usage(self, ends: Ints, copies: list[Copy]) -> Ints:
+    def _usage(self, ends: Ints, copies: Copies) -> Ints:
         """Bytes beyond `static` at each position, when storages last to `ends` and `copies` come in addition."""
         changes = self._births.copy()
         np.subtract.at(changes, ends, self.index.storage_bytes)
-        if copies:
-            starts, stops, sizes, _ = zip(*copies, strict=True)
-            size = np.array(sizes, np.int64)
-            np.add.at(changes, np.array(starts, np.int64), size)
-            np.subtract.at(changes, np.array(stops, np.int64), size)
+        np.add.at(changes, copies.start, copies.bytes)
+        np.subtract.at(changes, copies.end, copies.bytes)
         usage: Ints = self.index.base + changes.cumsum()[:-1]
         return usage
+
+
+def _joined(columns: Iterable[Ints]) -> Ints:
+    return np.concatenate(list(columns), axis=1)
