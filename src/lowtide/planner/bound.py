@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.planner.covering import Covering
+from lowtide.planner.covering import covering_of
 from lowtide.planner.predict import Simulator
 from lowtide.planner.programme import Programme, is_over
 
@@ -21,14 +21,12 @@ SLACK = 1e-6
 """Share of all costs by which HiGHS may be off."""
 
 
-def lower_bound(
-    simulator: Simulator, budget_bytes: int, covering: Covering | None = None, *, until: float | None = None
-) -> float:
+def lower_bound(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> float:
     """Milliseconds that every plan takes, at least, whose peak is at most `budget_bytes`; infinite if there is none.
 
     At `until` (by `time.monotonic()`) what is left to improve it is left out; it stays a bound.
     """
-    covering = covering or Covering(simulator)
+    covering = covering_of(simulator)
     limit = budget_bytes - simulator.profile.static.total
     if limit <= 0:
         return np.inf if int(covering.base.max()) > limit else 0.0

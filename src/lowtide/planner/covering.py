@@ -22,6 +22,7 @@ positions.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,27 @@ class Rows(NamedTuple):
     most: Floats
     n_own: int
     """Variables that belong to these rows only."""
+
+
+class Spans(NamedTuple):
+    """For each storage the positions [start, end) in which it takes so many bytes; none where `end` is not later."""
+
+    start: Ints
+    end: Ints
+    bytes: Ints
+
+    def at(self, position: int) -> Ints:
+        """Bytes by storage at `position`."""
+        return np.where((self.start <= position) & (position < self.end), self.bytes, 0)
+
+    def usage(self, n_positions: int, shares: Floats | float = 1.0) -> Floats:
+        """Bytes by position of such shares of the storages."""
+        size = np.where(self.start < self.end, self.bytes * shares, 0.0)
+        changes = np.zeros(n_positions + 1)
+        np.add.at(changes, self.start, size)
+        np.subtract.at(changes, self.end, size)
+        found: Floats = changes.cumsum()[:-1]
+        return found
 
 
 class Covering:
@@ -111,20 +133,20 @@ class Covering:
         self._at: dict[int, Rows] = {}
 
     def _memory(self) -> None:
-        """Bytes by position: of what is there in any case, and by storage if it is kept, and if it is made again."""
-        index, n, positions = self.index, self.n_storages, np.arange(self.index.end)[:, None]
-        alive = (index.born <= positions) & (positions < index.dies)
-        until = np.array(
-            [min((int(index.released[v]) for v in values), default=0) for values in self._values], np.int64
-        )
-        self.base: Ints = index.base + alive @ index.storage_bytes
-        self.kept: Ints = np.where((index.dies <= positions) & (positions < until), index.storage_bytes, 0)
-        self.copied: Ints = np.zeros((index.end, n), np.int64)
+        """When each storage is there, and with how many bytes: in any case, if it is kept, and if it is made again."""
+        index, n = self.index, self.n_storages
+        until = np.zeros(n, np.int64)
+        start, end = np.zeros((2, n), np.int64)
         self.copy_bytes = np.zeros(n, np.int64)
+        for storage, values in enumerate(self._values):
+            until[storage] = min((index.released[value] for value in values), default=0)
         for storage, value in self.alone.items():
-            self.copy_bytes[storage] = min(int(index.storage_bytes[storage]), index.value_bytes[value])
-            self.copied[index.read[value] : index.released[value], storage] = self.copy_bytes[storage]
-        self.all_kept: Ints = self.base + self.kept.sum(axis=1)
+            start[storage], end[storage] = index.read[value], index.released[value]
+            self.copy_bytes[storage] = min(index.bytes_of[storage], index.value_bytes[value])
+        self.base = index.base + Spans(index.born, index.dies, index.storage_bytes).usage(index.end)
+        self.kept = Spans(index.dies, until, index.storage_bytes)
+        self.copied = Spans(start, end, self.copy_bytes)
+        self.all_kept = self.base + self.kept.usage(index.end)
         self.plain = max(1, int(self.all_kept.max()))
         """About the peak of the plain step: rows are written in parts of it."""
 
@@ -178,16 +200,16 @@ class Covering:
 
     def usage(self, dropped: Floats) -> Floats:
         """Bytes at each position for shares `dropped` of the storages, less what is made early."""
-        found: Floats = self.base + self.kept @ (1.0 - dropped) + self.copied @ dropped
-        return found
+        return self.base + self.kept.usage(self.index.end, 1.0 - dropped) + self.copied.usage(self.index.end, dropped)
 
     def at(self, position: int) -> Rows:
         """The rows for one position. The last is its capacity: at most 0, to which (limit / `plain`) is to be added."""
         if position not in self._at:
             rows, early = self._made_early(position)
             capacity: dict[int, float] = {}
-            for storage in np.flatnonzero(self.kept[position] | self.copied[position]).tolist():
-                capacity[storage] = float(self.copied[position, storage] - self.kept[position, storage]) / self.plain
+            kept, copied = self.kept.at(position), self.copied.at(position)
+            for storage in np.flatnonzero(kept | copied).tolist():
+                capacity[storage] = float(copied[storage] - kept[storage]) / self.plain
             for storage, variable in early.items():
                 capacity[variable] = float(self.copy_bytes[storage]) / self.plain
             rows.append((capacity, -int(self.all_kept[position]) / self.plain))
@@ -240,6 +262,12 @@ class Covering:
         inner = (self.runs[c] for c in self._bring[value] if c != call and call in self.index.around[c])
         offload = (self.offloads[storage],) if self.offloads else ()
         return dict.fromkeys((*inner, *self._given.get(value, ()), *offload), -1.0)
+
+
+@lru_cache(maxsize=4)
+def covering_of(simulator: Simulator) -> Covering:
+    """The covering problem of `simulator`, put together once for the solver and for the bound."""
+    return Covering(simulator)
 
 
 def _joined(rows: list[Row], n_fixed: int) -> Rows:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.planner.covering import Covering, Floats, Row
+from lowtide.planner.covering import Floats, Row, covering_of
 from lowtide.planner.fates import Choice
 from lowtide.planner.greedy import Search
 from lowtide.planner.moves import Moves
@@ -39,7 +39,7 @@ class Exact:
         index = simulator.index
         self.simulator = simulator
         self.moves = moves
-        covering = self.covering = Covering(simulator)
+        covering = self.covering = covering_of(simulator)
         ms, flops = float(covering.ms.sum()), float(covering.flops.sum())
         self.tie = TIE * ms / flops if flops else 0.0
         self.cost: Floats = covering.ms + self.tie * covering.flops
