@@ -91,8 +91,10 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     follower, followed = index.follower[follows], index.followed[follows]
     # The outermost call comes last for each row, and the last is what stays.
     remake[follower], replay[follower], around[follower] = remake[followed], replay[followed], around[followed]
-    offload = active & ~remake & ~replay & choice.offload[index.slot_address] & index.can_offload
-    offload[follower] = offload[followed]
+    offload = np.zeros_like(active)
+    if index.can_offload:
+        offload = active & ~remake & ~replay & choice.offload[index.slot_address]
+        offload[follower] = offload[followed]
 
     state = np.where(index.shared, REMADE, PASSED)
     by_call = np.full(index.n_values, len(index.parent), np.int64)
@@ -101,10 +103,8 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     rows = np.flatnonzero(active & replay)
     np.minimum.at(by_call, index.slot_value[rows], around[rows])  # calls are numbered from the outside in
     by_call[by_call == len(index.parent)] = -1
-    rows = np.flatnonzero(offload & (state[index.slot_value] != REMADE))
-    state[index.slot_value[rows]] = OFFLOADED
-    kept = active & ~remake & ~replay & ~offload
-    state[index.slot_value[kept]] = KEPT
+    state[index.slot_value[offload & (state[index.slot_value] != REMADE)]] = OFFLOADED
+    state[index.slot_value[active & ~(remake | replay | offload)]] = KEPT
 
     values = np.flatnonzero(state == REPLAYED)
     born = index.born[index.value_storage[values]]

@@ -162,6 +162,10 @@ class Index:
         row the innermost call first."""
         self.gives: list[int] = [self._given(call) for call in range(len(calls))]
         """For each call the value that it can be run forward again for, or -1."""
+        self._given_by: dict[int, list[int]] = {}
+        """For each such value the calls."""
+        for call, value in enumerate(self.gives):
+            self._given_by.setdefault(value, []).append(call)
         self.rows_within: list[list[int]] = [
             [] if value < 0 else [r for r in np.flatnonzero(self.slot_value == value).tolist() if self._is_in(call, r)]
             for call, value in enumerate(self.gives)
@@ -191,7 +195,7 @@ class Index:
         """The nodes on which it depends what making `node` takes."""
         if node >= self.n_values:
             return set(self.inputs[node - self.n_values])
-        found = {value for call, given in enumerate(self.gives) if given == node for value in self.inputs[call]}
+        found = {value for call in self._given_by.get(node, ()) for value in self.inputs[call]}
         through = [node]
         for value in through:  # grows while it runs
             found.update(self.needs[value])

@@ -9,8 +9,10 @@ The words are those of `sweeping.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -19,18 +21,25 @@ from lowtide.planner.forwards import Forwards
 from lowtide.planner.indexed import Index, Ints
 from lowtide.planner.passing import Recipe
 
-LENGTH = 64
-"""Nodes of a stretch."""
 REMEMBERED = 128
 """Visits to one stretch that are remembered."""
+
+
+Wanted = tuple[int, int, int]
+"""`made`, `wanted` and `later` of a node."""
+
+
+def both(one: Wanted, other: Wanted) -> Wanted:
+    """What is asked of a node that is asked twice."""
+    later = one[2] if one[0] < other[0] else other[2] if other[0] < one[0] else max(one[2], other[2])
+    return min(one[0], other[0]), max(one[1], other[1]), later
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
     """What happens in a stretch, as columns, and what it asks of later ones."""
 
-    asks: Ints
-    """Nodes; by when they are to be there, and until when; bytes that are made from them then."""
+    asks: list[tuple[int, Wanted]]
     brings_back: list[tuple[int, tuple[int, int]]]
     """A call; a storage that its replay brings back, and until when that is wanted."""
     times: list[float]
@@ -48,46 +57,40 @@ class Visit:
 
 
 class Asked:
-    """What backward and the stretches so far ask for, by node."""
+    """What backward and the stretches so far ask for."""
 
-    def __init__(self, made: Ints, wanted: Ints) -> None:
-        self.columns = np.array((made, wanted, np.zeros_like(made)))
-        """`made`, `wanted` and `later`."""
+    def __init__(self, by_node: list[Wanted]) -> None:
+        self.by_node = by_node
         self.brings_back: dict[int, list[tuple[int, int]]] = {}
         """By call the storages that its replay brings back, and until when each is wanted."""
 
-    def ask(self, node: int, when: int, until: int) -> None:
-        """Ask for one node."""
-        made, wanted, _ = self.columns[:, node]
-        self.columns[:2, node] = min(made, when), max(wanted, until)
-
     def take(self, visit: Visit) -> None:
         """Ask for what `visit` asks for."""
-        nodes, when, until, after = visit.asks  # each node once
-        made, wanted, later = self.columns[:, nodes]
-        later = np.where(when < made, after, np.where(when == made, np.maximum(later, after), later))
-        self.columns[:, nodes] = np.minimum(made, when), np.maximum(wanted, until), later
-        for call, wanted in visit.brings_back:
-            self.brings_back.setdefault(call, []).append(wanted)
+        for node, wanted in visit.asks:
+            self.by_node[node] = both(self.by_node[node], wanted)
+        for call, wanted_back in visit.brings_back:
+            self.brings_back.setdefault(call, []).append(wanted_back)
 
 
 class Stretch:
     """Nodes that follow each other in the order."""
 
     def __init__(self, index: Index, forwards: Forwards, nodes: list[int]) -> None:
-        self.index, self.forwards, self.nodes = index, forwards, np.array(nodes, np.int64)
-        self.calls = [node - index.n_values for node in nodes if node >= index.n_values]
+        self.index, self.forwards, self.nodes = index, forwards, nodes
         near = {*nodes, *(need for node in nodes for need in index.could_need(node))}
-        self._near = np.array(sorted(near), np.int64)
+        self._near, self._nodes = np.array(sorted(near), np.int64), np.array(nodes, np.int64)
+        self._asked = itemgetter(*nodes)
+        self.calls = [node - index.n_values for node in nodes if node >= index.n_values]
         self._visits: dict[object, Visit] = {}
 
     def visit(self, fates: Fates, asked: Asked) -> Visit:
         """What happens in here under `fates`, for what is `asked`."""
+        brings_back = {call: tuple(asked.brings_back[call]) for call in self.calls if call in asked.brings_back}
         key = (
             fates.state[self._near].tobytes(),
-            fates.by_call[self.nodes].tobytes(),
-            asked.columns[:, self.nodes].tobytes(),
-            *[tuple(asked.brings_back.get(call, ())) for call in self.calls],
+            fates.by_call[self._nodes].tobytes(),
+            self._asked(asked.by_node),
+            tuple(brings_back.items()),
         )
         found = self._visits.get(key)
         if found is None:
@@ -97,15 +100,41 @@ class Stretch:
         return found
 
 
+class Stretches:
+    """All nodes in their order, in stretches so long that to look all up takes about as long as to visit one."""
+
+    def __init__(self, index: Index) -> None:
+        order, forwards, calls = index.order.tolist(), Forwards(index), len(index.profile.calls)
+        length = math.isqrt(2 * len(order)) + 1
+        starts = range(0, len(order), length)
+        self.index = index
+        self._all = [Stretch(index, forwards, order[start : start + length]) for start in starts]
+        by_value = zip(index.read.tolist(), index.released.tolist(), strict=True)
+        self._by_backward: list[Wanted] = [
+            *((read, until, 0) for read, until in by_value),
+            *[(index.end, 0, 0)] * calls,
+        ]
+
+    def visits(self, fates: Fates) -> list[Visit]:
+        """One visit to each stretch under `fates`."""
+        asked, n_values = Asked(self._by_backward.copy()), self.index.n_values
+        for value, call in zip(fates.foreign.tolist(), fates.by_call[fates.foreign].tolist(), strict=True):
+            asked.by_node[n_values + call] = both(asked.by_node[n_values + call], self._by_backward[value])
+        found = []
+        for stretch in self._all:
+            found.append(stretch.visit(fates, asked))
+            asked.take(found[-1])
+        return found
+
+
 class _Visiting:
     """A visit to one stretch, node by node."""
 
     def __init__(self, stretch: Stretch, fates: Fates, asked: Asked) -> None:
         self._index, self._forwards, self._fates = stretch.index, stretch.forwards, fates
         self._state: list[int] = fates.state.tolist()
-        self._nodes: list[int] = stretch.nodes.tolist()
-        columns = asked.columns[:, stretch.nodes].tolist()
-        self._asked: dict[int, tuple[int, int, int]] = dict(zip(self._nodes, zip(*columns, strict=True), strict=True))
+        self._nodes = stretch.nodes
+        self._asked = {node: asked.by_node[node] for node in stretch.nodes}
         self._brings_back = {call: list(asked.brings_back.get(call, ())) for call in stretch.calls}
         self._times: list[float] = []
         self._flops = 0
@@ -120,10 +149,9 @@ class _Visiting:
             if self._state[node] >= REMADE:
                 self._visit(node)
         own, n_values = set(self._nodes), self._index.n_values
-        asks = [(node, *asked) for node, asked in self._asked.items() if node not in own]
         elsewhere = [(call, found) for call, found in self._brings_back.items() if n_values + call not in own]
         return Visit(
-            asks=_columns(asks, 4),
+            asks=[(node, wanted) for node, wanted in self._asked.items() if node not in own],
             brings_back=[(call, wanted) for call, found in elsewhere for wanted in found],
             times=self._times,
             flops=self._flops,
@@ -139,7 +167,7 @@ class _Visiting:
         is_value, state = node < index.n_values, self._state[node]
         if is_value and state == REPLAYED:
             call = int(self._fates.by_call[node])
-            self._ask(index.n_values + call, when, until, after)
+            self._ask(index.n_values + call, (when, until, after))
             self._brings_back.setdefault(call, []).append((index.storage_of[node], until))
             return
         if state == OFFLOADED:
@@ -151,17 +179,13 @@ class _Visiting:
             after += self._made(node, recipe)
         for operand in recipe.operands:
             if self._state[operand] >= REMADE:
-                self._ask(operand, when, when + 1 if is_made else until, after)
+                self._ask(operand, (when, when + 1 if is_made else until, after))
             else:  # kept; or nobody's and without a recipe, then it is held like what is kept
                 self._holds.append((index.storage_of[operand], until))
 
-    def _ask(self, node: int, when: int, until: int, after: int) -> None:
-        made, wanted, later = self._asked.get(node, (self._index.end, 0, 0))
-        if when < made:
-            made, later = when, after
-        elif when == made:
-            later = max(later, after)
-        self._asked[node] = made, max(wanted, until), later
+    def _ask(self, node: int, wanted: Wanted) -> None:
+        known = self._asked.get(node)
+        self._asked[node] = wanted if known is None else both(known, wanted)
 
     def _recipe(self, node: int) -> Recipe:
         """What it takes to make `node`, but for what a forward allocates."""

@@ -44,9 +44,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.planner.fates import KEPT, Choice, fates_of
-from lowtide.planner.forwards import Forwards
 from lowtide.planner.indexed import Index, Ints
-from lowtide.planner.stretches import LENGTH, Asked, Stretch
+from lowtide.planner.stretches import Stretches
 
 REMEMBERED = 2**20
 """Positions and values of sweeps that are remembered: some 20 MB."""
@@ -99,15 +98,10 @@ class Sweeper:
         births = np.zeros(index.end + 1, np.int64)
         np.add.at(births, index.born, index.storage_bytes)
         self._births = births
-        calls = np.zeros(len(index.profile.calls), np.int64)
-        self._made = np.concatenate((index.read, calls + index.end))
-        """For each node the position at which backward asks for it, before any other node does."""
-        self._wanted = np.concatenate((index.released, calls))
         before = np.concatenate((index.base[:1], index.base[:-1]))
         self._rise = np.maximum(index.base - before, 0)
         """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
-        order, forwards = index.order.tolist(), Forwards(index)
-        self._stretches = [Stretch(index, forwards, order[n : n + LENGTH]) for n in range(0, len(order), LENGTH)]
+        self._stretches = Stretches(index)
 
     def sweep(self, choice: Choice) -> Sweep:
         """The step under `choice`. Searches come back to the same choices: the last ones are remembered."""
@@ -120,24 +114,19 @@ class Sweeper:
 
     def _swept(self, choice: Choice) -> Sweep:
         index, fates = self.index, fates_of(self.index, choice)
-        asked = Asked(self._made, self._wanted)
-        foreign = fates.foreign
-        for value, call in zip(foreign.tolist(), fates.by_call[foreign].tolist(), strict=True):
-            asked.ask(index.n_values + call, int(index.read[value]), int(index.released[value]))
-        visits = []
-        for stretch in self._stretches:
-            visits.append(stretch.visit(fates, asked))
-            asked.take(visits[-1])
+        visits = self._stretches.visits(fates)
 
         rows = np.flatnonzero(fates.state[index.slot_value] == KEPT)
         ends = index.dies.copy()
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
-        storages, until = _joined(visit.holds for visit in visits)
+        storages, until = _joined((visit.holds for visit in visits), 2)
         np.maximum.at(ends, storages, until)
-        leave, returning = self._away(fates.trips, _joined(visit.returns for visit in visits))
+        leave, returning = self._away(fates.trips, _joined((visit.returns for visit in visits), 4))
         ends[fates.trips] = np.maximum(ends[fates.trips], leave)
-        running = self._running(_joined(visit.runs for visit in visits), _joined(visit.waits for visit in visits))
-        copies = Copies(*_joined([*(visit.copies for visit in visits), running, returning]))
+        running = self._running(
+            _joined((visit.runs for visit in visits), 3), _joined((visit.waits for visit in visits), 2)
+        )
+        copies = Copies(*_joined((*(visit.copies for visit in visits), running, returning), 4))
         usage = self._usage(ends, copies)
         return Sweep(
             usage=usage,
@@ -153,9 +142,9 @@ class Sweeper:
 
     def _running(self, runs: Ints, waits: Ints) -> Ints:
         """Copies for what runs: in each position for the node that needs most, beyond what is there later."""
-        runs = runs[:, np.lexsort((-runs[2], runs[0]))]
-        is_first = np.diff(runs[0], prepend=-1) > 0
-        when, node, need = runs[:, is_first]
+        runs = runs[:, np.argsort(-runs[2], kind="stable")]
+        _, first = np.unique(runs[0], return_index=True)
+        when, node, need = runs[:, first]
         waiting = np.zeros(self.index.end, np.int64)
         np.add.at(waiting, *waits)
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
@@ -188,5 +177,6 @@ class Sweeper:
         return usage
 
 
-def _joined(columns: Iterable[Ints]) -> Ints:
-    return np.concatenate(list(columns), axis=1)
+def _joined(columns: Iterable[Ints], n: int) -> Ints:
+    """`n` columns, one part of them after the other."""
+    return np.concatenate((np.zeros((n, 0), np.int64), *columns), axis=1)
