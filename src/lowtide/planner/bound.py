@@ -17,6 +17,8 @@ from lowtide.planner.covering import covering_of
 from lowtide.planner.predict import Simulator
 from lowtide.planner.programme import Programme, is_over
 
+NEAR = 5e-4
+"""Share of the cost at which the search for decisions ends."""
 SLACK = 1e-6
 """Share of all costs by which HiGHS may be off."""
 
@@ -37,4 +39,4 @@ def lower_bound(simulator: Simulator, budget_bytes: int, *, until: float | None 
         return shares
     if is_over(until):
         return max(0.0, shares - slack)
-    return max(0.0, shares - slack, programme.decisions().bound - slack)
+    return max(0.0, shares - slack, programme.decisions(NEAR).bound - slack)

@@ -20,7 +20,7 @@ from lowtide.planner.greedy import Search
 from lowtide.planner.moves import Moves
 from lowtide.planner.pool import Found, Span
 from lowtide.planner.predict import Simulator
-from lowtide.planner.programme import Programme, is_over
+from lowtide.planner.programme import NEAR_ENOUGH, Programme, is_over
 
 Bytes = dict[int, float]
 """Bytes by position."""
@@ -75,9 +75,11 @@ class Exact:
         for _ in range(ROUNDS):
             if is_over(until):
                 break
-            answer = programme.decisions()
-            if answer.variables is None:
-                programme.more, answer = {}, programme.decisions() if programme.more else answer
+            # What is taken off the room is no more than a guess: then any decisions will do that are found quickly.
+            answer = programme.decisions(np.inf if any(programme.more.values()) else NEAR_ENOUGH)
+            if answer.variables is None and programme.more and not fits:
+                programme.more = {}
+                answer = programme.decisions(NEAR_ENOUGH)
             if answer.variables is None:
                 break
             choice = self.choice(answer.variables)

@@ -2,15 +2,16 @@
 
 HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) is stopped by the number of branch-and-bound nodes, not by
 a clock unless one is given: the same programme has the same answer each time. Before it branches, decisions that are
-settled are taken out: where the reduced cost of a variable at its bound is more than `CORE` of the cost of the
-relaxation, an answer with the variable elsewhere costs at least that much more (Dantzig, Fulkerson and Johnson 1954,
-doi 10.1287/opre.2.4.393).
+settled are taken out: where the reduced cost of a variable at its bound is more than `slack`, an answer with the
+variable elsewhere costs at least that much more than the relaxation (Dantzig, Fulkerson and Johnson 1954,
+doi 10.1287/opre.2.4.393). What is found with little slack is good, found in a tenth of the time, and says how much
+slack is needed for the best.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,11 +26,13 @@ ROUNDS = 8
 NODES = 10
 """Nodes of the search tree that are looked at, at most."""
 NEAR_ENOUGH = 2e-3
-"""Share of the cost at which the search for decisions ends."""
+"""Share of the cost at which the search for decisions ends, if not before."""
+FREE = 1e-9
+"""Milliseconds that shares are taken of where the relaxation costs nothing."""
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 """HiGHS 1.8 to 1.12 prints this when it mends a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
-CORE = 0.1
-"""Share of the relaxation's cost within which decisions are looked for at first."""
+CORES = (1e-4, 0.1, np.inf)
+"""Shares of the relaxation's cost within which decisions are looked for, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,14 +40,16 @@ class Answer:
     """What HiGHS found. `variables` are the fixed ones of the covering problem; None if nothing was found."""
 
     variables: Floats | None
+    cost: float
+    """Infinite if nothing was found."""
     bound: float
     """No answer to these rows costs less; infinite if there is none."""
     usage: dict[int, float]
     """Bytes at the positions of the programme, corrections included."""
 
 
-NOTHING = Answer(None, 0.0, {})
-IMPOSSIBLE = Answer(None, np.inf, {})
+NOTHING = Answer(None, np.inf, 0.0, {})
+IMPOSSIBLE = Answer(None, np.inf, np.inf, {})
 
 
 @dataclass(slots=True)
@@ -62,6 +67,7 @@ class Programme:
     """Rows in the fixed variables, beyond those of the covering problem."""
     until: float | None = None
     """When to end the search for decisions, by `time.monotonic()`."""
+    _last: tuple[object, _Relaxation] | None = None
 
     def add(self, usage: Floats) -> bool:
         """Take in the positions at which `usage` is most over the limit; whether there was a new one."""
@@ -74,9 +80,9 @@ class Programme:
         covering = self.covering
         if not self.positions:
             self.add(covering.usage(np.zeros(covering.n_storages)))
-        best = Answer(np.zeros(covering.n_fixed), 0.0, {})
+        best = Answer(np.zeros(covering.n_fixed), 0.0, 0.0, {})
         for _ in range(ROUNDS if self.positions else 0):
-            answer = _Rows(self).shares()[0]
+            answer = self._relaxation().answer
             if answer.variables is None:
                 return answer if answer.bound == np.inf else best
             best = answer
@@ -84,24 +90,53 @@ class Programme:
                 break
         return best
 
-    def decisions(self) -> Answer:
-        """Decisions at the least cost for the positions so far."""
-        rows = _Rows(self)
-        shares, settled = rows.shares()
-        if shares.variables is None:
-            return shares
-        found, least = rows.whole(settled), shares.bound * (1 + CORE)
-        if found.variables is not None and found.bound <= least:
-            return found
-        everything = rows.whole(None)
-        if everything.variables is None and everything.bound < np.inf:
-            everything = found  # stopped before it found anything
-        return Answer(everything.variables, max(everything.bound, min(found.bound, least)), everything.usage)
+    def decisions(self, near: float) -> Answer:
+        """Decisions for the positions so far whose cost is above the bound by at most `near` of it; infinite for any.
+
+        By more where HiGHS is stopped before that.
+        """
+        relaxed = self._relaxation()
+        least = relaxed.answer.bound
+        if relaxed.answer.variables is None:
+            return relaxed.answer
+        best, tried = NOTHING, 0.0
+        for share in CORES:
+            slack = min(share * max(least, FREE), best.cost - least)
+            if slack <= tried:
+                break
+            answer, tried = relaxed.rows.whole(relaxed.settled(slack), min(near, NEAR_ENOUGH)), slack
+            bound = max(least, best.bound, min(answer.bound, least + slack))
+            best = replace(min(best, answer, key=lambda answer: answer.cost), bound=bound)
+            if best.cost <= (1 + near) * bound:
+                break
+        return best
+
+    def _relaxation(self) -> _Relaxation:
+        """Of the rows so far; the last one, where nothing has changed since."""
+        now = len(self.positions), len(self.rows), tuple(self.more.items())
+        if self._last is None or self._last[0] != now:
+            self._last = now, _Rows(self).relaxed()
+        return self._last[1]
 
 
 def is_over(until: float | None) -> bool:
     """Whether it is later than `until`, by `time.monotonic()`; None for no limit."""
     return until is not None and time.monotonic() >= until
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Relaxation:
+    """The answer in shares, and how much more one costs, at least, with a variable not at nothing, or not at all."""
+
+    rows: _Rows
+    answer: Answer
+    more: Floats
+    less: Floats
+
+    def settled(self, slack: float) -> tuple[Flags, Flags]:
+        """The decisions that are the same in every answer that costs at most `slack` more: at nothing, and at all."""
+        fixed = np.arange(self.rows.n) < self.rows.covering.n_fixed
+        return fixed & (self.more > slack), fixed & (self.less > slack)
 
 
 class _Rows:
@@ -139,27 +174,23 @@ class _Rows:
         self.cost = np.concatenate([programme.cost, np.zeros(n_own)])
         self.upper = np.concatenate([covering.upper, np.ones(n_own)])
 
-    def shares(self) -> tuple[Answer, tuple[Flags, Flags]]:
-        """The relaxation, and which variables it settles: at nothing, and at all."""
+    def relaxed(self) -> _Relaxation:
+        """The answer in shares of decisions."""
         from scipy.optimize import linprog
 
         bounds = np.column_stack((np.zeros(self.n), self.upper))
         found = linprog(self.cost, A_ub=self.matrix, b_ub=self.most, bounds=bounds, method="highs")
-        none = np.zeros(self.n, np.bool_)
         if found.status != 0:
-            return IMPOSSIBLE if found.status == 2 else NOTHING, (none, none)
-        fixed, slack = np.arange(self.n) < self.covering.n_fixed, CORE * found.fun
-        settled = fixed & (found.lower.marginals > slack), fixed & (-found.upper.marginals > slack)
-        return self._answer(found.x, float(found.fun)), settled
+            none = np.zeros(self.n)
+            return _Relaxation(self, IMPOSSIBLE if found.status == 2 else NOTHING, none, none)
+        return _Relaxation(self, self._answer(found.x, float(found.fun)), found.lower.marginals, -found.upper.marginals)
 
-    def whole(self, settled: tuple[Flags, Flags] | None) -> Answer:
-        """Decisions, with what is `settled` left as it is."""
+    def whole(self, settled: tuple[Flags, Flags], near: float) -> Answer:
+        """Decisions `near` the bound, with what is `settled` left as it is."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        lower, upper = np.zeros(self.n), self.upper
-        if settled is not None:
-            lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
-        options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH}
+        lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
+        options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": near}
         if self.programme.until is not None:
             options["time_limit"] = max(0.0, self.programme.until - time.monotonic())
         with without_noise(1, NOISE):
@@ -178,7 +209,7 @@ class _Rows:
         slack = (self.matrix @ variables - self.most)[self.capacity]
         usage = slack * self.covering.plain + self.programme.limit
         at = dict(zip(self.programme.positions, usage.tolist(), strict=True))
-        return Answer(variables[: self.covering.n_fixed], max(0.0, bound), at)
+        return Answer(variables[: self.covering.n_fixed], float(self.cost @ variables), max(0.0, bound), at)
 
 
 def binding(usage: Floats, limit: int, known: list[int]) -> list[int]:
