@@ -42,10 +42,14 @@ class Search:
         self.moves = moves
         self.seen = Pool()
         """The best of all choices that were looked at, also on the way to others."""
+        self._known: set[bytes] = set()
+        """The keys of these choices."""
 
     def sweep(self, choice: Choice) -> Sweep:
         sweep = self.simulator.sweep(choice)
-        self.seen.add(choice, sweep)
+        if choice.key not in self._known:
+            self._known.add(choice.key)
+            self.seen.add(choice, sweep)
         return sweep
 
     def cost(self, choice: Choice) -> float:
@@ -54,10 +58,10 @@ class Search:
     def fits(self, choice: Choice, limit: int) -> bool:
         return self.sweep(choice).peak <= limit
 
-    def attempts(self, limit: int) -> Iterator[Choice]:
-        """Choices that fit: greedy from nothing, from all cheap remakes; and replays of the first calls of a level."""
+    def attempts(self, limit: int, *starts: Choice) -> Iterator[Choice]:
+        """Choices that fit: greedy from `starts` and all cheap remakes; and replays of the first calls of a level."""
         cheap = self.moves.remade(expensive=False)
-        for start in (self.simulator.nothing(), cheap):
+        for start in (*starts, cheap):
             if self.fits(choice := self.reduced(start, limit), limit):
                 yield choice
         for level in self.moves.levels():
@@ -168,8 +172,8 @@ class Search:
         same = self.sweep(tidy)
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
-    def smallest(self) -> Choice:
-        """The choice with the smallest peak: of everything done at once, and of greedy searches for less and less."""
+    def smallest(self) -> list[Choice]:
+        """Choices with the smallest peak: of everything done at once, and of greedy searches for less and less."""
         moves = self.moves
         starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
         starts += [
@@ -188,7 +192,8 @@ class Search:
                 best, peak = choice, self.sweep(choice).peak
             else:
                 step //= 2
-        return best
+        best = min(self.seen.found, key=lambda found: (found.peak, found.cost)).choice
+        return [best, *([other] if self.fits(other, self.sweep(best).peak) else [])]
 
     def _floor(self) -> int:
         """A peak that no choice can beat: nothing held, nothing remade."""

@@ -108,10 +108,10 @@ class Ladder:
         self._rungs: dict[int, Rung] = {}
         search = Search(self.moves)
         smallest = search.smallest()
-        peak = search.sweep(smallest).peak
+        peak = search.sweep(smallest[0]).peak
         self._quick = self.exact is None or len(self.moves.moves) <= MANY
         """Whether greedy searches take little time here, or are all that there is."""
-        for choice in (smallest, *(search.attempts(peak) if self._quick else ())):
+        for choice in (*smallest, *(search.attempts(peak) if self._quick else ())):
             search.pruned(choice, peak)
         search.sweep(simulator.nothing())
         self.bottom = min(search.seen.found, key=lambda found: (found.peak, found.cost))
@@ -165,7 +165,7 @@ class Ladder:
             bound, left_out = self.exact.search(search, limit, span, left_out, until)
         found = _cheapest(limit, span, [*seen, search.seen])
         if self._quick and not is_over(until) and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
-            starts = [*search.attempts(limit), found.choice]
+            starts = [*search.attempts(limit, self.simulator.nothing()), found.choice]
             for choice in {choice.key: choice for choice in starts}.values():
                 if not is_over(until):
                     search.pruned(choice, limit)
