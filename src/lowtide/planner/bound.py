@@ -17,8 +17,8 @@ from lowtide.planner.covering import covering_of
 from lowtide.planner.predict import Simulator
 from lowtide.planner.programme import Programme, is_over
 
-NEAR = 5e-4
-"""Share of the cost at which the search for decisions ends."""
+NEAR = 1e-5
+"""Share of the cost at which the search for decisions ends: a bound is worth more than what it takes to find it."""
 SLACK = 1e-6
 """Share of all costs by which HiGHS may be off."""
 
