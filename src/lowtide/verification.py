@@ -13,7 +13,8 @@ from lowtide.identity import device_of, fingerprint, static_bytes
 from lowtide.levers import named, put_on
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
-from lowtide.planner.records import Plan, Record
+from lowtide.planner.record import Record
+from lowtide.planner.records import Plan
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged

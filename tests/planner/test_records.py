@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from conftest import RunPython
 from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict
-from lowtide.planner.records import Decisions, Fingerprint, Plan, Prediction, Profile, Record, Static
+from lowtide.planner.record import Record
+from lowtide.planner.records import Decisions, Fingerprint, Plan, Prediction, Profile, Static
 from planner.profiles import FINGERPRINT, chain, profiles
 
 PLAN = plan(chain(3), "80%")
@@ -60,6 +61,13 @@ def test_another_format_is_refused() -> None:
     later = PLAN.to_json().replace('"format": 1', '"format": 2')
     with pytest.raises(LowtideError, match="not a Plan of format 1: it has format 2"):
         Plan.from_json(later)
+
+
+def test_a_record_of_another_kind_is_called_by_its_name() -> None:
+    with pytest.raises(LowtideError, match="not a Profile but a Plan"):
+        Profile.from_json(PLAN.to_json())
+    with pytest.raises(LowtideError, match="not a Plan but a Profile"):
+        Plan.from_json(chain(3).to_json())
 
 
 JSON = st.recursive(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.planner.records import Plan, Record, Static
+from lowtide.planner.record import Record
+from lowtide.planner.records import Plan, Static
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

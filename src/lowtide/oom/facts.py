@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from lowtide.oom.message import Holder
-from lowtide.planner.records import Record
+from lowtide.planner.record import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ import msgspec
 
 from lowtide.errors import LowtideError
 from lowtide.planner.planning import plan, simulator_of
-from lowtide.planner.records import FORMAT, Decisions, Fingerprint, Prediction, Profile, Record
+from lowtide.planner.record import FORMAT, Record
+from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
 from lowtide.planner.solve import smallest_peak
 
 N_BUDGETS = 24

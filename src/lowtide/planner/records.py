@@ -8,56 +8,12 @@ described on that one axis, so that the peak of any plan is a sweep over it (`pr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from lowtide.errors import LowtideError
 from lowtide.planner.folding import KINDS, Block, fold, unfold
-
-FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A frozen record that goes to JSON and back."""
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """This record as JSON text; also written to `path` where one is given."""
-        text = msgspec.json.format(msgspec.json.encode(self._written()), indent=1).decode()
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
-
-    @classmethod
-    def from_json(cls, source: str | Path) -> Self:
-        """The record in `source`: JSON text, or the path of a file that holds it.
-
-        Raises LowtideError when the text is not this kind of record.
-        """
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        name = cls.__name__
-        try:
-            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-            record = cls._read(text.encode())
-            if (found := getattr(record, "format", FORMAT)) != FORMAT:
-                raise ValueError(f"it has format {found}")
-        except OSError as error:
-            raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise LowtideError(
-                f"this is not a {name} of format {FORMAT}: {error}. Write it again with `{name.lower()}.to_json(path)`."
-            ) from error
-        return record
-
-    def _written(self) -> object:
-        """What the JSON text says."""
-        return self
-
-    @classmethod
-    def _read(cls, text: bytes) -> Self:
-        return msgspec.json.decode(text, type=cls)
+from lowtide.planner.record import FORMAT, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,8 +145,9 @@ class Engine:
             return seam.inner(*args, **kwargs)  # inside of backward: what somebody else checkpointed is recomputed
         if in_function_transform():
             raise LowtideError(
-                f"a plan is in force on {seam}, and transforms of torch.func do not go with saved-tensor hooks: call "
-                "remove() on the plan first, or use torch.autograd."
+                f"{seam} is called inside of a transform of torch.func (grad, vmap, ...), which does not go with the "
+                "saved-tensor hooks that plans and rehearsals put in force: use torch.autograd for that call, or "
+                "remove() the plan first."
             )
         hooks = saved_tensor_hooks()
         if hooks is not None:

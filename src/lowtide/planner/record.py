@@ -1,0 +1,68 @@
+"""What every record has: it is frozen, and goes to JSON and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from lowtide.errors import LowtideError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A frozen record that goes to JSON and back."""
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """This record as JSON text; also written to `path` where one is given."""
+        text = msgspec.json.format(msgspec.json.encode(self._written()), indent=1).decode()
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Self:
+        """The record in `source`: JSON text, or the path of a file that holds it.
+
+        Raises LowtideError when the text is not this kind of record.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        name, text = cls.__name__, ""
+        try:
+            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+            record = cls._read(text.encode())
+            if (found := getattr(record, "format", FORMAT)) != FORMAT:
+                raise ValueError(f"it has format {found}")
+        except OSError as error:
+            raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            what = f"but a {kind}" if (kind := kind_of(text)) not in (None, name) else f"of format {FORMAT}: {error}"
+            raise LowtideError(
+                f"this is not a {name} {what}. Write one with `{name.lower()}.to_json(path)`."
+            ) from error
+        return record
+
+    def _written(self) -> object:
+        """What the JSON text says."""
+        return self
+
+    @classmethod
+    def _read(cls, text: bytes) -> Self:
+        return msgspec.json.decode(text, type=cls)
+
+
+_TOLD_BY = {"storages": "Profile", "decisions": "Plan", "points": "Frontier", "measured_peak_bytes": "Verdict"}
+"""Kinds of records that people have in files, by a name that only they have."""
+
+
+def kind_of(text: str) -> str | None:
+    """What kind of record a JSON text is; None for anything else."""
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return next((kind for field, kind in _TOLD_BY.items() if field in fields), None)
