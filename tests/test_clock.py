@@ -24,3 +24,17 @@ def test_the_clock_waits_for_the_device() -> None:
     after.record()
     took = now_ms() - began
     assert before.elapsed_time(after) <= took
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
+def test_the_clock_waits_for_a_device_that_is_not_the_current_one() -> None:
+    other = torch.device("cuda:1")
+    with torch.cuda.device(other):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        before.record()
+        torch.cuda._sleep(200_000_000)
+        after.record()
+    now_ms(other)
+    assert after.query()

@@ -237,3 +237,46 @@ def test_a_step_that_does_not_fit_is_rehearsed_under_the_most_saving_plan(run_py
     ran: subprocess.CompletedProcess[str] = run_python("-c", _TOO_LITTLE, path=Path(__file__).parent)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) == pytest.approx(true, rel=0.02)
+
+
+def noisy(model: nn.Module, loss_of):
+    """A step whose gradients are never the same twice, as where a device adds up in any order."""
+    noise = torch.Generator()
+    noise.seed()
+
+    def step(batch):
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(batch)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad += torch.rand(parameter.shape, generator=noise)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        return loss.detach()
+
+    return step
+
+
+def test_what_no_two_plain_steps_agree_on_is_not_held_against_a_plan():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    batch = torch.randn(256, 64)
+    step = noisy(model, lambda batch: model(batch).square().mean())
+    with lowtide.fit(model, step, batch, budget="80%") as fitted:
+        verdict = fitted.verdict
+        assert fitted.plan.remake
+        assert verdict.identical
+        assert verdict.differences["gradients"]
+        assert verdict.unsteady == ("gradients", "parameters", "optimizer state")
+        assert not verdict.differences["loss"]
+        assert "bit-identical to the plain step: loss, buffers and random numbers; it is not deterministic in" in str(
+            fitted
+        )
+    assert Verdict.from_json(verdict.to_json()) == verdict
+
+
+def test_a_model_on_two_devices_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(lowtide.RehearsalError, match="are on cpu and meta: memory is planned for one"):
+        lowtide.rehearse(model, lambda batch: model(batch).sum().backward(), torch.ones(2, 4))

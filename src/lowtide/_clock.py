@@ -7,13 +7,14 @@ import time
 import torch
 
 
-def now_ms() -> float:
-    """Milliseconds on a clock that is read when the accelerator in use, if any, has done all that it was given.
+def now_ms(device: torch.device | None = None) -> float:
+    """Milliseconds on a clock that is read when `device`, an accelerator, has done all that it was given.
 
-    Without the wait, work on a GPU would seem to take as long as asking for it.
+    Without the wait, work on a GPU would seem to take as long as asking for it. Without a device, and with the CPU for
+    one, the wait is for the current device of the accelerator in use, if any.
     """
     if torch.accelerator.is_available():
         used = getattr(torch.get_device_module(), "is_initialized", None)
         if used is None or used():
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(None if device is None or device.type == "cpu" else device)
     return time.perf_counter() * 1000

@@ -190,9 +190,11 @@ def _fit_sizes(
 
 
 def _not_identical(verdict: Verdict) -> str:
-    found = {kind: names for kind, names in (verdict.differences or {}).items() if names}
+    differences = (verdict.differences or {}).items()
+    found = {kind: names for kind, names in differences if names and kind not in verdict.unsteady}
     kinds = ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
     return (
-        f"under the plan the step gave other bits than without it: {kinds}. If two plain steps from the same state "
-        "differ too, make the step deterministic first (torch.use_deterministic_algorithms); if not, please report it."
+        f"under the plan the step gave other bits than without it: {kinds}. Plain steps from the same state did not "
+        "differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, numbers of its "
+        "own), leave that out of it; if not, please report it."
     )

@@ -38,8 +38,13 @@ def model_signature(model: nn.Module) -> str:
 
 
 def device_of(model: nn.Module) -> str:
-    """Type of the device that the model's first parameter is on."""
-    return next((p.device.type for p in model.parameters()), "cpu")
+    """Type of the device that the model's first parameter is on: what a plan is made for."""
+    return place_of(model).type
+
+
+def place_of(model: nn.Module) -> torch.device:
+    """The very device, `cuda:1`, which need not be the current one: where memory and time are measured."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -92,13 +97,14 @@ _NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType,
 def static_bytes(
     model: nn.Module, batch: Any, optimizers: Iterable[Optimizer], others: Iterable[nn.Module] = ()
 ) -> tuple[Static, frozenset[int]]:
-    """Bytes of what exists before the step, each storage counted once; and the addresses of all of it.
+    """Bytes of what exists on the model's device before the step, each storage once; the addresses of all of it.
 
+    A batch that the step itself moves there, and Adam's step counters, are in memory of the host.
     `others` are modules beside the model that the step uses, such as a teacher: those on its device count as it does,
     and so does what else the optimizers update.
     """
-    optimizers, device = list(optimizers), device_of(model)
-    modules = [model, *(other for other in others if device_of(other) == device)]
+    optimizers, there = list(optimizers), place_of(model)
+    modules = [model, *(other for other in others if place_of(other) == there)]
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     trained = [*(p for module in modules for p in module.parameters()), *updated]
     seen: set[int] = set()
@@ -112,7 +118,7 @@ def static_bytes(
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
-                    total += storage.nbytes()
+                    total += storage.nbytes() if part.device == there else 0
         return total
 
     parameters = add(trained)

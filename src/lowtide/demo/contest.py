@@ -21,7 +21,7 @@ from lowtide.demo.training import Loop
 from lowtide.demo.workloads import Workload
 from lowtide.errors import Infeasible, OverBudget
 from lowtide.fitting import fit
-from lowtide.identity import device_of, static_bytes
+from lowtide.identity import device_of, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Profile
@@ -191,7 +191,7 @@ def _peak_of_next(loop: Loop) -> int:
     """The peak of the step that the loop would do next, static memory included, bytes. It is not part of the loop."""
     work, batch = loop.work, loop.batch
     static, _ = static_bytes(work.model, batch, (work.optimizer,))
-    with recorder_for(device_of(work.model)) as recorder:
+    with recorder_for(place_of(work.model)) as recorder:
         work.step(batch)
     return static.total + Timeline(recorder.stream).peak_bytes
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
 from lowtide.errors import Infeasible, LowtideError
+from lowtide.identity import place_of
 from lowtide.levers import DEFAULT, LEVERS, put_on
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.pieces import MicroBatches, numbers
@@ -137,9 +138,10 @@ def _more_ms(site: Site, before: tuple[Pulled, ...], after: tuple[Pulled, ...]) 
 
 
 def _timed(site: Site) -> float:
-    began = now_ms()
+    place = place_of(site.model)
+    began = now_ms(place)
     site.step(site.batch)
-    return now_ms() - began
+    return now_ms(place) - began
 
 
 def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:

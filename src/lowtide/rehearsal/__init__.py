@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
 from lowtide.errors import RehearsalError
-from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Decisions, Profile
@@ -79,14 +79,14 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         static=static,
         step_ms=step_ms,
         measured_plain_peak_bytes=None if measured is None else measured + static.total,
-        offload_bytes_per_ms=bytes_per_ms(device_of(model)),
+        offload_bytes_per_ms=bytes_per_ms(place_of(model)),
         notes=("the plain step ran out of memory: its peak is predicted",) if measured is None else (),
     )
 
 
 def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
     _, static = static_bytes(model, batch, ())
-    with recorder_for(device_of(model)) as recorder:
+    with recorder_for(place_of(model)) as recorder:
         audit = Audit(model, static, recorder.mark, frugal=frugal)
         with audit.running():
             step(batch)
@@ -105,7 +105,7 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
 def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, EventStream]:
     nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
     engine = Engine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
-    with recorder_for(device_of(model)) as recorder:
+    with recorder_for(place_of(model)) as recorder:
         trace = Trace(engine, recorder.mark)
         with trace.running():
             step(batch)
@@ -114,15 +114,16 @@ def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: De
 
 def _plain(model: nn.Module, step: Step, batch: Any) -> tuple[int | None, float]:
     """Peak over entry of the step without any plan, bytes, and its time; None if it runs out of memory."""
+    place = place_of(model)
     try:
-        with recorder_for(device_of(model)) as recorder:
-            began = now_ms()
+        with recorder_for(place) as recorder:
+            began = now_ms(place)
             step(batch)
-            step_ms = now_ms() - began
-        if device_of(model) != "cpu":  # the first step also loads kernels and sets up libraries
-            began = now_ms()
+            step_ms = now_ms(place) - began
+        if place.type != "cpu":  # the first step also loads kernels and sets up libraries
+            began = now_ms(place)
             step(batch)
-            step_ms = now_ms() - began
+            step_ms = now_ms(place) - began
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -113,13 +113,13 @@ class Audit(Remakes):
         if not any(self.values[value].bytes >= MIN_BYTES for value in inside):
             return "it saves little besides its arguments"
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in packed}
-        began, flops = now_ms(), self._flops.total
+        began, flops = now_ms(self._place), self._flops.total
         try:
             with self._flops:
                 found = frame.catch()
         except CAN_GO_WRONG as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
-        call.cost_ms = now_ms() - began
+        call.cost_ms = now_ms(self._place) - began
         call.flops = self._flops.total - flops
         for place, tensor in found.items():
             value, view = self._handles[call.first_slot + place]
@@ -129,7 +129,7 @@ class Audit(Remakes):
 
     def try_advance(self, call: CallDraft, frame: Frame, returned: Any) -> None:
         """Run a call forward to its result and compare it."""
-        if (advanced := advance(frame, returned, self._flops)) is not None:
+        if (advanced := advance(frame, returned, self._flops, self._place)) is not None:
             result, call.advance_ms, call.advance_flops = advanced
             value, _ = self.known(result)
             call.gives = self._index[value]

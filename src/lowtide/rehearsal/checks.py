@@ -26,6 +26,17 @@ def check(model: Any, step: Any) -> None:
         raise RehearsalError(
             f"no parameter of {type(model).__name__} requires a gradient: there is no backward to plan."
         )
+    check_one_device(model)
+
+
+def check_one_device(model: torch.nn.Module) -> None:
+    """Refuse a model that is spread over devices: the peak of each would have to be planned. Raises RehearsalError."""
+    places = sorted({str(p.device) for p in model.parameters()})
+    if len(places) > 1:
+        raise RehearsalError(
+            f"parameters of {type(model).__name__} are on {' and '.join(places)}: memory is planned for one. Put "
+            "the whole model on one device, or fit the part of it that is on the device in need."
+        )
 
 
 def check_uncompiled(model: torch.nn.Module) -> None:

@@ -15,14 +15,15 @@ def bytes_per_ms(device: torch.device | str) -> float | None:
     device = torch.device(device)
     if device.type != "cuda":
         return None
-    try:
-        host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-        data = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return None
-        raise
-    return PROBE_BYTES / max(_took_ms(host, data), _took_ms(data, host))
+    with torch.cuda.device(device):  # events are recorded in its streams
+        try:
+            host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+            data = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+        return PROBE_BYTES / max(_took_ms(host, data), _took_ms(data, host))
 
 
 def _took_ms(to: torch.Tensor, source: torch.Tensor) -> float:

@@ -13,22 +13,26 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide._clock import now_ms
-from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
+from lowtide.rehearsal.checks import check_one_device
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble, transients
 from lowtide.rehearsal.trace import Trace, most_saving
 from lowtide.remat.engine import Engine, actions_for
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Decisions, Fingerprint, Profile, Static
     from lowtide.remat.values import Handle
+
+Kind = Literal["audit", "trace", "plain"]
 
 NOT_RUN = "no plain step was run: its peak is predicted"
 
@@ -61,9 +65,12 @@ class Observed:
         if self._audited is not None and found != self._audited:
             self.why.append(f"it has another batch than the step before: {found.batch} after {self._audited.batch}")
             self._audit = self._audited = self._traced = None
+        check_one_device(self.model)
+        place = place_of(self.model)
         static, addresses = static_bytes(self.model, batch, optimizers)
-        self._watch = watch = _Watch("audit" if self._audit is None else "plain" if self._traced else "trace", static)
-        watch.recorder = watch.open.enter_context(recorder_for(device_of(self.model)))
+        kind: Kind = "audit" if self._audit is None else "plain" if self._traced else "trace"
+        self._watch = watch = _Watch(kind, static, place)
+        watch.recorder = watch.open.enter_context(recorder_for(place))
         if watch.kind == "audit":
             self._audited = found
             self._audit = Audit(self.model, addresses, watch.mark, frugal=True)
@@ -138,7 +145,7 @@ class Observed:
             static=static,
             step_ms=step_ms,
             measured_plain_peak_bytes=plain_peak_bytes,
-            offload_bytes_per_ms=bytes_per_ms(device_of(self.model)),
+            offload_bytes_per_ms=bytes_per_ms(place_of(self.model)),
             notes=() if plain_peak_bytes is not None else (NOT_RUN,),
         )
 
@@ -156,11 +163,12 @@ class _Watch:
 
     recorder: Recorder
 
-    def __init__(self, kind: Literal["audit", "trace", "plain"], static: Static) -> None:
+    def __init__(self, kind: Kind, static: Static, place: torch.device) -> None:
         self.kind, self.static = kind, static
+        self._place = place
         self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
         self.runs = True
-        self._began = now_ms()
+        self._began = now_ms(place)
 
     def mark(self, label: str, data: object) -> None:
         """A mark in the recording; what happens after the step is not marked."""
@@ -169,7 +177,7 @@ class _Watch:
 
     def end(self) -> float:
         """End the recording. Gives the milliseconds since the step began."""
-        took_ms = now_ms() - self._began
+        took_ms = now_ms(self._place) - self._began
         self.runs = False
         self.open.close()
         return took_ms

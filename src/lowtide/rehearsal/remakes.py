@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide._clock import now_ms
-from lowtide.identity import parts_of
+from lowtide.identity import parts_of, place_of
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.trials import Flops, Meter, identical
 from lowtide.remat.actions import MASK, NUMBERS
@@ -47,7 +47,8 @@ class Remakes(Engine):
         self._static = static
         self._frugal = frugal
         self._flops = Flops()
-        self._meter = Meter(mark, self._flops)
+        self._place = place_of(model)
+        self._meter = Meter(mark, self._flops, self._place)
         self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._saved: set[int] = set()
         """Values that a slot has had so far; others are arguments of calls, which only a replay would hold."""
@@ -127,12 +128,12 @@ class Remakes(Engine):
 
     def try_mask(self, index: int, tensor: Tensor) -> None:
         """Find out whether a tensor that no node made is a mask, of which the bits can be kept."""
-        began = now_ms()
+        began = now_ms(self._place)
         try:
             value = packed(tensor)
         except CannotRemake:
             return
-        packing_ms = now_ms() - began
+        packing_ms = now_ms(self._place) - began
         self.compare(index, value, tensor)
         draft = self.values[index]
         if draft.recipe is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import StalePlan
-from lowtide.identity import device_of, fingerprint, tensors_in
+from lowtide.identity import fingerprint, place_of, tensors_in
 from lowtide.memory.events import PHASE, Allocate, Category, EventStream, Free, Label, Mark, Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.blocks import repeated_blocks
@@ -47,7 +47,7 @@ def timeline(
     actions = {} if plan is None else actions_for(plan.remake, plan.replay, plan.advance, plan.offload)
     with Unchanged(model, batch, optimizer, step) as unchanged:
         step(batch)
-        with recorder_for(device_of(model)) as recorder:
+        with recorder_for(place_of(model)) as recorder:
             names = _Names(Engine(model, actions), recorder.mark)
             with names.running():
                 step(batch)

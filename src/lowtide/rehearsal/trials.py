@@ -45,8 +45,8 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Meter:
     """What each run of a recipe took."""
 
-    def __init__(self, mark: Callable[[str, object], None], flops: Flops) -> None:
-        self._mark, self._flops = mark, flops
+    def __init__(self, mark: Callable[[str, object], None], flops: Flops, place: torch.device) -> None:
+        self._mark, self._flops, self._place = mark, flops, place
         self._runs: list[ValueDraft] = []
         """In order; the marks `making` and `made` carry the index."""
         self._last: dict[Remake, int] = {}
@@ -55,12 +55,12 @@ class Meter:
     def making(self) -> None:
         """A recipe is about to run."""
         self._mark("making", len(self._runs))
-        self._begun = now_ms(), self._flops.total
+        self._begun = now_ms(self._place), self._flops.total
 
     def made(self, maker: Remake, result: Tensor) -> None:
         """It ran. Of several runs of one remake the least time counts, and the FLOPs of the one that counted them."""
         began, flops = self._begun
-        cost_ms = now_ms() - began
+        cost_ms = now_ms(self._place) - began
         flops = self._flops.total - flops
         number = len(self._runs)
         self._mark("made", number)
@@ -103,7 +103,7 @@ _BITS = {
 }
 
 
-def advance(frame: Frame, returned: Any, flops: Flops) -> tuple[Tensor, float, int] | None:
+def advance(frame: Frame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, float, int] | None:
     """The result in what the call of `frame` `returned`, and the time and FLOPs of running it forward for that.
 
     None where it gives other bits, or can't be had so.
@@ -112,11 +112,11 @@ def advance(frame: Frame, returned: Any, flops: Flops) -> tuple[Tensor, float, i
     if found is None:
         return None
     tensor, base, _, _ = found
-    began, flops_before = now_ms(), flops.total
+    began, flops_before = now_ms(place), flops.total
     try:
         with flops:
             made = Advance(frame, frame.operands, tensor, base).forward()
     except CAN_GO_WRONG:
         return None
-    took_ms = now_ms() - began
+    took_ms = now_ms(place) - began
     return (tensor, took_ms, flops.total - flops_before) if identical(made, base) else None

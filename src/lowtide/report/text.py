@@ -64,10 +64,12 @@ def proof(verdict: Verdict) -> str:
     if verdict.differences is None:
         return "the plain step does not fit; every recipe and replay was compared with the true tensors, bit by bit"
     kinds = list(verdict.differences)
-    differing = [kind for kind in kinds if verdict.differences[kind]]
+    differing = [kind for kind in kinds if verdict.differences[kind] and kind not in verdict.unsteady]
     if differing:
         return f"not bit-identical to {base}: {_listed(differing)}"
-    return f"bit-identical to {base}: {_listed(kinds)}{apart}"
+    same = _listed([kind for kind in kinds if kind not in verdict.unsteady])
+    unsteady = f"; it is not deterministic in its {_listed([*verdict.unsteady])}" if verdict.unsteady else ""
+    return f"bit-identical to {base}: {same}{unsteady}{apart}"
 
 
 _OPS = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
 from lowtide.fitting import REPAIRS
-from lowtide.identity import device_of, fingerprint, static_bytes
+from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Timeline
@@ -123,7 +123,7 @@ class Fitting:
         if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
             static, _ = static_bytes(model, batch, optimizers)
             stack = contextlib.ExitStack()
-            self._open = static, stack.enter_context(recorder_for(device_of(model))), stack
+            self._open = static, stack.enter_context(recorder_for(place_of(model))), stack
         else:
             self._passed_over += 1
             self.done = self._passed_over == MOST_UNUSABLE
