@@ -120,6 +120,17 @@ def test_the_allocators_history_carries_our_text() -> None:
     assert all(isinstance(e["time_us"], int) for e in trace)
 
 
+@pytest.mark.gpu
+def test_products_take_their_workspaces_anew() -> None:
+    x = torch.ones(64, 64, device="cuda")
+    x @ x
+    with_them = torch.cuda.memory_allocated()
+    _torch.drop_workspaces()
+    without = torch.cuda.memory_allocated()
+    x @ x
+    assert without < with_them == torch.cuda.memory_allocated()
+
+
 # --- fake tensors ---------------------------------------------------------------------------------------------------
 
 

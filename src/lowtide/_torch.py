@@ -257,6 +257,11 @@ def snapshot() -> dict[str, Any]:
     return dict(torch.cuda.memory._snapshot())
 
 
+def drop_workspaces() -> None:
+    """Give the memory that cuBLAS works in back to the allocator; the next products take it anew. 2.13, since 1.11."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def set_metadata(text: str) -> None:
     """Attach `text` to all actions that the CUDA allocator records in this thread from now on. 2.13, since 2.10."""
     torch.cuda.memory._set_memory_metadata(text)

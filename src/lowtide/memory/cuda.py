@@ -6,6 +6,9 @@ that use it are done with it and its memory can be given out again. The allocato
 entry, so their frees are exact. Operators are not in the history: `op` is the innermost Python function, empty for what
 the backward threads allocate.
 
+What products work in (cuBLAS, 8 MiB, or 32 MiB from compute capability 9 on, for each thread that computes) is taken
+at the first product of a process and kept. A recording begins without it, so it is in each that has products.
+
 A mark is exact within its thread: it is a text attached to all that the thread allocates and frees from then on. The
 allocator keeps one such text per thread, and backward runs in threads of its own. Between threads marks are placed by
 time, to the microsecond; handing over to another thread takes several.
@@ -71,7 +74,14 @@ class CudaRecorder(Recorder):
             )
         self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from what other threads still carry
         gc.collect()  # as on the CPU: what is collected meanwhile would lower the level, and the peak with it
-        _torch.start_history()
+        _settle(self.device)
+        try:
+            _torch.start_history()
+        except RuntimeError as error:
+            raise RehearsalError(
+                f"CUDA memory cannot be recorded: {str(error).partition(chr(10))[0]}\n"
+                "  torch's own allocator keeps a history (backend:native in PYTORCH_ALLOC_CONF); others may not."
+            ) from error
         self._is_recording = True
         self._attach(0)
         return self
@@ -96,6 +106,13 @@ class CudaRecorder(Recorder):
 
     def _attach(self, n_marks: int) -> None:
         _torch.set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")
+
+
+def _settle(device: str) -> None:
+    """Have on the device what is held, and no more: else what is given back later would lower the level of a step."""
+    _torch.drop_workspaces()
+    torch.cuda.synchronize(device)
+    torch.empty(1, device=device)  # an allocation is when frees that waited for another stream are completed
 
 
 def cuda_index(device: torch.device | str | int) -> int:

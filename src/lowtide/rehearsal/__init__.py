@@ -13,7 +13,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import check, check_uncompiled
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, check, check_uncompiled
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble, transients
@@ -96,6 +96,8 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
             f"the step returned without a call of {name} that saved anything for backward. Pass the very module that "
             "the step calls (not a wrapped, compiled or copied one), and do not call it under no_grad."
         )
+    if len(audit.streams) > 1:
+        raise RehearsalError(SEVERAL_STREAMS)
     if not audit.reads:
         raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
     transients(audit.values, recorder.stream)

@@ -9,6 +9,11 @@ import torch
 from lowtide._torch import is_compiled
 from lowtide.errors import RehearsalError
 
+SEVERAL_STREAMS = (
+    "the model computes in several CUDA streams. What is made again for one of them in backward could be used by "
+    "another before it is there: run the model's forward in one stream."
+)
+
 
 def check(model: Any, step: Any) -> None:
     """Refuse what can't be rehearsed. Raises RehearsalError."""

@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide._clock import now_ms
+from lowtide.errors import RehearsalError
 from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import check_one_device
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble, transients
 from lowtide.rehearsal.trace import Trace, most_saving
@@ -111,6 +112,8 @@ class Observed:
     def _end_audit(self, watch: _Watch) -> None:
         audit = self._audit
         assert audit is not None
+        if len(audit.streams) > 1:
+            raise RehearsalError(SEVERAL_STREAMS)
         if audit.slots and audit.reads:
             transients(audit.values, watch.recorder.stream)
             return

@@ -120,7 +120,9 @@ def digest(tensor: Tensor) -> str:
     """A digest of a tensor's dtype, shape and bits."""
     dense = tensor.detach()
     if dense.layout is not torch.strided:
-        dense = dense.to_dense()
+        dense = dense.cpu().to_dense()
+    if not dense.is_contiguous():
+        dense = dense.cpu()  # `flatten` would copy it where it is, and a device may have no room for that
     content = hashlib.blake2b(f"{dense.dtype}{tuple(dense.shape)}".encode(), digest_size=16)
     for piece in torch.split(dense.flatten(), _PIECE):
         # A copy: a storage that NumPy has seen can't be told from a borrowed one.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from lowtide._clock import now_ms
@@ -44,6 +45,8 @@ class Remakes(Engine):
         super().__init__(model, {})
         self.values: list[ValueDraft] = []
         self.slots: list[SlotDraft] = []
+        self.streams: set[int] = set()
+        """Of a GPU: those in which tensors were saved."""
         self._static = static
         self._frugal = frugal
         self._flops = Flops()
@@ -69,6 +72,8 @@ class Remakes(Engine):
     def pack(self, now: Pass, tensor: Tensor) -> Handle:
         scope = now.scope
         assert scope is not None
+        if tensor.is_cuda:
+            self.streams.add(torch.cuda.current_stream(tensor.device).stream_id)
         value, view = self.known(tensor)
         index = self._index[value]
         if not self.values[index].node and self.values[index].bytes:

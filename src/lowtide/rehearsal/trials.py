@@ -100,6 +100,7 @@ _BITS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
     torch.complex64: torch.int64,
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.int8),
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide._clock import accelerator_in_use
 from lowtide.identity import parts_of, tensors_in
 from lowtide.rehearsal.reached import Reached, put_back, states
 
@@ -186,7 +187,7 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        cards = range(torch.accelerator.device_count()) if torch.accelerator.is_available() else ()
+        cards = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
         return cls(
             torch_cpu=torch.get_rng_state(),
             torch_cards={card: torch.get_device_module().get_rng_state(card) for card in cards},

@@ -203,6 +203,9 @@ def pack_into(now: Pass) -> Callable[[Tensor], Handle]:
     def pack(tensor: Tensor) -> Handle:
         now = reference()
         assert now is not None  # while the forward runs
+        if now.engine.here.now is None:  # a device's thread, in a backward pass inside of the forward (`create_graph`)
+            with now.engine.now(now):
+                return now.engine.pack(now, tensor)
         return now.engine.pack(now, tensor)
 
     return pack

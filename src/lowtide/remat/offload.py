@@ -127,12 +127,13 @@ class Trip:
 
     def __init__(self, base: Tensor, copying: Copying, before: weakref.ref[Trip] | None) -> None:
         self._copying = copying
-        self._leaving: Tensor | None = base.detach()
+        self._leaving: Tensor | None = None
+        self._back: tuple[Tensor, object] | None = None
         self._spoiled = ""
         """Why what is on the host may not be what was saved."""
         self.version = base._version
-        self._host, self._out = copying.out(bytes_of(base))
-        self._back: tuple[Tensor, object] | None = None
+        self._host, self._out = copying.out(bytes_of(base))  # may find no memory on the host
+        self._leaving = base.detach()
         self._before = before
         """The one that left before it."""
         self.travellers: list[tuple[weakref.ref[Value], _Seen]] = []

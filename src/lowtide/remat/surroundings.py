@@ -114,8 +114,9 @@ class Surroundings:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `tensors`."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of `tensors`; of a module on a card, of those that are on one: random numbers are on the host."""
+        on_card = bool(self.reach.cards)
+        return sum(tensor.nbytes for tensor in self.tensors if not on_card or tensor.device.type != "cpu")
 
     def learn(self) -> None:
         """The first call is over: what it did not touch is not copied for the next ones."""

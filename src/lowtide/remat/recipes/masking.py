@@ -29,15 +29,22 @@ def triu(self: Tensor, *, diagonal: int) -> Tensor:
     return self.triu(diagonal)
 
 
+def filled(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
+    """`masked_fill`, for which the host does not wait: to read a number that is on a GPU it would."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return torch.where(mask, value.to(self), self)
+    return self.masked_fill(mask, value)
+
+
 @recipe("MaskedFillBackward0", edges={"self": 0})
 def masked_fill(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
     """With a number, which is noted when the operator is called."""
-    return self.masked_fill(mask, value)
+    return filled(self, mask, value)
 
 
 @recipe("MaskedFillBackward1", edges={"self": 0, "value": 1})
 def masked_fill_tensor(self: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    return self.masked_fill(mask, value)
+    return filled(self, mask, value)
 
 
 @recipe("MaskedScatterBackward0", edges={"self": 0, "source": 1})
