@@ -16,6 +16,7 @@ from lowtide.memory.measuring import recorder_for
 from lowtide.planner.record import Record
 from lowtide.planner.records import Plan
 from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
 
@@ -88,7 +89,7 @@ def verify(
     with Unchanged(model, batch, optimizer, step) as unchanged:
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
-            static, _ = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
+            static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
             with recorder_for(place) as recorder:
                 planned_ms = _timed(model, step, batch)
             if place.type != "cpu":  # recording takes time of the host, for which a device may have to wait
@@ -114,7 +115,7 @@ def verify(
     return Verdict(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
-        measured_peak_bytes=static.total + Timeline(recorder.stream).peak_bytes,
+        measured_peak_bytes=with_left(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes,
         planned_ms=planned_ms,
         plain_ms=plain_ms,
         differences=found,

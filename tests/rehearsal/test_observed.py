@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lowtide
@@ -105,3 +106,30 @@ def test_a_step_that_raises_is_given_up():
     assert not any("_compiled_call_impl" in module.__dict__ for module in case.model.modules())
     train(case, 2, observed)
     assert observed.profile is not None
+
+
+def test_outputs_of_the_step_before_do_not_hide_a_part_of_the_peak():
+    """A loop that holds the model's outputs lets go of them in its next step: the level sinks, the peak does not."""
+    peaks = []
+    for holds in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4096))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        batch, kept = torch.randn(64, 16), []
+        observed = Observed(model, plain=True)
+        for _ in range(4):
+            observed.begin(batch, [optimizer])
+            logits = model(batch)
+            kept[:] = [logits] if holds else []
+            loss = logits.square().mean()
+            del logits
+            loss.backward()
+            optimizer.step()
+            observed.end()
+            optimizer.zero_grad()
+        assert observed.profile is not None
+        assert observed.profile.static.left == 4 + holds * 64 * 4096 * 4  # the loss; and the logits
+        plain = predict(observed.profile, Decisions()).peak_bytes
+        peaks.append((observed.profile.measured_plain_peak_bytes, plain))
+    assert peaks[0][0] == pytest.approx(peaks[1][0], rel=0.001)
+    assert peaks[0][1] == pytest.approx(peaks[1][1], rel=0.001)

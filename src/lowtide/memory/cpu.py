@@ -59,6 +59,7 @@ class CpuRecorder(Recorder):
     def __init__(self, *, watch: Iterable[torch.Tensor] | None = None) -> None:
         self._to_watch = watch
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self.entry_addresses = {}
         self._marks: list[Mark | Free] = []
         self._reader = _Reader()
         self._profile: profile | None = None
@@ -163,6 +164,7 @@ class CpuRecorder(Recorder):
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
         for block, storage in enumerate(entry.storages_of(tensors), 1):
+            self.entry_addresses[-block] = storage.data_ptr()
             self._watched.append(weakref.ref(storage, partial(self._entry_died, Free(-block, storage.nbytes()))))
 
     def _entry_died(self, free: Free, _: object) -> None:

@@ -51,6 +51,7 @@ class CudaRecorder(Recorder):
         self._asked = device
         self._index = 0
         self._key = ""
+        self.entry_addresses = {}
         self._marks: list[PlacedMark] = []
         self._is_recording = False
         self._stream: EventStream | None = None
@@ -67,6 +68,7 @@ class CudaRecorder(Recorder):
             raise RehearsalError("a recorder records once. Make a new CudaRecorder().")
         self._index = cuda_index(self._asked)
         self.device = f"cuda:{self._index}"
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # nobody may have used it so far
         if _torch.history_is_on():
             raise RehearsalError(
                 "CUDA memory cannot be recorded: the allocator's history is being recorded already.\n"
@@ -95,7 +97,7 @@ class CudaRecorder(Recorder):
         finally:
             _torch.stop_history()  # forgets the history, so only after the snapshot
             _torch.set_metadata("")
-        self._stream = EventStream(parse_trace(trace, self._marks, self._key), self.device)
+        self._stream = EventStream(parse_trace(trace, self._marks, self._key, self.entry_addresses), self.device)
 
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark exactly here. Raises RehearsalError outside the with-block."""
@@ -124,11 +126,16 @@ def cuda_index(device: torch.device | str | int) -> int:
     return torch.cuda.current_device() if str(found) == "cuda" else found.index
 
 
-def parse_trace(trace: Iterable[Mapping[str, Any]], marks: Sequence[PlacedMark], key: str) -> tuple[Event, ...]:
+def parse_trace(
+    trace: Iterable[Mapping[str, Any]],
+    marks: Sequence[PlacedMark],
+    key: str,
+    entry_addresses: dict[int, int] | None = None,
+) -> tuple[Event, ...]:
     """The events in one list of a snapshot's "device_traces", with `marks` put in their places.
 
     `key` begins the texts that the recording attached; the rest is "<thread> <marks made so far>". Actions on segments,
-    snapshots and failed allocations move no block and are passed over.
+    snapshots and failed allocations move no block and are passed over. `entry_addresses` is filled in.
     """
     events: list[Event] = []
     alive: dict[int, Allocate] = {}
@@ -151,6 +158,8 @@ def parse_trace(trace: Iterable[Mapping[str, Any]], marks: Sequence[PlacedMark],
         else:
             n_entry += 1
             events.append(Free(-n_entry, n_bytes))
+            if entry_addresses is not None:
+                entry_addresses[-n_entry] = address
     return (*events, *(placed.mark for placed in marks[n_placed:]))
 
 

@@ -199,6 +199,8 @@ class Recorder(ABC):
     """Records the events of one device while a `with` block runs; `stream` is there once the block has ended."""
 
     device: str
+    entry_addresses: dict[int, int]
+    """Blocks from entry, at least those that were freed, by their number in the stream: where they were."""
 
     @abstractmethod
     def __enter__(self) -> Self: ...

@@ -111,6 +111,7 @@ class Simulator:
             "optimizer": static.optimizer,
             "buffers": static.buffers,
             "inputs": static.inputs,
+            "left from before": static.left,
             **self._storages_at(sweep, position),
             "remade": int(sweep.copies.at(position).bytes.sum()),
             "temporaries": temporaries + freed,

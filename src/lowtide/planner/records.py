@@ -42,10 +42,12 @@ class Static(Record):
     optimizer: int = 0
     buffers: int = 0
     inputs: int = 0
+    left: int = 0
+    """What the step before has left and this one lets go of: outputs that a variable still held."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs + self.left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import SEVERAL_STREAMS, check, check_uncompiled
+from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble, transients
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.memory.events import EventStream
+    from lowtide.memory.events import Recorder
 
 __all__ = ["rehearse"]
 
@@ -58,11 +59,14 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
             gc.collect()
             unchanged.restore()
             audit = _audit(model, step, batch, frugal=True)
-        static, _ = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
+        static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
         decisions = most_saving(audit.values, audit.slots, audit.calls)
         unchanged.rewind()
-        trace, stream = _trace(model, step, batch, audit, decisions)
-        measured, step_ms = (None, 0.0) if frugal else _plain(model, step, batch)
+        trace, recorder = _trace(model, step, batch, audit, decisions)
+        plain, step_ms = (None, 0.0) if frugal else _plain(model, step, batch)
+        measured = None
+        if plain is not None:
+            measured = with_left(static, addresses, plain).total + Timeline(plain.stream).peak_bytes
     if trace.packs != len(audit.slots):
         raise RehearsalError(
             f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
@@ -74,11 +78,11 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         calls=audit.calls,
         kept=trace.kept,
         replayed=decisions.replay,
-        stream=stream,
+        stream=recorder.stream,
         fingerprint=fingerprint(model, batch),
-        static=static,
+        static=with_left(static, addresses, recorder),
         step_ms=step_ms,
-        measured_plain_peak_bytes=None if measured is None else measured + static.total,
+        measured_plain_peak_bytes=measured,
         offload_bytes_per_ms=bytes_per_ms(place_of(model)),
         notes=("the plain step ran out of memory: its peak is predicted",) if measured is None else (),
     )
@@ -104,18 +108,18 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
     return audit
 
 
-def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, EventStream]:
+def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, Recorder]:
     nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
     engine = Engine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
     with recorder_for(place_of(model)) as recorder:
         trace = Trace(engine, recorder.mark)
         with trace.running():
             step(batch)
-    return trace, recorder.stream
+    return trace, recorder
 
 
-def _plain(model: nn.Module, step: Step, batch: Any) -> tuple[int | None, float]:
-    """Peak over entry of the step without any plan, bytes, and its time; None if it runs out of memory."""
+def _plain(model: nn.Module, step: Step, batch: Any) -> tuple[Recorder | None, float]:
+    """A recording of the step without any plan, and its time; None if it runs out of memory."""
     place = place_of(model)
     try:
         with recorder_for(place) as recorder:
@@ -130,4 +134,4 @@ def _plain(model: nn.Module, step: Step, batch: Any) -> tuple[int | None, float]
         if not is_out_of_memory(error):
             raise
         return None, 0.0
-    return Timeline(recorder.stream).peak_bytes, step_ms
+    return recorder, step_ms

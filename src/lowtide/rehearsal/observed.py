@@ -19,6 +19,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device
+from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble, transients
 from lowtide.rehearsal.trace import Trace, most_saving
@@ -55,7 +56,7 @@ class Observed:
         self._watch: _Watch | None = None
         self._audit: Audit | None = None
         self._audited: Fingerprint | None = None
-        self._traced: tuple[Static, Decisions, Trace, Recorder] | None = None
+        self._traced: tuple[_Watch, Decisions, Trace] | None = None
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
         """A step begins: the model is about to be called with `batch`. Gradients may be there or not."""
@@ -70,7 +71,7 @@ class Observed:
         place = place_of(self.model)
         static, addresses = static_bytes(self.model, batch, optimizers)
         kind: Kind = "audit" if self._audit is None else "plain" if self._traced else "trace"
-        self._watch = watch = _Watch(kind, static, place)
+        self._watch = watch = _Watch(kind, static, addresses, place)
         watch.recorder = watch.open.enter_context(recorder_for(place))
         if watch.kind == "audit":
             self._audited = found
@@ -83,7 +84,7 @@ class Observed:
             decisions = most_saving(audit.values, audit.slots, audit.calls)
             engine = Engine(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
             trace = _OwnTrace(engine, watch.mark)
-            self._traced = static, decisions, trace, watch.recorder
+            self._traced = watch, decisions, trace
             watch.leave.enter_context(trace.running())
 
     def end(self) -> None:
@@ -97,7 +98,7 @@ class Observed:
         elif watch.kind == "trace":
             self._end_trace()
         else:
-            peak_bytes = watch.static.total + Timeline(watch.recorder.stream).peak_bytes
+            peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
             self.profile = self._assemble(peak_bytes, took_ms)
 
     def leave(self) -> None:
@@ -136,16 +137,16 @@ class Observed:
         assert self._audited is not None
         assert self._traced is not None
         audit = self._audit
-        static, decisions, trace, recorder = self._traced
+        watch, decisions, trace = self._traced
         return assemble(
             values=audit.values,
             slots=audit.slots,
             calls=audit.calls,
             kept=trace.kept,
             replayed=decisions.replay,
-            stream=recorder.stream,
+            stream=watch.recorder.stream,
             fingerprint=self._audited,
-            static=static,
+            static=watch.seen_static,
             step_ms=step_ms,
             measured_plain_peak_bytes=plain_peak_bytes,
             offload_bytes_per_ms=bytes_per_ms(place_of(self.model)),
@@ -166,12 +167,17 @@ class _Watch:
 
     recorder: Recorder
 
-    def __init__(self, kind: Kind, static: Static, place: torch.device) -> None:
-        self.kind, self.static = kind, static
-        self._place = place
+    def __init__(self, kind: Kind, static: Static, addresses: frozenset[int], place: torch.device) -> None:
+        self.kind = kind
+        self._static, self._addresses, self._place = static, addresses, place
         self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
         self.runs = True
         self._began = now_ms(place)
+
+    @property
+    def seen_static(self) -> Static:
+        """What was there when the step began."""
+        return with_left(self._static, self._addresses, self.recorder)
 
     def mark(self, label: str, data: object) -> None:
         """A mark in the recording; what happens after the step is not marked."""

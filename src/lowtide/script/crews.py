@@ -17,6 +17,7 @@ from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
+from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.observed import Observed
 from lowtide.script.steps import Enough
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
@@ -110,7 +111,7 @@ class Fitting:
         self._applied: Applied | None = None
         self._measured: list[int] = []
         self._passed_over = 0
-        self._open: tuple[Static, Recorder, contextlib.ExitStack] | None = None
+        self._open: tuple[Static, frozenset[int], Recorder, contextlib.ExitStack] | None = None
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
@@ -121,9 +122,9 @@ class Fitting:
         if self._applied is None or self._applied.plan is not self.plan:
             self._put_in_force(model, self.plan)
         if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
-            static, _ = static_bytes(model, batch, optimizers)
+            static, addresses = static_bytes(model, batch, optimizers)
             stack = contextlib.ExitStack()
-            self._open = static, stack.enter_context(recorder_for(place_of(model))), stack
+            self._open = static, addresses, stack.enter_context(recorder_for(place_of(model))), stack
         else:
             self._passed_over += 1
             self.done = self._passed_over == MOST_UNUSABLE
@@ -136,9 +137,10 @@ class Fitting:
                 self.plan = plan(self._rehearsing.profile, self._budget)
                 self._announce(self.plan)
         elif self._open is not None:
-            (static, recorder, stack), self._open = self._open, None
+            (static, addresses, recorder, stack), self._open = self._open, None
             stack.close()
-            self._judge(self.plan, static.total + Timeline(recorder.stream).peak_bytes)
+            there = with_left(static, addresses, recorder)
+            self._judge(self.plan, there.total + Timeline(recorder.stream).peak_bytes)
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one."""
@@ -148,7 +150,7 @@ class Fitting:
         """End what is in force for a step only; the plan stays."""
         self._rehearsing.leaves()
         if self._open is not None:
-            self._open[2].close()
+            self._open[3].close()
 
     def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:
