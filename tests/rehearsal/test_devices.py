@@ -4,6 +4,7 @@ Autograd runs the backward of a device's tensors in a thread of its own; here a 
 """
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -105,6 +106,23 @@ def test_random_numbers_of_the_host_are_no_memory_of_a_card():
     assert seen.nbytes == 0  # these buffers are on the host
 
 
+def test_what_a_step_that_ran_out_of_memory_held_is_gone_when_it_is_tried_again():
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
+    made, gone = list[weakref.ref[torch.Tensor]](), list[list[bool]]()
+
+    def step(batch):
+        gone.append([tensor() is None for tensor in made])
+        out = model(batch)
+        made.append(weakref.ref(out))
+        if len(made) == 1:
+            torch.empty(2**60, dtype=torch.uint8)
+        out.sum().backward()
+
+    profile = lowtide.rehearse(model, step, batch)
+    assert "ran out of memory" in " ".join(profile.notes)
+    assert gone[:2] == [[], [True]]
+
+
 # --- on a device ----------------------------------------------------------------------------------------------------
 
 
@@ -176,21 +194,20 @@ def test_products_workspaces_are_in_every_recording():
 @pytest.mark.gpu
 def test_what_a_step_that_failed_took_is_free_again():
     model, batch = language_model("cuda")
-    step, total = training_step(model), torch.cuda.get_device_properties(0).total_memory
-    profile = lowtide.rehearse(model, step, batch)
-    before = torch.cuda.memory_allocated()
-    held = torch.cuda.memory_reserved()
-    torch.cuda.empty_cache()
-    _, least = smallest_peak(profile)
-    room = (least.peak_bytes + profile.measured_plain_peak_bytes) // 2 + (held - before) // 8
-    torch.cuda.set_per_process_memory_fraction(room / total)
-    try:
-        frugal = lowtide.rehearse(model, step, batch)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.cuda.memory_allocated() <= before
-    if frugal.measured_plain_peak_bytes is None:  # else the pieces between tensors left room enough
-        assert "ran out of memory" in " ".join(frugal.notes)
+    step, levels = training_step(model), []
+    step(batch)
+
+    def failing(batch):
+        levels.append(torch.cuda.memory_allocated())
+        if len(levels) == 1:
+            loss = model(batch).square().mean()
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+            loss.backward()
+        return step(batch)
+
+    profile = lowtide.rehearse(model, failing, batch)
+    assert "ran out of memory" in " ".join(profile.notes)
+    assert levels[1] <= levels[0]
 
 
 @pytest.mark.gpu
