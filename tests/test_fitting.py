@@ -280,3 +280,19 @@ def test_a_model_on_two_devices_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(lowtide.RehearsalError, match="are on cpu and meta: memory is planned for one"):
         lowtide.rehearse(model, lambda batch: model(batch).sum().backward(), torch.ones(2, 4))
+
+
+def test_a_budget_that_the_device_has_no_room_for_is_refused_in_words():
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
+
+    def step(batch):
+        model(batch).sum().backward()
+        if step.fails:
+            torch.empty(2**60, dtype=torch.uint8)
+
+    step.fails = False
+    profile = lowtide.rehearse(model, step, batch)
+    step.fails = True
+    with pytest.raises(lowtide.RehearsalError, match=r"under a plan for 1 GiB ran out of memory(.|\n)*smaller budget"):
+        lowtide.fit(model, step, batch, budget="1GiB", profile=profile, levers=())
+    assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())

@@ -18,10 +18,11 @@ from lowtide.planner import plan
 from lowtide.planner.planning import simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import rehearse
+from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.shapes.buckets import Bucket, buckets_for
 from lowtide.shapes.sizes import Range
 from lowtide.shapes.switching import Switched, Switching
-from lowtide.units import parse_budget
+from lowtide.units import format_bytes, parse_budget
 from lowtide.verification import Verdict, verify
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def fit(
     made = _planned(choice, budget_bytes, budget_bytes, offload)
     measured: list[int] = []
     for _ in range(REPAIRS):
-        verdict = verify(model, step, batch, made, optimizer=optimizer)
+        verdict = _proof(site, made)
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
@@ -172,6 +173,21 @@ def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
     """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
     made = plan(choice.profile, aim_bytes, offload=offload)
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes))
+
+
+def _proof(site: Site, made: Plan) -> Verdict:
+    """Run the step under the plan, and without. Raises RehearsalError where the device has no room for the budget."""
+    try:
+        return verify(site.model, site.step, site.batch, made, optimizer=site.optimizer)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0]
+    raise RehearsalError(  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+        f"a step under a plan for {format_bytes(made.budget_bytes)} ran out of memory: {said}\n"
+        "  A device has to hold more than the step: a CUDA context, the pieces between blocks of memory, and whatever "
+        "else is on it. Give a smaller budget."
+    )
 
 
 def _fit_sizes(
