@@ -206,8 +206,8 @@ def test_what_a_step_that_failed_took_is_free_again():
         return step(batch)
 
     profile = lowtide.rehearse(model, failing, batch)
-    assert "ran out of memory" in " ".join(profile.notes)
     assert levels[1] <= levels[0]
+    assert profile.measured_plain_peak_bytes is not None  # only the audit had no room
 
 
 @pytest.mark.gpu
