@@ -1,5 +1,6 @@
 """What every test shares: no network, one thread per parallel worker, GPU tests only where there is a GPU."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -36,6 +37,12 @@ def run_python() -> RunPython:
         )
 
     return run
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: recordings collect garbage and look at all objects, but not at these."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

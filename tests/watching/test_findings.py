@@ -15,6 +15,8 @@ import pytest
 from lowtide.watching.rules import RULES
 from lowtide.watching.rules.page import page
 
+pytestmark = pytest.mark.xdist_group("findings")  # in one worker, for `reports`
+
 HERE = Path(__file__).parent
 BAD, GOOD, CLEAN = (sorted(HERE.glob(p)) for p in ("scripts/*_bad.py", "scripts/*_good.py", "clean/*.py"))
 
