@@ -17,7 +17,7 @@ from lowtide.planner.records import Profile
 
 def gpt2():
     config = GPT2Config(
-        n_layer=12, n_embd=32, n_head=2, vocab_size=32, n_positions=512, use_cache=False, bos_token_id=0,
+        n_layer=8, n_embd=32, n_head=2, vocab_size=32, n_positions=512, use_cache=False, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model, ids = GPT2LMHeadModel(config).train(), torch.randint(0, 32, (2, 512))

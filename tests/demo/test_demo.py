@@ -63,6 +63,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple["subprocess.Complet
     return subprocess.run(args, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False), path
 
 
+@pytest.mark.xdist_group("a real run")  # in one worker, for `small`
 def test_a_real_run_prints_a_row_for_each_way_to_train(small: tuple["subprocess.CompletedProcess[str]", Path]) -> None:
     done, path = small
     assert done.stderr == ""  # no bar and no noise where nobody watches
@@ -82,6 +83,7 @@ def test_a_real_run_prints_a_row_for_each_way_to_train(small: tuple["subprocess.
     assert "…" not in done.stdout
 
 
+@pytest.mark.xdist_group("a real run")
 def test_a_real_runs_json_has_it_all(small: tuple["subprocess.CompletedProcess[str]", Path]) -> None:
     _, path = small
     found = Comparison.from_json(path)
