@@ -9,6 +9,7 @@ Nothing is guessed: every element is looked at in every step, and what has a thi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -64,25 +65,18 @@ def fill(bits: Tensor, mask: Tensor) -> int:
 
     Raises CannotRemake if they are not all the same.
     """
-    flat = mask.as_strided((mask.numel(),), (1,))
-    if mask.dtype is torch.bool:
-        at_once = AT_ONCE if mask.device.type == "cpu" else MANY_AT_ONCE
-        for first in range(0, len(flat), at_once):
-            some = _gathered(flat[first : first + at_once])
-            bits[first // 8 : first // 8 + len(some)] = some
-        return 1
-    numbers = flat.view(_INTEGERS[mask.element_size()]).numpy()
-    number = numbers.max() or numbers.min()
-    if not number:
-        raise CannotRemake("it is all zeros")
-    for first in range(0, len(flat), AT_ONCE):
-        part = numbers[first : first + AT_ONCE]
-        stays = part != 0
-        if np.count_nonzero(stays) != np.count_nonzero(part == number):
+    flat, numbers, number = mask.as_strided((mask.numel(),), (1,)), None, 1
+    if mask.dtype is not torch.bool:
+        numbers = flat.view(_INTEGERS[mask.element_size()]).numpy()
+        number = int(numbers.max() or numbers.min())
+        if not number:
+            raise CannotRemake("it is all zeros")
+    for elements, eighths in _parts(flat):
+        stays = flat[elements] if numbers is None else torch.from_numpy(numbers[elements] != 0)
+        if numbers is not None and np.count_nonzero(numbers[elements] == number) != stays.count_nonzero():
             raise CannotRemake("it has more than two values")
-        some = _gathered(torch.from_numpy(stays))
-        bits[first // 8 : first // 8 + len(some)] = some
-    return int(number)
+        bits[eighths] = _gathered(stays)
+    return number
 
 
 def mask_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, number: int) -> Tensor:
@@ -91,17 +85,24 @@ def mask_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: 
     if is_fake(bits):
         return mask
     flat = mask.as_strided((mask.numel(),), (1,))
-    at_once = AT_ONCE if bits.device.type == "cpu" else MANY_AT_ONCE
     table = _bytes_of_bits(bits.device)
-    for first in range(0, len(flat), at_once):
-        part = flat[first : first + at_once]
-        stays = table.take(bits[first // 8 : (first + at_once) // 8].long()).view(torch.bool)[: len(part)]
+    for elements, eighths in _parts(flat):
+        part = flat[elements]
+        stays = table.take(bits[eighths].long()).view(torch.bool)[: len(part)]
         if dtype is torch.bool:
             part.copy_(stays)
         else:
             integers = part.view(_INTEGERS[mask.element_size()]).numpy()
             np.multiply(stays.view(torch.uint8).numpy(), number, out=integers, dtype=integers.dtype, casting="unsafe")
     return mask
+
+
+def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The elements of a mask, some at once, and where their bits are, eight in each place."""
+    at_once = AT_ONCE if flat.device.type == "cpu" else MANY_AT_ONCE
+    for first in range(0, len(flat), at_once):
+        last = min(first + at_once, len(flat))
+        yield slice(first, last), slice(first // 8, -(-last // 8))
 
 
 def _gathered(stays: Tensor) -> Tensor:
