@@ -12,11 +12,11 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.planner.records import Profile
 from lowtide.rehearsal.trials import identical
-from lowtide.remat import masks, remake
+from lowtide.remat import masks
 from lowtide.remat.actions import MASK, actions_for
 from lowtide.remat.engine import Engine
+from lowtide.remat.reads import PACKINGS, packed
 from lowtide.remat.recipes import CannotRemake
-from lowtide.remat.remake import packed
 from models import build
 from remat.plans import differences, outcome
 
@@ -110,7 +110,7 @@ class Counted:
             self.number += 1
             return real(**constants)
 
-        monkeypatch.setattr(remake, "FROM_BITS", replace(masks.FROM_BITS, function=counting))
+        monkeypatch.setitem(PACKINGS, MASK, (replace(masks.FROM_BITS, function=counting), masks.bits_of))
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_any_mask_comes_back_bit_for_bit(stays, dtype, number, length):
     mask = torch.where(torch.tensor(stays).repeat(length)[:length], one, zero)
     if not mask.any():
         return
-    value = packed(mask)
+    value = packed(MASK, mask)
     assert value.maker.constants["bits"].nbytes == -(-length // 8)
     assert identical(value.maker.make(value), mask)
 
@@ -285,12 +285,12 @@ def test_any_mask_comes_back_bit_for_bit(stays, dtype, number, length):
 def test_masks_of_more_than_one_part(length, dtype):
     torch.manual_seed(0)
     mask = (torch.rand(length) < 0.5).to(dtype)
-    value = packed(mask)
+    value = packed(MASK, mask)
     assert identical(value.maker.make(value), mask)
     if dtype is torch.float32:
         mask[-1] = 0.5
         with pytest.raises(CannotRemake, match="more than two values"):
-            packed(mask)
+            packed(MASK, mask)
 
 
 @pytest.mark.parametrize("other", [-0.0, 5e-45, 1.0000001])
@@ -299,7 +299,7 @@ def test_what_is_nearly_zero_or_nearly_the_number_is_a_third_value(other):
     mask[::2] = 0.0
     mask[1234] = other
     with pytest.raises(CannotRemake, match="more than two values"):
-        packed(mask)
+        packed(MASK, mask)
 
 
 def test_what_is_no_mask():
@@ -315,11 +315,11 @@ def test_what_is_no_mask():
         ones[:8].clone(),
     ):
         with pytest.raises(CannotRemake):
-            packed(tensor)
+            packed(MASK, tensor)
 
 
 @pytest.mark.gpu
 def test_booleans_on_a_device():
     mask = torch.rand(1000, 77, device="cuda") < 0.3
-    value = packed(mask)
+    value = packed(MASK, mask)
     assert identical(value.maker.make(value), mask)

@@ -17,7 +17,7 @@ from lowtide.rehearsal.checks import SEVERAL_STREAMS, check, check_uncompiled
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
-from lowtide.rehearsal.profile import assemble, transients
+from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import Trace, most_saving
 from lowtide.rehearsal.unchanged import Unchanged
 from lowtide.remat.engine import Engine, actions_for
@@ -106,7 +106,7 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
         raise RehearsalError(SEVERAL_STREAMS)
     if not audit.reads:
         raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
-    transients(audit.values, recorder.stream)
+    audit.settle(recorder.stream)
     return audit
 
 

@@ -17,6 +17,8 @@ from torch import nn
 from lowtide._clock import now_ms
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
+from lowtide.rehearsal.profile import transients
+from lowtide.rehearsal.readers import settle
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
 from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical
 from lowtide.remat import values
@@ -27,6 +29,8 @@ from lowtide.remat.values import Handle, Maker, Value
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowtide.memory.events import EventStream
 
 
 class Audit(Remakes):
@@ -56,6 +60,11 @@ class Audit(Remakes):
             self.remove()
             self._open.clear()
             self.let_go_of_all()
+
+    def settle(self, stream: EventStream) -> None:
+        """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
+        settle(self.enough, self.values, self.slots)
+        transients(self.values, stream)
 
     # --- module calls
 
@@ -92,6 +101,7 @@ class Audit(Remakes):
         returned, self._returned = self._returned, None
         call = self.calls[index]
         call.stop_slot = len(self.slots)
+        self.try_shape(index, call.first_slot, returned)
         if frame is not None:
             frame.close()
             call.refused = self.try_replay(call, frame)

@@ -21,7 +21,7 @@ from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
-from lowtide.rehearsal.profile import assemble, transients
+from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import Trace, most_saving
 from lowtide.remat.engine import Engine, actions_for
 
@@ -116,7 +116,7 @@ class Observed:
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
         if audit.slots and audit.reads:
-            transients(audit.values, watch.recorder.stream)
+            audit.settle(watch.recorder.stream)
             return
         found = "no backward ran through the model" if audit.slots else "the model saved nothing for backward"
         self.why.append(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,12 +16,14 @@ from torch import nn
 from lowtide._clock import now_ms
 from lowtide.identity import parts_of, place_of
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
+from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.trials import Flops, Meter, identical
-from lowtide.remat.actions import MASK, NUMBERS
+from lowtide.remat.actions import MASK, NUMBERS, SHAPE, SIGNS
 from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
-from lowtide.remat.remake import CannotRemake, Remake, packed
+from lowtide.remat.reads import packed, saved_for_shape, saves_signs
+from lowtide.remat.remake import CannotRemake, Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Geometry, Handle, Value, register, registered
 
@@ -59,6 +61,8 @@ class Remakes(Engine):
         """The calls in progress, and the frames of those that may be replayed."""
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._passed_through: list[Value] = []
+        self.enough: dict[int, Enough] = {}
+        """By slot, what is enough of a tensor for it."""
 
     def let_go_of_all(self) -> None:
         """Hold no tensor any longer: backward begins, or the step has failed."""
@@ -78,6 +82,8 @@ class Remakes(Engine):
         index = self._index[value]
         if not self.values[index].node and self.values[index].bytes:
             self.try_mask(index, tensor)
+        if view is None and saves_signs(tensor):
+            self.try_signs(value, tensor)
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
         self._handles[len(self.slots)] = value, view
@@ -135,7 +141,7 @@ class Remakes(Engine):
         """Find out whether a tensor that no node made is a mask, of which the bits can be kept."""
         began = now_ms(self._place)
         try:
-            value = packed(tensor)
+            value = packed(MASK, tensor)
         except CannotRemake:
             return
         packing_ms = now_ms(self._place) - began
@@ -145,6 +151,57 @@ class Remakes(Engine):
             assert isinstance(value.maker, Remake)
             draft.node, draft.needs = MASK, (self.state(value.maker.constants["bits"].nbytes),)
             draft.cost_ms += packing_ms
+
+    def try_signs(self, known: Value, tensor: Tensor) -> None:
+        """Find out what it takes to keep, for a tensor that is being saved for its signs, a bit for each element."""
+        found = []
+        for _ in range(2):  # the first run may pay for new pages
+            began = now_ms(self._place)
+            try:
+                value = packed(SIGNS, tensor)
+            except CannotRemake:
+                return
+            packing_ms, maker = now_ms(self._place) - began, value.maker
+            assert isinstance(maker, Remake)
+            if not are_signs_of(maker.make(value), tensor):
+                return
+            spent = self._meter.of(maker)
+            found.append(replace(spent, recipe=SIGNS, cost_ms=packing_ms + spent.cost_ms))
+            bits = ValueDraft(bytes=maker.constants["bits"].nbytes, node="", state_of=self._open[-1][0])
+        draft = min(found, key=lambda draft: draft.cost_ms)
+        self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
+
+    def try_shape(self, call: int, first_slot: int, result: Any) -> None:
+        """The call that returned `result` is over: find out whether it has itself saved something for its shape."""
+        held = saved_for_shape(result)
+        if held is None:
+            return
+        for n in range(first_slot, len(self.slots)):
+            value, view = self._handles[n]
+            if (
+                self.slots[n].call == call
+                and value is held.value
+                and value.tensor is not None
+                and value.tensor.nbytes >= MIN_BYTES
+            ):
+                size = packed(SHAPE, held.get()).get().untyped_storage().nbytes()
+                draft = ValueDraft(bytes=size, node=SHAPE, recipe=SHAPE)
+                self.enough[n] = Enough(
+                    draft, None, view is None and self.is_passable(value, *result.grad_fn.next_functions[0])
+                )
+                return
+
+    def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
+        """Whether what is made of a value, an output of this node, can make it on the way."""
+        if node is None or self.values[self._index[value]].recipe is None:
+            return False
+        try:
+            self.builder.remake(node, output)
+        except CannotRemake:
+            return False
+        finally:
+            register(node, output, value)
+        return True
 
     def compare(self, index: int, value: Value, base: Tensor) -> None:
         """Remake `value` and compare it with what it should be."""

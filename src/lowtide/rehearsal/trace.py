@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.remat import values
-from lowtide.remat.actions import MASK
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.engine import Engine
 from lowtide.remat.remake import Remake
@@ -112,7 +111,7 @@ def states_of(maker: Maker | None) -> Iterable[Tensor]:
     """What a value that is to be made again holds of tensors that nobody else has."""
     if isinstance(maker, Frame):
         return maker.surroundings.tensors
-    return [maker.constants["bits"]] if isinstance(maker, Remake) and maker.recipe.node == MASK else []
+    return [maker.constants["bits"]] if isinstance(maker, Remake) and "bits" in maker.constants else []
 
 
 def address(tensor: Tensor) -> int:

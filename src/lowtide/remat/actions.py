@@ -8,7 +8,10 @@ from typing import Final, NamedTuple
 
 MASK: Final = "Mask"
 """What plans have in the place of an autograd node for a mask that is kept as bits."""
-
+SIGNS: Final = "Signs"
+"""The same for a tensor of which backward reads which elements are positive: these are kept as bits."""
+SHAPE: Final = "Shape"
+"""The same for a tensor of which backward reads only the shape."""
 
 NUMBERS: Final = "+numbers"
 """What plans have behind an autograd node whose recipe takes a number that has to be noted (`numbers.py`)."""
@@ -26,7 +29,7 @@ class Decision(NamedTuple):
 class Actions:
     """What a plan says about one call of one module: which ordinals are remade, whether it is replayed or advanced."""
 
-    __slots__ = ("advance", "inputs", "numbers", "remake", "replay")
+    __slots__ = ("advance", "inputs", "numbers", "remake", "replay", "shape")
 
     def __init__(self) -> None:
         self.remake: dict[int, Decision] = {}
@@ -36,6 +39,8 @@ class Actions:
         """Whether its result is made by running it forward again."""
         self.numbers = False
         """Whether numbers are noted."""
+        self.shape = False
+        """Whether of an input only the shape is held once the call is over."""
 
 
 NO_ACTIONS = Actions()
@@ -57,6 +62,7 @@ def actions_for(
             node.removesuffix(NUMBERS), address
         )
         of(call).numbers |= node.endswith(NUMBERS)
+        of(call).shape |= node == SHAPE
     for call in replay:
         of(call).replay = True
     for call in advance:

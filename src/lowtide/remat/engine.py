@@ -19,11 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide._torch import CALL, in_backward, in_function_transform, saved_tensor_hooks
 from lowtide.errors import LowtideError
 from lowtide.remat import values
-from lowtide.remat.actions import MASK, OFFLOAD, Actions, Decision, actions_for
+from lowtide.remat.actions import OFFLOAD, SHAPE, SIGNS, Actions, Decision, actions_for
 from lowtide.remat.advance import Advance
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
-from lowtide.remat.remake import Builder, CannotRemake, Owners, packed
+from lowtide.remat.reads import PACKINGS, packed, saved_for_shape, saves_signs
+from lowtide.remat.remake import Builder, CannotRemake, Owners
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
@@ -73,14 +74,15 @@ class Engine:
         """A handle on `tensor`: on a value that is held already, or one that is remade, replayed by `frame` or kept."""
         base, node, output, view = producer(tensor)
         leaves = None
+        if decision is not None and decision.node in PACKINGS:
+            try:
+                return self.hold_what_is_read(tensor, decision)
+            except CannotRemake:
+                self.drift(decision.address)
+                decision = None
         if decision is not None and decision.node == OFFLOAD:
             leaves, decision = decision if frame is None else None, None
         if node is None:
-            if decision is not None and decision.node == MASK:
-                try:
-                    return Handle(packed(tensor))
-                except CannotRemake:
-                    self.drift(decision.address)
             value = without_history(tensor, base, frame)
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
@@ -106,6 +108,25 @@ class Engine:
         value.output = output
         register(node, output, value)
         return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+
+    def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
+        """A handle on what is enough of `tensor` for who reads it. Raises CannotRemake if the reader is another one."""
+        if decision.node == SHAPE:
+            return Handle(Value(tensor.detach()))  # until the call is over: `let_go_of_values`
+        if decision.node == SIGNS and not saves_signs(tensor):
+            raise CannotRemake("it is not saved for its signs")
+        return Handle(packed(decision.node, tensor))
+
+    def let_go_of_values(self, scope: Scope, result: Any) -> None:
+        """A call is over that was told to hold only the shape of its input: it does if nothing else is read of it."""
+        held = saved_for_shape(result)
+        for ordinal, decision in scope.actions.remake.items():
+            if decision.node != SHAPE or ordinal >= scope.ordinal:  # it saved nothing
+                continue
+            if held is not None and held.value.kept and held.value.tensor is not None:
+                held.become(packed(SHAPE, held.value.tensor))
+            else:
+                self.drift(decision.address)
 
     def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
         """Let `value` wait in memory of the host, or keep it where it can't."""

@@ -88,6 +88,8 @@ class Pass:
                 result = self.noting(run, seam, args, kwargs)
             else:
                 result = run(seam, args, kwargs)
+            if scope.actions.shape:
+                self.engine.let_go_of_values(scope, result)
             if values.probe is not None:
                 values.probe.returning(seam, result)
             return result

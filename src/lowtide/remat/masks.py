@@ -41,23 +41,42 @@ def bits_of(mask: Tensor) -> dict[str, Any]:
     """What `FROM_BITS` makes `mask` of. Raises CannotRemake, saying why it is none."""
     if not may_be_a_mask(mask):
         raise CannotRemake("it is not of a kind that masks are of")
-    if mask.nbytes < LEAST_BYTES:
-        raise CannotRemake("too small to gain anything")
-    bits = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
+    bits = room_for_bits(mask)
     number = 1 if is_fake(mask) else fill(bits, mask)
     return {"bits": bits, "shape": mask.shape, "stride": mask.stride(), "dtype": mask.dtype, "number": number}
+
+
+def signs_of(tensor: Tensor) -> dict[str, Any]:
+    """What `FROM_BITS` makes a tensor of that is 1 where `tensor` is above 0 or not a number, and 0 elsewhere.
+
+    Raises CannotRemake, saying why that can't be.
+    """
+    if not is_whole(tensor):
+        raise CannotRemake("its elements are not all that its memory has")
+    bits = room_for_bits(tensor)
+    if not is_fake(tensor):
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+        for elements, eighths in _parts(flat):
+            bits[eighths] = _gathered((flat[elements] <= 0).logical_not_())
+    return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype, "number": None}
+
+
+def room_for_bits(tensor: Tensor) -> Tensor:
+    """Memory for a bit of each element. Raises CannotRemake if that is not worth it."""
+    if tensor.nbytes < LEAST_BYTES:
+        raise CannotRemake("too small to gain anything")
+    return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
 
 
 def may_be_a_mask(tensor: Tensor) -> bool:
     """What can be said without looking at the elements."""
     numbers = tensor.is_floating_point() and tensor.element_size() in _INTEGERS and tensor.device.type == "cpu"
-    return (
-        not tensor.requires_grad
-        and (numbers or tensor.dtype is torch.bool)
-        and is_plain(tensor)
-        and base_of(tensor) is None
-        and tensor.nbytes == tensor.untyped_storage().nbytes()  # so its elements are all that is there
-    )
+    return not tensor.requires_grad and (numbers or tensor.dtype is torch.bool) and is_whole(tensor)
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are all that is in its memory."""
+    return is_plain(tensor) and base_of(tensor) is None and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def fill(bits: Tensor, mask: Tensor) -> int:
@@ -79,8 +98,10 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     return number
 
 
-def mask_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, number: int) -> Tensor:
-    """The mask that `fill` was given."""
+def mask_of(
+    *, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, number: int | None
+) -> Tensor:
+    """The mask that `fill` was given; ones and zeros without a `number`."""
     mask = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
     if is_fake(bits):
         return mask
@@ -89,7 +110,7 @@ def mask_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: 
     for elements, eighths in _parts(flat):
         part = flat[elements]
         stays = table.take(bits[eighths].long()).view(torch.bool)[: len(part)]
-        if dtype is torch.bool:
+        if dtype is torch.bool or number is None:
             part.copy_(stays)
         else:
             integers = part.view(_INTEGERS[mask.element_size()]).numpy()

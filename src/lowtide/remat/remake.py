@@ -10,7 +10,6 @@ import torch
 from lowtide._torch import any_autocast, is_plain, output_metadata
 from lowtide.remat import values
 from lowtide.remat.layout import laid_out
-from lowtide.remat.masks import FROM_BITS, bits_of
 from lowtide.remat.numbers import Number
 from lowtide.remat.recipes import RECIPES, CannotRemake, Recipe
 from lowtide.remat.source import NodeSource
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-__all__ = ["MAX_CHAIN", "Builder", "CannotRemake", "Owners", "Remake", "packed"]
+__all__ = ["MAX_CHAIN", "Builder", "CannotRemake", "Owners", "Remake"]
 
 MAX_CHAIN = 32
 """Nodes that one remake may go through before it meets a value that somebody holds."""
@@ -78,11 +77,6 @@ class Remake:
             values.probe.made(self, (result,))
         value.arrive(result)
         return result
-
-
-def packed(mask: Tensor) -> Value:
-    """A mask as a value that is made from its bits. Raises CannotRemake, saying why it is none."""
-    return Value(maker=Remake(FROM_BITS, {}, bits_of(mask), mask.stride()))
 
 
 def certain(value: Value) -> bool:

@@ -108,6 +108,12 @@ class Handle:
             self._read(value)
         return tensor if self.view is None else tensor.as_strided(*self.view)
 
+    def become(self, value: Value) -> None:
+        """Claim another value. Not for a handle that has been read."""
+        self.value.readers -= 1
+        self.value = value
+        value.readers += 1
+
     def _read(self, value: Value) -> None:
         """Count this reader; if nobody waits any longer, let go of what can be made again."""
         number = backward_number()
