@@ -51,7 +51,7 @@ $(READY): pyproject.toml constraints.txt $(BIN)/python
 	  rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && "$(PYTHON)" -m venv $(VENV); \
 	fi
 	@touch $(UNFINISHED) && rm -f $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,pictures,dev]'
 	@rm -f $(UNFINISHED) && touch $(READY)
 
 # A missing or dangling interpreter (first run; the system's Python was replaced) makes READY stale. No recipe: READY's

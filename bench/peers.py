@@ -24,6 +24,8 @@ from contest.claims import claims
 from contest.page import line, page
 from contest.records import Cell, Contest, Results
 
+from lowtide._require import require_pictures
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MODELS = ("gpt2", "gpt2-dropout", "llama", "bert", "vit", "resnet")
 
@@ -38,6 +40,7 @@ def main() -> None:
     results_file = folder / "benchmarks.json"
     known = Results.from_json(results_file) if results_file.exists() else Results(command="", contests=())
     command = "python bench/peers.py" + (" --quick" if options.quick else "")
+    require_pictures("python bench/peers.py")
     failed = []
     for name in () if options.page else options.models:
         print(f"== {name}", flush=True)

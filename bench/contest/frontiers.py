@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,13 +13,17 @@ from contest.claims import is_equal
 from contest.records import Cell, Contest
 from lowtide.planner.frontier import Frontier, Point
 from lowtide.planner.records import Fingerprint
-from lowtide.report.picture import picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write(contest: Contest, folder: Path) -> None:
     """The pictures of a model, and the peers' points for `lowtide frontier --beside`."""
-    for name, svg in pictures(contest).items():
-        (folder / name).write_text(svg, encoding="utf-8")
+    from lowtide.report.picture import save  # here: processes that measure have no use for matplotlib
+
+    for name, figure in pictures(contest).items():
+        save(figure, folder / name)
     points = msgspec.json.format(msgspec.json.encode(peers(contest)), indent=1)
     (folder / f"frontier-{contest.model}.json").write_bytes(points + b"\n")
 
@@ -30,8 +35,8 @@ def names(contest: Contest) -> Iterator[tuple[str, str]]:
     yield "FLOPs", f"frontier-{contest.model}-flops.svg"
 
 
-def pictures(contest: Contest) -> dict[str, str]:
-    """SVG by the name of its file."""
+def pictures(contest: Contest) -> dict[str, Figure]:
+    """By the names of their files."""
     ours = [_point(contest, cell) for cell in contest.cells if cell.kind != "peer" and _ran(cell)]
     theirs = peers(contest)
     found = {}
@@ -50,8 +55,10 @@ def peers(contest: Contest) -> tuple[Point, ...]:
     return tuple(replace(_point(contest, c), name=c.name + " *" * (not is_equal(c))) for c in cells)
 
 
-def _picture(contest: Contest, ours: Sequence[Point], theirs: Sequence[Point]) -> str:
+def _picture(contest: Contest, ours: Sequence[Point], theirs: Sequence[Point]) -> Figure:
     """On the line is what no smaller peak has for less; where others of ours are is shown, too."""
+    from lowtide.report.picture import draw
+
     line: list[Point] = []
     for point in sorted(ours, key=lambda p: (p.peak_bytes, _cost(p))):
         if not line or _cost(point) < _cost(line[-1]):
@@ -70,7 +77,7 @@ def _picture(contest: Contest, ours: Sequence[Point], theirs: Sequence[Point]) -
     )
     note = "* other bits than the plain step" if any(p.name.endswith("*") for p in theirs) else ""
     more = [point for point in ours if point not in line]
-    return picture(frontier, [*more, *theirs], about=contest.description, note=note)
+    return draw(frontier, [*more, *theirs], about=contest.description, note=note)
 
 
 def _ran(cell: Cell) -> bool:

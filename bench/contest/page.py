@@ -41,7 +41,7 @@ The peers' points are files, too, `docs/frontier-MODEL.json`, to be drawn beside
 same step, forward and backward; their times are those of the machine that ran this:
 
 ```console
-$ lowtide frontier --beside docs/frontier-gpt2.json --svg frontier.svg train.py
+$ lowtide frontier --beside docs/frontier-gpt2.json --picture frontier.svg train.py
 ```
 """
 

@@ -4,9 +4,13 @@ import re
 import sys
 from importlib import import_module
 
-from lowtide.errors import TorchMissing
+from lowtide.errors import LowtideError, TorchMissing
 
 OLDEST_TORCH = (2, 10)
+
+
+class PicturesMissing(LowtideError, ImportError):
+    """A package that draws is absent or cannot be loaded."""
 
 
 def require_torch(asked_by: str) -> None:
@@ -21,6 +25,19 @@ def require_torch(asked_by: str) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", str(version))
     if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         raise TorchMissing(_message(asked_by, f"torch {version}"))
+
+
+def require_pictures(asked_by: str) -> None:
+    """Import what draws, for `asked_by` (a command line); raise PicturesMissing if any of it is absent."""
+    for package in ("matplotlib", "textalloc"):
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise PicturesMissing(
+                f"{asked_by} needs the package {package}.\n"
+                f"  Found: {error} (in {sys.executable}).\n"
+                '  Install it: pip install "lowtide[pictures]"'
+            ) from error
 
 
 def _message(asked_by: str, found: str) -> str:

@@ -6,20 +6,21 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, script_arguments, write
+from lowtide._require import require_pictures
+from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, say, script_arguments, write
 
 
 @click.command("frontier", context_settings=OWN_OPTIONS_FIRST)
 @click.option("--budgets", "n", type=click.IntRange(2), default=24, show_default=True, help="How many are planned.")
 @click.option("--beside", type=click.Path(exists=True, dir_okay=False), help="JSON list of named points to show too.")
 @output_option("--json", "json_to", 'Write the points to FILE; "-": print them alone.')
-@output_option("--svg", "svg_to", "Draw the frontier.")
+@output_option("--picture", "picture_to", "Draw the frontier; FILE ends in .svg, .png or .pdf.")
 @script_arguments("PROFILE|SCRIPT")
 def frontier(
     n: int,
     beside: str | None,
     json_to: str | None,
-    svg_to: str | None,
+    picture_to: str | None,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -34,8 +35,9 @@ def frontier(
     from lowtide.planner.frontier import frontier as frontier_of
     from lowtide.planner.frontier import read_points
     from lowtide.report.frontier import table
-    from lowtide.report.picture import picture
 
+    if picture_to is not None:
+        _can_be_drawn(picture_to)  # before the work, not after it
     others = () if beside is None else read_points(Path(beside))
     profile = profile_of(target, args, is_module=is_module, plain=True, quiet=json_to == "-")
     found = frontier_of(profile, n_budgets=n)
@@ -43,5 +45,15 @@ def frontier(
         Console().print(table(found, others))
     if json_to is not None:
         write(found.to_json(), json_to)
-    if svg_to is not None:
-        write(picture(found, others), svg_to)
+    if picture_to is not None:
+        from lowtide.report.picture import draw, save
+
+        save(draw(found, others), picture_to)
+        say(f"written: {picture_to}")
+
+
+def _can_be_drawn(path: str) -> None:
+    """Raises BadParameter for an ending that is no picture's, and PicturesMissing."""
+    if Path(path).suffix.lower() not in (".svg", ".png", ".pdf"):
+        raise click.BadParameter(f"{path} does not end in .svg, .png or .pdf.", param_hint="--picture")
+    require_pictures("lowtide frontier --picture")

@@ -1,78 +1,101 @@
-"""The frontier as a picture: one SVG file, drawn here, that any browser shows, on light pages and on dark ones."""
+"""The frontier as a picture, by matplotlib. Loading that takes a second: import this where a picture is made."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
-from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import MaxNLocator
+from textalloc import allocate
 
 from lowtide.planner.frontier import Frontier, Point
-from lowtide.report.axes import Axis, byte_step, byte_unit, round_step
-from lowtide.report.frontier import extra_time
-from lowtide.report.labels import Box, placed
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, parse_bytes
 
-WIDTH, HEIGHT = 800, 500
-LEFT, RIGHT, TOP, BOTTOM = 72, 28, 64, 56
-"""Margins around the plotted area."""
-BELOW = 22
-"""In it, room for names below what costs nothing."""
-SMALL = 11.5
-"""Font size of names."""
-KINDS = 5
-"""Colours for points of others; those whose names begin with the same word have the same."""
-
-STYLE = """\
-<style>
-text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #424a53; }
-.title { font-size: 15px; font-weight: 600; fill: #1f2328; } .about { fill: #6e7781; }
-.name { font-size: 11.5px; } .own { font-weight: 600; }
-.paper { fill: #ffffff; } .grid { stroke: #e6e8eb; } .zero { stroke: #afb8c1; }
-.leader { stroke: #afb8c1; stroke-width: 0.8; } .plain { fill: #ffffff; stroke: #6e7781; stroke-width: 1.5; }
-.line { fill: none; stroke: #0969da; stroke-width: 2; stroke-linejoin: round; }
-.reached { fill: #0969da; opacity: 0.07; } .ours { fill: #0969da; } .more { fill: #0969da; opacity: 0.4; }
-.k0 { fill: #bc4c00; } .k1 { fill: #7a3fd0; } .k2 { fill: #1a7f37; } .k3 { fill: #b3256f; } .k4 { fill: #6b6420; }
-@media (prefers-color-scheme: dark) {
-text { fill: #b7bfc8; } .title { fill: #f0f6fc; } .about { fill: #8b949e; }
-.paper { fill: #0d1117; } .grid { stroke: #23292f; } .zero { stroke: #57606a; }
-.leader { stroke: #6e7781; } .plain { fill: #0d1117; stroke: #8b949e; }
-.line { stroke: #58a6ff; } .reached { fill: #58a6ff; opacity: 0.1; } .ours, .more { fill: #58a6ff; }
-.k0 { fill: #f0883e; } .k1 { fill: #bc8cff; } .k2 { fill: #56d364; } .k3 { fill: #f778ba; } .k4 { fill: #d4c95a; }
+INCHES = WIDTH, HEIGHT = 8.5, 5.4
+DARK, GREY, PALE, BLUE = "#24292f", "#6e7781", "#e6e8eb", "#0072b2"
+KINDS = (("#c25000", "D"), ("#6a1f5e", "s"), ("#00806a", "^"), ("#000000", "X"))
+"""Colour and mark for points of others; those whose names begin with the same word have the same. With BLUE they are
+after Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/), and dark enough
+for names on light paper."""
+ORDERS = 12
+"""In which names are given their places, first come, first served; that with the shortest lines to names is taken."""
+BESIDE = 16
+"""Up to so many pixels away from its point a name needs no line to it."""
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": PALE,
+    "axes.grid": True,
+    "axes.labelcolor": DARK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "font.size": 9,
+    "grid.color": PALE,
+    "lines.markersize": 6,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",  # text stays text: small files that can be searched
+    "svg.hashsalt": "lowtide",  # else names inside of the file are random
+    "text.color": DARK,
+    "text.parse_math": False,
+    "xtick.color": PALE,
+    "xtick.labelcolor": DARK,
+    "ytick.color": PALE,
+    "ytick.labelcolor": DARK,
 }
-</style>"""
 
 
-def picture(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", note: str = "") -> str:
-    """The frontier as SVG: what a budget costs, as a step line.
+def draw(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", note: str = "") -> Figure:
+    """The frontier as a figure: what a budget costs, as a step line.
 
     `others` stand beside it, each with its name; those without one are plans, too, that are not on the line. Extra time
     goes up, in percent of the plain step where that was timed; extra FLOPs if a point has no time. `about` stands below
     the title, in place of what the frontier itself knows, and `note` in the lower right corner.
     """
-    plot = _Plot.of(frontier, [*frontier.points, *others])
-    named = [p for p in others if p.name]
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-            f"<title>{escape(_title(frontier))}</title>",
-            STYLE,
-            f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" rx="8"/>',
-            f'<text class="title" x="{LEFT}" y="26">{escape(_title(frontier))}</text>',
-            f'<text class="about" x="{LEFT}" y="46">{escape(about or _about(frontier))}</text>',
-            f'<text class="about" x="{WIDTH - RIGHT}" y="{HEIGHT - 12}" text-anchor="end">{escape(note)}</text>',
-            *_grid(plot),
-            *_line(plot, frontier),
-            *(_circle(plot, p, "more", 2.5) for p in others if not p.name),
-            *(_circle(plot, p, "ours", 3.5) for p in frontier.points),
-            *(_named(plot, frontier, others) if named else ()),
-            "</svg>\n",
+    scale = _Scale.of(frontier, others)
+    with _style():
+        figure = Figure(INCHES, facecolor="none")
+        FigureCanvasAgg(figure)  # measures texts
+        # Paper, since the colours are made for light pages: a dark one shows at the round corners only.
+        paper = FancyBboxPatch((0, 0), *INCHES, boxstyle="round,pad=0,rounding_size=0.1", fc="white", ec="none")
+        figure.add_artist(paper).set(transform=figure.dpi_scale_trans, zorder=-1)
+        figure.text(0.97, 0.025, note, ha="right", color=GREY)
+        axes = figure.add_axes((0.085, 0.11, 0.885, 0.745))
+        axes.set_title(
+            f"What a memory budget costs: {frontier.fingerprint.model.partition(' ')[0]}", loc="left", pad=24
         )
-    )
+        axes.text(0, 1.025, about or _about(frontier), transform=axes.transAxes, color=GREY)
+        _axes(axes, scale)
+        _points(axes, scale, frontier, others)
+        _line(axes, scale, frontier)
+        if any(p.name for p in others):
+            _names(axes, scale, frontier, others)
+    return figure
 
 
-def _title(frontier: Frontier) -> str:
-    return f"What a memory budget costs: {frontier.fingerprint.model.partition(' ')[0]}"
+def save(figure: Figure, path: str | Path) -> None:
+    """Write it in the format that the file's ending names. The same figure gives the same bytes."""
+    dates: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with _style():
+        figure.savefig(path, metadata=dates.get(Path(path).suffix.lower()))
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Matplotlib's defaults and STYLE, not the user's. Some are read when a figure is made, some when it is saved."""
+    with matplotlib.style.context(["default", STYLE]):
+        yield
 
 
 def _about(frontier: Frontier) -> str:
@@ -81,116 +104,126 @@ def _about(frontier: Frontier) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plot:
-    """What goes across, what goes up, and where on the paper a point is."""
+class _Scale:
+    """What goes across, what goes up, and where a point is."""
 
-    across: Axis
-    up: Axis
+    unit: str
+    """Of what goes across: `MiB`."""
     heading: str
+    """Of what goes up."""
     per_ms: float | None
-    """Of the unit that goes up; None where FLOPs do."""
-    per_flop: float
-    step_ms: float
+    """None where FLOPs go up."""
+    per_flop: float = 0.0
 
     @classmethod
-    def of(cls, frontier: Frontier, points: Sequence[Point]) -> _Plot:
-        per_ms: float | None = None
-        per_flop = 1.0
+    def of(cls, frontier: Frontier, others: Sequence[Point]) -> _Scale:
+        points = (*frontier.points, *others)
+        unit = format_bytes(max(p.peak_bytes for p in points)).split()[1]
         if all(p.extra_ms is not None for p in points):
-            heading, per_ms = "extra time, ms a step", 1.0
             if frontier.step_ms:
-                heading, per_ms = "extra time, % of the plain step", 100 / frontier.step_ms
-        elif frontier.step_flops:
-            heading, per_flop = "extra FLOPs, % of the plain step", 100 / frontier.step_flops
-        else:
-            heading, per_flop = "extra GFLOP a step", 1e-9
-        peaks = [p.peak_bytes for p in points]
-        across = Axis.over(min(peaks), max(peaks), byte_step, parts=8)
-        unscaled = cls(across, Axis(0, 1, 1), heading, per_ms, per_flop, frontier.step_ms)
-        heights = [unscaled.height(p) for p in points]
-        up = Axis.over(min(0.0, *heights), max(heights), round_step)
-        return cls(across, up, heading, per_ms, per_flop, frontier.step_ms)
+                return cls(unit, "extra time, % of the plain step", 100 / frontier.step_ms)
+            return cls(unit, "extra time, ms a step", 1.0)
+        if frontier.step_flops:
+            return cls(unit, "extra FLOPs, % of the plain step", None, 100 / frontier.step_flops)
+        return cls(unit, "extra GFLOP a step", None, 1e-9)
 
-    def height(self, point: Point) -> float:
+    def x(self, n_bytes: int) -> float:
+        return n_bytes / parse_bytes(f"1{self.unit}")
+
+    def y(self, point: Point) -> float:
         if self.per_ms is None or point.extra_ms is None:
             return point.extra_flops * self.per_flop
         return point.extra_ms * self.per_ms
 
-    def x(self, n_bytes: float) -> float:
-        return round(LEFT + self.across.at(n_bytes) * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(self, value: float) -> float:
-        return round(HEIGHT - BOTTOM - BELOW - self.up.at(value) * (HEIGHT - TOP - BOTTOM - BELOW), 1)
-
-    def xy(self, point: Point) -> tuple[float, float]:
-        return self.x(point.peak_bytes), self.y(self.height(point))
+    def xy(self, points: Sequence[Point]) -> tuple[list[float], list[float]]:
+        return [self.x(p.peak_bytes) for p in points], [self.y(p) for p in points]
 
 
-def _grid(plot: _Plot) -> Iterator[str]:
-    right, bottom, unit = WIDTH - RIGHT, HEIGHT - BOTTOM, byte_unit(plot.across.step)
-    yield f'<path class="grid" d="M{LEFT} {bottom}H{right}"/>'
-    for value in plot.up.ticks():
-        y = plot.y(value)
-        yield f'<path class="{"grid" if value else "zero"}" d="M{LEFT} {y}H{right}"/>'
-        yield f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{value:.4g}</text>'
-    for value in plot.across.ticks():
-        x = plot.x(value)
-        yield f'<path class="grid" d="M{x} {TOP}V{bottom}"/>'
-        yield f'<text x="{x}" y="{bottom + 20}" text-anchor="middle">{value / unit:.4g}</text>'
-    heading = f"peak memory of the step, {format_bytes(unit).split()[1]}"
-    yield f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 12}" text-anchor="middle">{heading}</text>'
-    at = f"20 {(TOP + bottom) / 2}"
-    yield f'<text transform="translate({at}) rotate(-90)" text-anchor="middle">{escape(plot.heading)}</text>'
+def _axes(axes: Axes, scale: _Scale) -> None:
+    axes.set_xlabel(f"peak memory of the step, {scale.unit}")
+    axes.set_ylabel(scale.heading)
+    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.margins(0.06, 0.1)
+    axes.axhline(0, color=GREY, lw=0.8, zorder=1)
 
 
-def _line(plot: _Plot, frontier: Frontier) -> Iterator[str]:
+def _points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
+    more = [p for p in others if not p.name]
+    axes.plot(*scale.xy(more), "o", color=BLUE, mec="white", mew=0.5, alpha=0.4, gid="more")
+    axes.plot(*scale.xy(frontier.points), "o", color=BLUE, mec="white", mew=0.5, gid="ours", zorder=2.2)
+    for kind, (colour, mark) in _kinds(others).items():
+        named = [p for p in others if p.name and _kind(p) == kind]
+        axes.plot(*scale.xy(named), mark, color=colour, mec="white", mew=0.5, gid=kind, zorder=2.3)
+    axes.plot(scale.x(frontier.plain_bytes), 0, "o", ms=7, mfc="white", mec=GREY, mew=1.5, gid="plain", zorder=2.4)
+
+
+def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
     """A budget costs what the largest peak within it costs; all that is above that can be had."""
-    first, *rest = map(plot.xy, frontier.points)
-    steps = "".join(f"H{x}V{y}" for x, y in rest)
-    start = f"M{first[0]} {first[1]}"
-    yield f'<path class="reached" d="{start}{steps}H{WIDTH - RIGHT}V{TOP}H{first[0]}z"/>'
-    yield f'<path class="line" d="{start}{steps}H{plot.x(frontier.plain_bytes)}"/>'
+    right, top = axes.get_xlim()[1], axes.get_ylim()[1]
+    xs, ys = scale.xy(frontier.points)
+    axes.step([*xs, scale.x(frontier.plain_bytes)], [*ys, ys[-1]], where="post", color=BLUE, lw=1.8, gid="line")
+    axes.fill_between([*xs, right], [*ys, ys[-1]], top, step="post", color=BLUE, alpha=0.07, lw=0, gid="reached")
+    axes.set(xlim=(axes.get_xlim()[0], right), ylim=(axes.get_ylim()[0], top))
 
 
-def _circle(plot: _Plot, point: Point, kind: str, radius: float) -> str:
-    x, y = plot.xy(point)
-    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}">{_hint(plot, point)}</circle>'
-
-
-def _named(plot: _Plot, frontier: Frontier, others: Sequence[Point]) -> Iterator[str]:
-    """The points of others, and who is who."""
+def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
+    """Who is who: over no point, no line and no other name, with a thin line to the point if that is further away."""
     named = [p for p in others if p.name]
-    plain = plot.x(frontier.plain_bytes), plot.y(0)
-    kinds = list(dict.fromkeys(map(_kind, named)))
-    names = [("Lowtide", *plot.xy(frontier.points[0])), ("the plain step", *plain)]
-    names += [(p.name, *plot.xy(p)) for p in named]
-    classes = ("ours own", "about", *(f"k{kinds.index(_kind(p)) % KINDS}" for p in named))
-    corners = [*map(plot.xy, frontier.points), (plain[0], plot.xy(frontier.points[-1])[1])]
-    taken = [Box(x - 7, y - 7, x + 7, y + 7) for x, y in (plain, *map(plot.xy, (*frontier.points, *others)))]
-    taken.append(Box(LEFT, plain[1] - 1, WIDTH - RIGHT, plain[1] + 1))
-    for (x1, y1), (x2, y2) in pairwise(corners):
-        taken += [Box(x1, y1 - 3, x2, y1 + 3), Box(x2 - 3, min(y1, y2), x2 + 3, max(y1, y2))]
-    within = Box(LEFT + 2, TOP, WIDTH - 4, HEIGHT - BOTTOM - 2)
-    places = placed(names, size=SMALL, within=within, taken=taken)
-    for place in places:
-        if place.leader is not None:
-            x1, y1, x2, y2 = place.leader
-            yield f'<path class="leader" d="M{x1} {y1}L{x2:.1f} {y2:.1f}"/>'
-    yield f'<path class="plain" d="M{plain[0] - 4} {plain[1]}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z"/>'
-    for point, kind in zip(named, classes[2:], strict=True):
-        x, y = plot.xy(point)
-        yield f'<path class="{kind}" d="M{x} {y - 5}l5 5-5 5-5-5z">{_hint(plot, point)}</path>'
-    for (name, _, _), place, kind in zip(names, places, classes, strict=True):
-        x = {"start": place.box.left, "end": place.box.right}.get(place.anchor, (place.box.left + place.box.right) / 2)
-        at = f'x="{x:.1f}" y="{place.box.bottom - 0.25 * SMALL:.1f}" text-anchor="{place.anchor}"'
-        yield f'<text class="name {kind}" {at}>{escape(name)}</text>'
+    plain_x = scale.x(frontier.plain_bytes)
+    line_x, line_y = scale.xy(frontier.points)
+    other_x, other_y = scale.xy(others)
+    named_x, named_y = scale.xy(named)
+    kinds = _kinds(others)
+    colours = [BLUE, GREY, *(kinds[_kind(p)][0] for p in named)]
+    settings: dict[str, Any] = dict(
+        x=[line_x[0], plain_x, *named_x],
+        y=[line_y[0], 0.0, *named_y],
+        text_list=["Lowtide", "the plain step", *(p.name for p in named)],
+        x_scatter=[plain_x, *line_x, *other_x],
+        y_scatter=[0.0, *line_y, *other_y],
+        scatter_sizes=[3.0] * (1 + len(line_x) + len(others)),
+        # The step line has two corners a point.
+        x_lines=[[line_x[0], *(x for x in [*line_x[1:], plain_x] for _ in range(2))], axes.get_xlim()],
+        y_lines=[[*(y for y in line_y for _ in range(2)), line_y[-1]], (0.0, 0.0)],
+        textsize=8.5,
+        textcolor=colours,
+        fontweight=["bold", *["normal"] * (1 + len(named))],
+        va="bottom",
+        linecolor=colours,
+        linewidth=0.6,
+        # Shares of the width.
+        margin=0.003,
+        min_distance=0.008,
+        max_distance=0.25,
+        nbr_candidates=1000,
+        avoid_label_lines_overlap=True,
+    )
+
+    def lines_to_names(order: int) -> float:
+        """Their pixels together; a name that finds no place is as bad as a very long one."""
+        _, _, texts, leaders = allocate(axes, **settings, priority_strategy=order, draw_all=False)
+        pixels = sum(_pixels(axes, leader) if isinstance(leader, Line2D) else 10_000 for leader in leaders)
+        for artist in (*texts, *leaders):
+            if isinstance(artist, Artist):
+                artist.remove()
+        return pixels
+
+    _, _, _, leaders = allocate(axes, **settings, priority_strategy=min(range(ORDERS), key=lines_to_names))
+    for leader in leaders:
+        if isinstance(leader, Line2D) and _pixels(axes, leader) < BESIDE:
+            leader.remove()
+
+
+def _pixels(axes: Axes, leader: Line2D) -> float:
+    return math.dist(*axes.transData.transform(leader.get_xydata()))
+
+
+def _kinds(others: Sequence[Point]) -> dict[str, tuple[str, str]]:
+    """Colour and mark by the first word of the names."""
+    kinds = dict.fromkeys(_kind(p) for p in others if p.name)
+    return {kind: KINDS[n % len(KINDS)] for n, kind in enumerate(kinds)}
 
 
 def _kind(point: Point) -> str:
     return point.name.split()[0].rstrip(",:")
-
-
-def _hint(plot: _Plot, point: Point) -> str:
-    parts = [point.name, format_bytes(point.peak_bytes), extra_time(point.extra_ms, plot.step_ms)]
-    parts.append(f"+{point.extra_flops:.3g} FLOPs")
-    return f"<title>{escape(', '.join(filter(None, parts)))}</title>"
