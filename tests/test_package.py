@@ -26,7 +26,7 @@ LAYERS = [
     ["lowtide.levers"],
     ["lowtide.applying"],
     ["lowtide.foresight"],
-    ["lowtide.verification"],
+    ["lowtide.rehearsing", "lowtide.verification"],
     ["lowtide.shapes"],
     ["lowtide.watching", "lowtide.releasing"],
     ["lowtide.report"],

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lowtide.planner import plan
     from lowtide.planner.frontier import Frontier, frontier
     from lowtide.planner.records import Plan, Profile
-    from lowtide.rehearsal import rehearse
     from lowtide.rehearsal.timeline import timeline
+    from lowtide.rehearsing import rehearse
     from lowtide.releasing import loss_only, release, step
     from lowtide.verification import Verdict, verify
     from lowtide.watching.watch import Watch, watch
@@ -110,7 +110,7 @@ _HOMES = {
     "measure": "lowtide.memory.measuring",
     "micro_batches": "lowtide.accumulation.batches",
     "plan": "lowtide.planner",
-    "rehearse": "lowtide.rehearsal",
+    "rehearse": "lowtide.rehearsing",
     "release": "lowtide.releasing",
     "step": "lowtide.releasing",
     "timeline": "lowtide.rehearsal.timeline",

@@ -31,6 +31,14 @@ def test_a_linear_layer_byte_by_byte() -> None:
     assert foreseen.peak_requested_bytes <= foreseen.peak_allocated_bytes <= foreseen.peak_reserved_bytes
 
 
+def test_rehearsing_for_a_card_is_foreseeing() -> None:
+    case = build("gpt2")
+    there = lowtide.rehearse(case.model, case.step, case.batch, device="cuda:24GiB")
+    assert isinstance(there, lowtide.CardForesight)
+    assert str(there) == str(lowtide.foresee(case.model, case.step, case.batch, device="cuda:24GiB"))
+    assert isinstance(lowtide.rehearse(case.model, case.step, case.batch), lowtide.Profile)
+
+
 def test_foreach_makes_the_optimizers_temporaries() -> None:
     """AdamW takes all parameters at once on CUDA: one more copy of them, where the CPU's takes them one by one."""
     case = build("gpt2")

@@ -34,17 +34,7 @@ Step = Callable[[Any], Any]
 
 
 def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None) -> Profile:
-    """Run `step(batch)` a few times and say where its memory goes and what could be remade or replayed.
-
-    `step` runs forward and backward of `model`, and the optimizer if it likes; it is run three times, and afterwards
-    parameters, gradients, buffers, optimizer state, batch and random numbers are as they were, also if it raises; so
-    are other modules, tensors, schedulers and gradient scalers that its code refers to. Counters, lists and files of
-    its own are left as it leaves them. Optimizers that step are noticed; name one only if it has stepped on parameters
-    outside of `model` before.
-
-    If the step runs out of memory it is tried again under the most saving plan, and the peak of the plain step is then
-    a prediction. Raises RehearsalError for a step that can't be planned, with the reason.
-    """
+    """The profile of `step(batch)`, which is run three times; `lowtide.rehearse` says what that means for the model."""
     check(model, step)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:

@@ -1,0 +1,63 @@
+"""`lowtide.rehearse`: on the machine at hand, or for a card that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, overload
+
+from lowtide import rehearsal
+from lowtide.foresight import foresee
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.foresight.device.outcome import CardForesight
+    from lowtide.memory.cards import Card
+    from lowtide.planner.records import Profile
+
+
+@overload
+def rehearse(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizer | None = None
+) -> Profile: ...
+
+
+@overload
+def rehearse(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    device: str | Card,
+    optimizer: Optimizer | None = None,
+) -> CardForesight: ...
+
+
+def rehearse(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    device: str | Card | None = None,
+    optimizer: Optimizer | None = None,
+) -> Profile | CardForesight:
+    """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
+
+    `step` runs forward and backward of `model`, and the optimizer if it likes. It is run three times, for real, on the
+    device that the model is on, and gives the Profile that plans are made of. Afterwards parameters, gradients,
+    buffers, optimizer state, batch and random numbers are as they were, also if it raises; so are other modules,
+    tensors, schedulers and gradient scalers that its code refers to. Counters, lists and files of its own are left as
+    it leaves them. Optimizers that step are noticed; name one only if it has stepped on parameters outside of `model`
+    before. If the step runs out of memory it is tried again under the most saving plan, and the peak of the plain step
+    is then a prediction.
+
+    With `device`, the name of a CUDA card that need not be there ("rtx 4090", "a100-40", "cuda:24GiB"), the step is
+    run on fake tensors instead, and the result says what it needs there and whether it fits: the same as
+    `lowtide.foresee(..., device=...)`.
+
+    Raises RehearsalError for a step that can't be planned or foreseen, with the reason.
+    """
+    if device is not None:
+        return foresee(model, step, batch, device=device, optimizer=optimizer)
+    return rehearsal.rehearse(model, step, batch, optimizer=optimizer)
