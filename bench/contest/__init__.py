@@ -3,6 +3,7 @@
 models.py     the six models, each with one batch of random data
 ways.py       the others: checkpointing, selective checkpointing, compiled budgets, torch-remat
 step.py       one training step: its exact peak, its exact FLOPs, its bits
+pieces.py     its time: of each piece the fastest
 turns.py      the times of several steps that take turns
 running.py    the whole contest for one model
 records.py    what it found

@@ -90,7 +90,7 @@ def _cost(point: Point) -> float:
 
 def _step_ms(contest: Contest) -> float:
     """Of the fastest plain step."""
-    return 1000 * min((seconds for cell in contest.cells for seconds in cell.plain_seconds), default=0.0)
+    return 1000 * min((cell.plain_seconds for cell in contest.cells if cell.plain_seconds), default=0.0)
 
 
 def _point(contest: Contest, cell: Cell) -> Point:

@@ -23,7 +23,9 @@ The step is forward and backward, without an optimizer, and with no gradients wh
 - **Plans** at the peers' peaks are made for FLOPs (`minimize="flops"`), since that is what is compared there; within
   all other budgets they are made for time, as plans are by default.
 - **FLOPs**: counted, not estimated: matrix products, convolutions and attention of one step, beyond the plain step's.
-- **Time**: the fastest step over the fastest plain one; {turns}.
+- **Time**: a step's over the plain one's; {turns}. Others disturb every step on a shared processor, each at another
+  place. So steps are cut into some thousand pieces, from the beginning of each of torch's operators to that of the
+  next, Python in between included, and of each piece the fastest counts (`bench/contest/pieces.py`).
 - **Equal**: loss, gradients and buffers are bit by bit the plain step's (`torch.equal`).
 
 {versions}
@@ -84,13 +86,13 @@ def _head(results: Results) -> Iterator[str]:
     if not results.contests:
         return
     newest = results.contests[-1]
-    turns = sorted({len(cell.seconds) for contest in results.contests for cell in contest.cells if cell.seconds})
+    turns = sorted({cell.turns for contest in results.contests for cell in contest.cells if cell.turns})
     names = ", ".join(f"{name} {found}" for name, found in newest.versions.items())
     minutes = sum(contest.wall_seconds for contest in results.contests) / 60
     threads = f"{newest.threads} thread{'s' * (newest.threads > 1)} of {newest.processor}"
     yield _INTRODUCTION.format(
         command=results.command,
-        turns=f"of each {' or '.join(map(str, turns))}, in turns" if turns else "not measured in this run",
+        turns=f"of each {' or '.join(map(str, turns))} steps, in turns" if turns else "not measured in this run",
         versions=f"Run with {names}; {threads}; {minutes:.0f} minutes.",
         settings=", ".join(f"`{name}={value}`" for name, value in SETTINGS.items()),
     )

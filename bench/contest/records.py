@@ -33,10 +33,12 @@ class Cell(Record):
     """Measured. Parameters, buffers and batch are part of it, as they are of a budget."""
     flops: int | None = None
     """Measured: all matrix products, convolutions and attention of one step."""
-    seconds: tuple[float, ...] = ()
-    """Of each timed step."""
-    plain_seconds: tuple[float, ...] = ()
-    """Of the plain steps that took turns with those."""
+    seconds: float | None = None
+    """Of an undisturbed step (`pieces.py`)."""
+    plain_seconds: float | None = None
+    """Of a plain one, found from steps that took turns with these."""
+    turns: int = 0
+    """How many steps of each were timed for that."""
     equal_loss: bool | None = None
     equal_gradients: bool | None = None
     """Whether all gradients are the plain step's (`torch.equal`)."""
@@ -57,10 +59,8 @@ class Cell(Record):
 
     @property
     def time_ratio(self) -> float | None:
-        """The fastest step's time over the fastest plain one's: those that other load disturbed least."""
-        if not self.seconds or not self.plain_seconds:
-            return None
-        return min(self.seconds) / min(self.plain_seconds)
+        """The step's time over the plain one's."""
+        return None if self.seconds is None or self.plain_seconds is None else self.seconds / self.plain_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ SHARES = (80, 70, 60, 50, 40, 30)
 LADDER = 20
 """Budgets from the smallest to the plain peak, for the models in LADDER_OF."""
 LADDER_OF = frozenset({"gpt2"})
-ROUNDS = ((0.6, 2), (float("inf"), 1))
+ROUNDS = ((0.6, 3), (float("inf"), 2))
 """Turns of each cell, by the seconds that the plain step takes: they keep the whole below 20 minutes on two cores."""
-CLAIMED_ROUNDS, MOST_ROUNDS = 3, 7
+CLAIMED_ROUNDS, MOST_ROUNDS = 5, 9
 """For the cells whose times are claimed: as many more as it takes until the verdict is clear."""
 CLEAR = 0.03
 """So far from a claim's limit, as a share of the plain step's time, a time is clear."""
@@ -126,7 +126,7 @@ class Running:
         peer, cell = (_timed(c, t, plain) for c, t in zip((peer, cell), [*others, None][:2], strict=True))
         yield from (peer, cell)
 
-    def _times(self, entrants: Sequence[Steps], *, claimed: bool) -> list[Timed]:
+    def _times(self, entrants: Sequence[Steps], *, claimed: bool) -> list[Timed | None]:
         """In turns, the plain step first. If it is `claimed`, there are more of them the closer it is."""
         if not claimed or not self.rounds:
             return take_turns(entrants, self.rounds or 0)
@@ -146,10 +146,10 @@ class Running:
         return _timed(cell, mine, plain)
 
 
-def _timed(cell: Cell, mine: Timed | None, plain: Timed) -> Cell:
-    if mine is None:
+def _timed(cell: Cell, mine: Timed | None, plain: Timed | None) -> Cell:
+    if mine is None or plain is None:
         return cell
-    return replace(cell, seconds=mine.seconds, plain_seconds=plain.seconds, faults=mine.faults)
+    return replace(cell, seconds=mine.seconds, plain_seconds=plain.seconds, turns=mine.turns, faults=mine.faults)
 
 
 def _said(error: Exception) -> str:

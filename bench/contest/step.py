@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from contest.flops import Flops
 from contest.models import SEED, Batch, Contestant
+from contest.pieces import Taken, taken
 from lowtide.identity import static_bytes
 
 
@@ -103,6 +104,10 @@ class Steps:
         began = time.perf_counter()
         self.step(self.batch)
         return time.perf_counter() - began
+
+    def taken(self) -> Taken:
+        """The same, in pieces."""
+        return taken(lambda: self.step(self.batch))
 
     def _looking(self, look: Callable[[], None]) -> Tensor:
         self._look = look

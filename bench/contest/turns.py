@@ -6,37 +6,43 @@ import gc
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from contest.step import Steps
+from contest.pieces import Taken, undisturbed
+
+
+class Entrant(Protocol):
+    def taken(self) -> Taken: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of each step, and the page faults of the last one."""
+    """Seconds of an undisturbed step, how many it was found from, and the page faults of the last one."""
 
-    seconds: tuple[float, ...]
+    seconds: float
+    turns: int
     faults: int
 
 
 def take_turns(
-    entrants: Sequence[Steps], rounds: int, *, most: int = 0, is_clear: Callable[[list[float]], bool] = lambda _: True
-) -> list[Timed]:
-    """Run one step of each, `rounds` times; who begins changes from round to round.
+    entrants: Sequence[Entrant], rounds: int, *, most: int = 0, is_clear: Callable[[list[float]], bool] = lambda _: True
+) -> list[Timed | None]:
+    """Run one step of each, `rounds` times; who begins changes from round to round. None for no rounds.
 
-    Then until `is_clear` says of the fastest step of each that they tell enough, up to `most` times.
+    Then until `is_clear` says of the seconds of each that they tell enough, up to `most` times.
     """
-    seconds: list[list[float]] = [[] for _ in entrants]
+    steps: list[list[Taken]] = [[] for _ in entrants]
     faults = [0] * len(entrants)
     gc.collect()
     for turn in range(max(rounds, most)):
-        if turn >= rounds and is_clear([min(times) for times in seconds]):
+        if turn >= rounds and is_clear([undisturbed(mine) for mine in steps]):
             break
         for place in range(len(entrants)):
             who = (place + turn) % len(entrants)
             before = _faults()
-            seconds[who].append(entrants[who].seconds())
+            steps[who].append(entrants[who].taken())
             faults[who] = _faults() - before
-    return [Timed(tuple(times), count) for times, count in zip(seconds, faults, strict=True)]
+    return [Timed(undisturbed(s), len(s), n) if s else None for s, n in zip(steps, faults, strict=True)]
 
 
 def _faults() -> int:

@@ -11,13 +11,13 @@ EQUAL = {"equal_loss": True, "equal_gradients": True, "equal_buffers": True}
 
 
 def ours(kind: str, name: str, budget: int, peak: int, flops: int, **more: object) -> Cell:
-    fields = {"predicted_peak_bytes": peak, "seconds": (1.02,), "plain_seconds": (1.0,), **EQUAL, **more}
+    fields = {"predicted_peak_bytes": peak, "seconds": 1.02, "plain_seconds": 1.0, **EQUAL, **more}
     return Cell(kind=kind, name=name, budget_bytes=budget, peak_bytes=peak, flops=flops, **fields)  # type: ignore[arg-type]
 
 
 def contest(**changed: object) -> Contest:
     """A contest in which every claim holds."""
-    peer = {"kind": "peer", "seconds": (1.2,), "plain_seconds": (1.0,), **EQUAL}
+    peer = {"kind": "peer", "seconds": 1.2, "plain_seconds": 1.0, **EQUAL}
     every_block = "checkpoint every block"
     cells = {
         "plain": Cell(kind="plain", name="plain", peak_bytes=1000, flops=100, **EQUAL),
@@ -57,7 +57,7 @@ def test_all_claims_hold_on_results_that_keep_them() -> None:
 
 
 def test_a_claim_about_time_is_not_measured_without_times() -> None:
-    untimed = contest(at_peer=replace(AT_PEER, seconds=()), half=replace(HALF, seconds=()))
+    untimed = contest(at_peer=replace(AT_PEER, seconds=None), half=replace(HALF, seconds=None))
     assert not_held(untimed) == []
     assert [claim.held for claim in claims(results(untimed))].count(None) == 2
 
@@ -78,9 +78,9 @@ HALF, RUNG_1, RUNG_2 = contest().cells[3:]
         ({"at_peer": replace(AT_PEER, flops=131)}, "own peak"),
         ({"at_peer": replace(AT_PEER, peak_bytes=None, refusal="no plan fits")}, "own peak"),
         ({"at_peer": replace(AT_PEER, flops=116)}, "half of theirs"),
-        ({"at_peer": replace(AT_PEER, seconds=(1.3,))}, "every block"),
-        ({"half": replace(HALF, seconds=(1.09,))}, "Half of the activations"),
-        ({"half": replace(HALF, seconds=(), peak_bytes=None, refusal="no plan fits")}, "Half of the activations"),
+        ({"at_peer": replace(AT_PEER, seconds=1.3)}, "every block"),
+        ({"half": replace(HALF, seconds=1.09)}, "Half of the activations"),
+        ({"half": replace(HALF, seconds=None, peak_bytes=None, refusal="no plan fits")}, "Half of the activations"),
         ({"at_peer": replace(AT_PEER, peak_bytes=None, refusal="no plan fits")}, "half of theirs"),
         ({"half": replace(HALF, predicted_peak_bytes=593)}, "within 1 %"),
         ({"half": replace(HALF, budget_bytes=599)}, "above its budget"),
@@ -99,7 +99,7 @@ def test_a_peer_that_needs_less_is_said_to_win() -> None:
     ((peer, mine),) = found.duels()
     assert loses(found, peer, mine) is None
     more = replace(mine, flops=140)
-    assert loses(found, peer, replace(more, seconds=(1.5,))) == (
+    assert loses(found, peer, replace(more, seconds=1.5)) == (
         "FLOPs +40.00%, and the peer has +30.00%; 1 B of its peak unused"
     )
     assert (loses(found, peer, more) or "").endswith("unused; in less time, 1.02 x for 1.20 x")
@@ -107,12 +107,12 @@ def test_a_peer_that_needs_less_is_said_to_win() -> None:
 
 
 def test_resnet_may_take_15_percent() -> None:
-    slower = replace(contest(half=replace(HALF, seconds=(1.14,))), model="resnet")
+    slower = replace(contest(half=replace(HALF, seconds=1.14)), model="resnet")
     assert not any("Half of the activations" in text for text in not_held(slower))
 
 
 def test_the_page_says_of_every_claim_whether_it_held_and_what_is_against_it() -> None:
-    text = page(results(contest(half=replace(HALF, seconds=(1.09,)))))
+    text = page(results(contest(half=replace(HALF, seconds=1.09))))
     for claim in claims(results(contest())):
         assert claim.text in text
     assert "- gpt2: +9.0%; at most 8% is claimed" in text
@@ -144,5 +144,5 @@ def test_a_newer_contest_takes_the_place_of_the_old_one_of_its_model() -> None:
 
 
 def test_a_time_ratio_is_of_the_fastest_steps() -> None:
-    assert Cell(kind="share", name="", seconds=(3.0, 1.5), plain_seconds=(1.0, 9.0)).time_ratio == 1.5
+    assert Cell(kind="share", name="", seconds=3.0, plain_seconds=2.0).time_ratio == 1.5
     assert Cell(kind="share", name="").time_ratio is None

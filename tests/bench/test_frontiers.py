@@ -21,7 +21,7 @@ def test_each_point_of_lowtide_is_there_and_each_peer_has_its_name() -> None:
 
 
 def test_without_times_there_is_only_the_picture_of_flops() -> None:
-    untimed = replace(contest(), cells=tuple(replace(cell, seconds=()) for cell in contest().cells))
+    untimed = replace(contest(), cells=tuple(replace(cell, seconds=None) for cell in contest().cells))
     assert [up for up, _ in names(untimed)] == ["FLOPs"]
     assert list(pictures(untimed)) == ["frontier-gpt2-flops.svg"]
 

@@ -1,11 +1,14 @@
 """What the benchmark measures with: FLOPs by hand, torchtitan's counting, and a peer whose numbers are known."""
 
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from contest.flops import Flops
 from contest.models import BUILDERS, SMALL, contestant
+from contest.pieces import Taken, taken, undisturbed
 from contest.step import Steps
 from contest.turns import take_turns
 from contest.ways import EverySecondMatmul, Way, blocks, first_half, ways
@@ -59,29 +62,53 @@ def test_so_are_those_of_a_peer(way: Way) -> None:
         assert steps.flops() == done.total > 0
 
 
+def step_of(*seconds: float, operators: str = "abc") -> Taken:
+    return Taken(tuple(operators), np.array(seconds))
+
+
 class Named:
     """Steps that take as long as they are told, in turn."""
 
     def __init__(self, *seconds: float) -> None:
         self._seconds = iter(seconds)
 
-    def seconds(self) -> float:
-        return next(self._seconds)
+    def taken(self) -> Taken:
+        return step_of(next(self._seconds))
 
 
-def test_turns_go_on_until_the_fastest_are_clear() -> None:
+def test_of_each_piece_the_fastest_counts() -> None:
+    assert undisturbed([step_of(1.0, 5.0, 1.0), step_of(2.0, 2.0, 3.0)]) == 1.0 + 2.0 + 1.0
+
+
+def test_steps_of_other_operators_do_not_count() -> None:
+    alike = [step_of(1.0, 5.0), step_of(2.0, 2.0)]
+    assert undisturbed([step_of(0.1, 0.1, operators="abd"), *alike]) == 3.0
+
+
+def test_the_pieces_of_a_step_are_all_of_it() -> None:
+    model = nn.Linear(8, 8)
+    began = time.perf_counter()
+    found = taken(lambda: (model(torch.ones(4, 8)).sum().backward(), time.sleep(0.05)))
+    assert 0.05 <= found.seconds.sum() <= time.perf_counter() - began
+    assert len(found.seconds) == len(found.operators) > 10
+    assert "aten::addmm" in found.operators
+
+
+def test_turns_go_on_until_the_times_are_clear() -> None:
     plain, mine = Named(1.0, 1.0, 1.0, 1.0), Named(1.5, 1.4, 1.3, 1.2)
-    found = take_turns([plain, mine], 2, most=9, is_clear=lambda fastest: fastest[1] < 1.35)  # type: ignore[list-item]
-    assert [times.seconds for times in found] == [(1.0, 1.0, 1.0), (1.5, 1.4, 1.3)]
+    found = take_turns([plain, mine], 2, most=9, is_clear=lambda seconds: seconds[1] < 1.35)
+    assert [(times.seconds, times.turns) for times in found if times] == [(1.0, 3), (1.3, 3)]
 
 
 def test_turns_end_at_the_most_of_them() -> None:
-    found = take_turns([Named(*[1.0] * 9)], 2, most=4, is_clear=lambda _: False)  # type: ignore[list-item]
-    assert len(found[0].seconds) == 4
+    (found,) = take_turns([Named(*[1.0] * 9)], 2, most=4, is_clear=lambda _: False)
+    assert found is not None
+    assert found.turns == 4
 
 
 def test_without_more_to_take_there_are_as_many_turns_as_asked_for() -> None:
-    assert [len(take_turns([Named(*[1.0] * 9)], n)[0].seconds) for n in (0, 1, 3)] == [0, 1, 3]  # type: ignore[list-item]
+    found = [take_turns([Named(*[1.0] * 9)], n)[0] for n in (0, 1, 3)]
+    assert [times and times.turns for times in found] == [None, 1, 3]
 
 
 def test_of_the_matmuls_every_second_is_saved_and_attention_always() -> None:
