@@ -373,3 +373,40 @@ def test_kernels_of_attention_are_switched_on_and_off() -> None:
     assert all(_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         assert [_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
+
+
+# --- clipping -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_norms_one_by_one_add_up_to_the_one_that_gradients_are_clipped_by(
+    norm_type: float, foreach: bool | None
+) -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n)) for n in (3, 70, 700)]
+    parameters.insert(1, torch.nn.Parameter(torch.randn(5, dtype=torch.float64)))
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    norms = {p: _torch.norm_of(p.grad, norm_type, foreach) for p in parameters if p.grad is not None}
+    grouped = _torch.as_grouped(parameters)
+    assert sorted(map(id, grouped)) == sorted(map(id, parameters))
+    found = torch.linalg.vector_norm(torch.stack([norms[p].to(parameters[0].device) for p in grouped]), norm_type)
+    assert torch.equal(found, torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm_type, foreach=foreach))
+
+
+def test_the_running_node_is_the_one_that_reads() -> None:
+    seen: list[int] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.running_node())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
+        x = torch.ones(2, requires_grad=True)
+        y = x * x
+    assert y.grad_fn is not None
+    number = _torch.sequence_number(y.grad_fn)
+    y.sum().backward()
+    assert seen == [number, number]
+    assert _torch.running_node() == -1

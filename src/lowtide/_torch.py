@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
 from torch.utils import _python_dispatch, backend_registration
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -106,6 +107,12 @@ backward_number = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread. 2.13."""
     return backward_number() != -1
+
+
+def running_node() -> int:
+    """The number (see `sequence_number`) of the node that backward runs in this thread; -1: none. 2.13, since 2.1."""
+    node: Node | None = torch._C._current_autograd_node()
+    return -1 if node is None else sequence_number(node)
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -203,6 +210,21 @@ def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
     if "grouped_grads" in names:
         return [gradient for (gradients,), _ in names["grouped_grads"].values() for gradient in gradients]
     return list(names["grads"])
+
+
+def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm of one gradient, by the operator with which `clip_grad_norm_` takes those of many. 2.13, since 2.1."""
+    device = gradient.device
+    if _has_foreach_support([gradient], device) if foreach is None else foreach:
+        return torch._foreach_norm([gradient], norm_type)[0]
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type)
+    return norm
+
+
+def as_grouped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """These tensors in the order of the groups by device and dtype that `clip_grad_norm_` makes. 2.13, since 2.1."""
+    groups = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
+    return [tensor for (group,), _ in groups.values() for tensor in group if tensor is not None]
 
 
 def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.rehearsal.passes import in_passes, passes
 from lowtide.rehearsal.seen import Seen, levels, natural_ends, phases, watch
 from lowtide.remat.recipes import RECIPES
 
@@ -36,6 +37,7 @@ def assemble(
     blocks = sorted(set(seen.block_of_slot.values()) | set(seen.block_of_input.values()), key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}
     end = len(stream.events)
+    several = passes(seen, end)
     cuts = sorted(
         {0}
         | {seen.born[b] for b in blocks}
@@ -44,6 +46,7 @@ def assemble(
         | set(seen.release.values())
         | set(seen.enter.values())
         | set(seen.leave.values())
+        | {event for read in several for first_and_over in read.values() for event in first_and_over}
     )
 
     def position(event: int) -> int:
@@ -64,7 +67,7 @@ def assemble(
     states = [i for i, draft in enumerate(values) if draft.state_of is not None]
     storage_of_value |= {i: len(blocks) + n for n, i in enumerate(states)}
     base, gradients = levels(stream, cuts, set(blocks), seen)
-    return Profile(
+    found = Profile(
         fingerprint=fingerprint,
         static=static,
         base_bytes=base,
@@ -154,6 +157,7 @@ def assemble(
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
     )
+    return in_passes(found, several, position)
 
 
 def _state(draft: ValueDraft, calls: list[CallDraft], seen: Seen, position: Callable[[int], int]) -> Storage:

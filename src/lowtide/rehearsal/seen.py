@@ -17,6 +17,9 @@ class Seen:
     block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
+    """For each slot the first time."""
+    reads: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Every one: event, slot, number of the backward pass, and of the node."""
     release: dict[int, int] = field(default_factory=dict)
     enter: dict[int, int] = field(default_factory=dict)
     leave: dict[int, int] = field(default_factory=dict)
@@ -59,8 +62,9 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
                 seen.block_of_slot[slot] = at[where]
         case "states", tuple(found):
             seen.copies.update(at[where] for where in found if where in at)
-        case "read", int(slot):
+        case "read", (int(slot), int(number), int(node)):
             seen.read.setdefault(slot, i)
+            seen.reads.append((i, slot, number, node))
         case "release", int(slot):
             seen.release[slot] = i
         case "enter", (int(call), tuple(inputs)):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowtide._torch import backward_number, running_node
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.remat import values
@@ -33,8 +34,8 @@ class Trace:
     """The probe that marks what happens in a step between its allocations.
 
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
-    `states` (addresses of random numbers and the like that something to be made again holds), `read` (slot),
-    `release` (slot), `making`, `made`, `optimizer`, `gradients` (their addresses).
+    `states` (addresses of random numbers and the like that something to be made again holds), `read` (slot, numbers of
+    the backward pass and of the node), `release` (slot), `making`, `made`, `optimizer`, `gradients` (their addresses).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
@@ -98,7 +99,7 @@ class Trace:
         self.mark("states", tuple(map(address, states_of(handle.value.maker))))
 
     def reading(self, handle: Handle) -> None:
-        self.mark("read", self._slots[handle])
+        self.mark("read", (self._slots[handle], backward_number(), running_node()))
 
     def making(self, maker: Maker) -> None:
         self.mark("making", None)

@@ -1,0 +1,82 @@
+"""Backward that runs through a graph more than once: what is made again is made in each pass, and gone in between."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.planner.predict import predict
+from lowtide.planner.records import Decisions, Profile
+
+WIDTH, ROWS, PASSES = 64, 256, 3
+
+
+def _step_of(model: nn.Module, passes: int):
+    def step(batch: Tensor) -> Tensor:
+        loss = model(batch).square().mean()
+        for n in range(passes):
+            loss.backward(retain_graph=n < passes - 1)
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _rehearsed(passes: int) -> tuple[nn.Module, Tensor, Profile]:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(approximate="tanh")) for _ in range(4))
+    model, batch = nn.Sequential(*layers).train(), torch.randn(ROWS, WIDTH)
+    return model, batch, lowtide.rehearse(model, _step_of(model, passes), batch)
+
+
+def test_each_pass_takes_as_long_and_none_holds_what_another_made():
+    _, _, once = _rehearsed(1)
+    model, batch, often = _rehearsed(PASSES)
+    assert len(often.values) == PASSES * len(once.values)
+    assert [s.address for s in often.slots] == PASSES * [s.address for s in once.slots]
+    for profile in (once, often):
+        assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
+    remake = Decisions(remake=frozenset(s.address for s in once.slots if once.values[s.value].node == "GeluBackward0"))
+    replay = Decisions(replay=frozenset(c.id for c in once.calls if c.cls == "Sequential" and c.refused is None))
+    for decisions in (remake, replay):
+        assert decisions != Decisions()
+        assert predict(often, decisions).extra_flops == PASSES * predict(once, decisions).extra_flops
+    plain = often.measured_plain_peak_bytes or 0
+    step = _step_of(model, PASSES)
+    with lowtide.fit(model, step, batch, budget=int(0.7 * plain), profile=often) as fitted:
+        assert fitted.verdict.identical
+        assert fitted.verdict.measured_peak_bytes == pytest.approx(fitted.plan.predicted.peak_bytes, rel=0.001)
+
+
+class Heads(nn.Module):
+    """Two outputs from one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.trunk(x)
+        return [head(hidden) for head in self.heads]
+
+
+def test_what_is_read_in_one_pass_only_is_made_once():
+    model = Heads().train()
+
+    def step(batch: Tensor) -> None:
+        first, second = model(batch)
+        first.square().mean().backward(retain_graph=True)
+        second.square().mean().backward()
+        model.zero_grad()
+
+    profile = lowtide.rehearse(model, step, torch.randn(ROWS, WIDTH))
+    assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
+    reads: dict[str, list[int]] = {}
+    for slot in profile.slots:
+        if slot.need is not None:
+            reads.setdefault(slot.label.partition(":")[0], []).append(slot.need)
+    assert len(reads["trunk.1"]) == 2
+    assert len(reads["heads.0.1"]) == len(reads["heads.1.1"]) == 1
+    assert reads["heads.0.1"][0] < reads["trunk.1"][0] < reads["heads.1.1"][0] < reads["trunk.1"][1]
