@@ -159,10 +159,6 @@ def test_one_backward_too_many_is_an_error() -> None:
         plain_step(model, optimizer, micro=2)(rows())
 
 
-def _by_common_norm(model: nn.Module) -> None:
-    clip_grad_norm_(model.parameters(), 1.0)
-
-
 def _by_hand(model: nn.Module) -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -172,7 +168,6 @@ def _by_hand(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("kind", "between", "why"),
     [
-        (torch.optim.AdamW, _by_common_norm, "common norm of several gradients .* needs all of them at once"),
         (torch.optim.AdamW, _by_hand, "gradients are changed between backward and optimizer.step"),
         (torch.optim.AdamW, lambda m: clip_grad_value_(m[0].parameters(), 1.0), "some gradients are clipped"),
         (torch.optim.AdamW, lambda m: [clip_grad_value_(p, 1.0) for p in m.parameters()], "several sets of param"),

@@ -74,7 +74,7 @@ def in_script(text: str) -> Pulled:
         wanted = "a number of pieces, as in micro-batches=4" if takes_number else "no number"
         raise LowtideError(f"the lever {name!r} takes {wanted}; found {text!r}.")
     settings = {"n": float(number)} if takes_number else {}
-    return Pulled(name=name, what=lever.what, exact=lever.exact, settings=settings)
+    return Pulled(name=name, what=lever.in_words(settings), exact=lever.exact, settings=settings)
 
 
 def named(name: str) -> Lever:

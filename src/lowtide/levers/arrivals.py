@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,33 +26,73 @@ from lowtide.rehearsal.unchanged import Unchanged
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-BY_VALUE, BY_NORM = "clip_value", "clip_norm"
+BY_VALUE, BY_NORM, BY_COMMON_NORM = "clip_value", "clip_norm", "clip_common_norm"
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """How each gradient is clipped by itself."""
+    """How gradients are clipped: each by itself, or by the norm that they have in common (`common_norm.py`)."""
 
     kind: str
     limit: float
     norm_type: float = 2.0
+    raises: bool = False
+    """Whether it is an error if the norm is not finite (`error_if_nonfinite`)."""
+    foreach: bool | None = None
+    """As `clip_grad_norm_` was told."""
     why_not: str = ""
     """Why that can't be done parameter by parameter."""
+    clipped: tuple[Tensor, ...] = ()
+    """The parameters whose gradients have a norm in common, in the order in which it is computed."""
 
     @classmethod
     def told(cls, settings: Settings) -> Self | None:
         """The clipping that a lever's settings name."""
-        for kind in (BY_VALUE, BY_NORM):
+        for kind in (BY_VALUE, BY_NORM, BY_COMMON_NORM):
             if kind in settings:
-                return cls(kind, settings[kind], settings.get("norm_type", 2.0))
+                norm_type = settings.get("norm_type", 2.0)
+                if "infinite" in settings:
+                    norm_type = math.inf * settings["infinite"]
+                foreach = bool(settings["foreach"]) if "foreach" in settings else None
+                return cls(kind, settings[kind], norm_type, bool(settings.get("error_if_nonfinite")), foreach)
         return None
+
+    @property
+    def settings(self) -> Settings:
+        """What `told` is told."""
+        is_infinite = math.isinf(self.norm_type)  # which JSON has no number for
+        found = {self.kind: self.limit, **({} if is_infinite else {"norm_type": self.norm_type})}
+        if is_infinite:
+            found["infinite"] = math.copysign(1.0, self.norm_type)
+        if self.raises:
+            found["error_if_nonfinite"] = 1.0
+        if self.foreach is not None:
+            found["foreach"] = float(self.foreach)
+        return found
 
     def apply(self, parameter: Tensor) -> None:
         """Clip one parameter's gradient, with the function that the loop clips it with."""
         if self.kind == BY_VALUE:
-            clip_grad.clip_grad_value_(parameter, self.limit)
+            clip_grad.clip_grad_value_(parameter, self.limit, self.foreach)
         else:
-            clip_grad.clip_grad_norm_(parameter, self.limit, self.norm_type)
+            clip_grad.clip_grad_norm_(parameter, self.limit, self.norm_type, self.raises, self.foreach)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of one of torch's clipping functions."""
+
+    kind: str
+    limit: float
+    norm_type: float
+    raises: bool
+    foreach: bool | None
+    gradients: tuple[int, ...]
+    """Their ids, in order."""
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        return self.kind, self.limit, self.norm_type, self.raises, self.foreach
 
 
 @dataclass(slots=True)
@@ -63,7 +104,9 @@ class Seen:
     scaled: bool = False
     changed: bool = False
     clip: Clip | None = None
-    _calls: list[tuple[str, float, float, frozenset[int]]] = field(default_factory=list)
+    hooked: bool = False
+    """Whether the step put hooks on gradients."""
+    _calls: list[_Call] = field(default_factory=list)
 
 
 def observe(site: Site, optimizer: Optimizer) -> Seen:
@@ -82,7 +125,7 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
         for parameter, before in versions.items():
             grad = parameter.grad
             seen.changed |= grad is None or (id(grad), grad._version) != before
-        seen.clip = _clip_of(seen._calls, {id(p.grad) for p in versions if p.grad is not None}) or seen.clip
+        seen.clip = _clip_of(seen._calls, {id(p.grad): p for p in versions if p.grad is not None}) or seen.clip
         arrived.clear()
         versions.clear()
         seen._calls.clear()
@@ -97,42 +140,59 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
     return seen
 
 
-def _clip_of(calls: list[tuple[str, float, float, frozenset[int]]], gradients: set[int]) -> Clip | None:
-    """The clipping that these calls add up to."""
+def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None:
+    """The clipping that these calls add up to, of gradients with these ids."""
     if not calls:
         return None
-    kind, limit, norm_type, _ = calls[0]
-    why = ""
-    if len({call[:3] for call in calls}) > 1:
+    first, clipped, why = calls[0], [gradient for call in calls for gradient in call.gradients], ""
+    kind = BY_COMMON_NORM if first.kind == BY_NORM and len(first.gradients) > 1 else first.kind
+    if len({call.way for call in calls}) > 1:
         why = "gradients are clipped in more than one way"
-    elif not gradients <= frozenset().union(*(call[3] for call in calls)):
+    elif math.isinf(first.limit):
+        why = "gradients are clipped by an infinite norm: for what clip_grad_norm_ returns, which would be 0"
+    elif not parameter_of.keys() <= set(clipped):
         why = "some gradients are clipped and others are not"
     elif kind == BY_VALUE and len(calls) > 1:
         why = "clip_grad_value_ is called for several sets of parameters, and fails for one without gradients"
-    elif kind == BY_NORM and any(len(call[3]) > 1 for call in calls):
-        why = "clipping by the common norm of several gradients (clip_grad_norm_) needs all of them at once"
-    return Clip(kind, limit, norm_type, why)
+    elif first.kind == BY_NORM and len(calls) > 1 and any(len(call.gradients) > 1 for call in calls):
+        why = "clip_grad_norm_ is called for several sets of parameters, and each has another norm"
+    elif kind == BY_COMMON_NORM and set(clipped) - parameter_of.keys():
+        why = "clip_grad_norm_ is also given gradients of parameters that the optimizer does not step on"
+    elif kind == BY_COMMON_NORM and len(clipped) > len(set(clipped)):
+        why = "clip_grad_norm_ is given the same gradient twice"
+    named = () if why or kind != BY_COMMON_NORM else tuple(parameter_of[gradient] for gradient in clipped)
+    return Clip(kind, first.limit, first.norm_type, first.raises, first.foreach, why, named)
+
+
+_HOOKING = frozenset({"register_hook", "register_prehook", "retain_grad"})
+"""Methods in C++ of autograd's nodes and of tensors after which a gradient is looked at when it comes."""
 
 
 @contextlib.contextmanager
 def _watching_calls(seen: Seen) -> Iterator[None]:
-    """Note calls of torch's clipping functions and of GradScaler.step, in this thread."""
+    """Note calls of torch's clipping functions, of GradScaler.step and of what hooks gradients, in this thread."""
     clips = {
         _code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
         _code(clip_grad.clip_grad_norm_): (BY_NORM, "max_norm"),
     }
     scaler = _code(torch.amp.GradScaler.step)
+    hooks = {_code(Tensor.register_hook), _code(Tensor.register_post_accumulate_grad_hook)}
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and getattr(argument, "__name__", "") in _HOOKING:
+            seen.hooked = True
         if event != "return":
             return
         if frame.f_code in clips:
             kind, limit = clips[frame.f_code]
             found = frame.f_locals
-            ids = frozenset(id(gradient) for gradient in _torch.clipped(found))
-            seen._calls.append((kind, float(found[limit]), float(found.get("norm_type", 2.0)), ids))
+            ids = tuple(id(gradient) for gradient in _torch.clipped(found))
+            norm_type, raises = float(found.get("norm_type", 2.0)), bool(found.get("error_if_nonfinite", False))
+            seen._calls.append(_Call(kind, float(found[limit]), norm_type, raises, found["foreach"], ids))
         elif frame.f_code is scaler:
             seen.scaled = True
+        elif frame.f_code in hooks:
+            seen.hooked = True
 
     before: Any = sys.getprofile()
     sys.setprofile(watch)

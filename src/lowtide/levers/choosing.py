@@ -102,9 +102,9 @@ class Tried:
 
 def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
     """`before` with one more lever. Raises NoUse if that can't be, or does not pay."""
-    pulled = Pulled(name=lever.name, what=lever.what, exact=lever.exact, settings=dict(settings))
+    pulled = Pulled(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
     found = rehearsed(site, (*before.profile.levers, pulled))
-    more_ms = 0.0 if lever.free else _more_ms(site, before.profile.levers, found.levers)
+    more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, found.levers)
 
     def saving(saved_bytes: int) -> Tried:
         levers = (*before.profile.levers, replace(pulled, bytes=saved_bytes, extra_ms=more_ms))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lowtide.levers.lever import NoUse, Settings, Site
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _CHOICES = ("fused", "foreach")
 
 
-class FusedOptimizer:
+class FusedOptimizer(Lever):
     """See the top of this file."""
 
     name: ClassVar[str] = "fused optimizer"

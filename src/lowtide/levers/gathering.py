@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
+Gathered = Sequence[tuple[Tensor, Tensor]]
+"""Parameters and their whole gradients."""
+
 _PARAMETERS: set[int] = set()
+_LISTENERS: list[Callable[[Gathered], None]] = []
 
 
 def is_gathering(parameter: Tensor) -> bool:
@@ -24,3 +28,15 @@ def gathering(parameters: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         _PARAMETERS.difference_update(ids)
+
+
+def hand_out(gathered: Gathered) -> None:
+    """Backward is about to hand out these gradients: tell whoever listens."""
+    for listener in tuple(_LISTENERS):
+        listener(gathered)
+
+
+def listen(listener: Callable[[Gathered], None]) -> Callable[[], None]:
+    """Tell `listener` of gathered gradients before they are handed out; until what is returned is called, once."""
+    _LISTENERS.append(listener)
+    return lambda: _LISTENERS.remove(listener)

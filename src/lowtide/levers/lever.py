@@ -53,6 +53,14 @@ class Lever(Protocol):
     free: ClassVar[bool]
     """Whether it does no more work than the plain step, by construction; else what it costs is measured."""
 
+    def is_free(self, settings: Settings) -> bool:
+        """`free`, with these settings."""
+        return self.free
+
+    def in_words(self, settings: Settings) -> str:
+        """`what`, with these settings."""
+        return self.what
+
     def settings(self, site: Site) -> Settings:
         """What it has to know about the step, found by looking at it or by running it once.
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 from lowtide import _torch
 from lowtide.accumulation.averages import Average, note_average
 from lowtide.errors import LowtideError
+from lowtide.levers.entrance import runs_twice
 
 
 @dataclass(slots=True)
@@ -214,7 +215,7 @@ def _cross_entropy(
         weight=weight,
         reduction=reduction,
         ignore_index=ignore_index,
-        options=nn.LinearCrossEntropyOptions(),
+        options=nn.LinearCrossEntropyOptions(allow_retain_graph=runs_twice(layer.weight)),
     ).to(logits.dtype)
     logits.head.chunked += 1
     if reduction == "mean" and weight is None:

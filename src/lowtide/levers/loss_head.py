@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide.levers.lever import NoUse, Settings, Site
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.logits import Head, Logits
 from lowtide.remat.seam import Front
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class LossHead:
+class LossHead(Lever):
     """See the top of this file."""
 
     name: ClassVar[str] = "loss head"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowtide.levers.lever import NoUse, Settings, Site
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.reading import reason_to_read
 from lowtide.levers.released import without
 from lowtide.rehearsal.outcome import is_out_of_memory
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Outputs:
+class Outputs(Lever):
     """See the top of this file."""
 
     name: ClassVar[str] = "outputs"

@@ -21,8 +21,8 @@ from lowtide._torch import in_backward
 from lowtide.accumulation.batches import rows_of
 from lowtide.accumulation.whole import accumulate
 from lowtide.errors import LowtideError
-from lowtide.levers.gathering import gathering
-from lowtide.levers.lever import NoUse, Settings, Site
+from lowtide.levers.gathering import gathering, hand_out
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.outputs import is_model_output
 from lowtide.levers.released import only_loss
 from lowtide.remat.seam import Front
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class MicroBatches:
+class MicroBatches(Lever):
     """See the top of this file."""
 
     name: ClassVar[str] = "micro-batches"
@@ -132,15 +132,18 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
+        ctx.gathered = list(zip(parameters, gradients, strict=True))
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+        gathered, ctx.gathered = ctx.gathered, None
+        if gathered is None:
             raise LowtideError("the gradients of these micro-batches were handed out already: backward runs once.")
-        return None, None, *(gradient.mul_(outer[0].to(gradient)) for gradient in gradients)
+        for _, gradient in gathered:
+            gradient.mul_(outer[0].to(gradient))
+        hand_out(gathered)
+        return None, None, *(gradient for _, gradient in gathered)
 
 
 def _check(model: nn.Module) -> None:

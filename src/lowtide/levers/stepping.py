@@ -4,6 +4,10 @@ So gradients never exist all at once. The bits are those of the plain step, as t
 by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`; clipping by
 value, or by each parameter's own norm, is done before it. When backward is over there are no gradients left: code that
 looks at them finds None. A backward pass that fails leaves some parameters updated and others not.
+
+Where gradients are clipped by their common norm they are computed twice, first for it (`common_norm.py`). All that is
+saved for backward is there until the second time. `clip_grad_norm_` finds no gradients then and returns 0: what is
+logged as their norm is not it. A backward pass that fails in the first half updates nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ from torch import Tensor
 
 from lowtide import _torch
 from lowtide.errors import LowtideError
-from lowtide.levers.arrivals import BY_VALUE, Clip, observe
+from lowtide.levers.arrivals import BY_COMMON_NORM, BY_VALUE, Clip, Seen, observe
+from lowtide.levers.common_norm import OTHERS, CommonNorm, order_of
 from lowtide.levers.gathering import is_gathering
-from lowtide.levers.lever import NoUse, Settings, Site
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.rehearsal.outcome import is_out_of_memory
+from lowtide.rehearsal.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-class StepInBackward:
+class StepInBackward(Lever):
     """See the top of this file."""
 
     name: ClassVar[str] = "step in backward"
@@ -40,8 +47,8 @@ class StepInBackward:
     def settings(self, site: Site) -> Settings:
         """Backward passes before each `optimizer.step()`, and how gradients are clipped: from one step that is watched.
 
-        Raises NoUse where gradients are needed all at once: clipping by their common norm, a GradScaler, or any other
-        change between backward and step.
+        Raises NoUse where gradients are needed all at once: a GradScaler, or any change between backward and step but
+        for clipping. Where they are clipped by their common norm, one more step is run to see that it can be known.
         """
         optimizer = _steppable(site.optimizer)
         seen = observe(site, optimizer)
@@ -53,8 +60,21 @@ class StepInBackward:
             raise NoUse("gradients are changed between backward and optimizer.step(), and not by clipping")
         if seen.clip is not None and seen.clip.why_not:
             raise NoUse(seen.clip.why_not)
-        clipped = {} if seen.clip is None else {seen.clip.kind: seen.clip.limit, "norm_type": seen.clip.norm_type}
-        return {"backwards": seen.backwards, **clipped}
+        settings = {"backwards": float(seen.backwards), **({} if seen.clip is None else seen.clip.settings)}
+        if seen.clip is not None and seen.clip.kind == BY_COMMON_NORM:
+            settings["order"] = float(order_of(site.model, optimizer, seen.clip.clipped))
+            _check_two_passes(site.model, seen)
+            _try_two_passes(site, optimizer, settings)
+        return settings
+
+    def is_free(self, settings: Settings) -> bool:
+        """Not where gradients are computed twice."""
+        return BY_COMMON_NORM not in settings
+
+    def in_words(self, settings: Settings) -> str:
+        return (
+            self.what if self.is_free(settings) else f"{self.what}; gradients are computed twice, first for their norm"
+        )
 
     def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
         """All gradients but the largest."""
@@ -66,27 +86,30 @@ class StepInBackward:
 
     def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on backward passes update the optimizer's parameters."""
-        return _On(_steppable(optimizer), settings)
+        return _On(model, _steppable(optimizer), settings)
 
 
 class _On:
-    def __init__(self, optimizer: Optimizer, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Settings, *, on_trial: bool = False) -> None:
         self._optimizer = optimizer
         self._backwards = int(settings.get("backwards", 1))
-        self._clip = Clip.told(settings)
+        clip = Clip.told(settings)
+        self._clip: Clip | CommonNorm | None = clip
         self._step = _torch.step_without_hooks(optimizer)
         self._lock = threading.Lock()
         self._arrived: dict[Tensor, int] = {}
         self._group = {p: n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trained = sorted((p for p in self._group if p.requires_grad), key=Tensor.numel)
-        if self._clip is not None and self._clip.kind == BY_VALUE:
+        if clip is not None and clip.kind == BY_VALUE:
             del trained[:1]  # left to the loop's own calls: clip_grad_value_ fails where there are no gradients at all
+        if clip is not None and clip.kind == BY_COMMON_NORM:
+            self._clip = CommonNorm(model, optimizer, clip, int(settings.get("order", 0)), on_trial=on_trial)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._arrives) for p in trained]
         self._hooks.append(optimizer.register_step_post_hook(self._ends))
 
     def _arrives(self, parameter: Tensor) -> None:
         """A backward pass has added to the parameter's gradient."""
-        if is_gathering(parameter):
+        if is_gathering(parameter) or (isinstance(self._clip, CommonNorm) and self._clip.takes(parameter)):
             return
         with self._lock:  # each card has a thread
             arrived = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
@@ -114,11 +137,25 @@ class _On:
     def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The user's own `optimizer.step()`: by now it found gradients only where backward came less often."""
         self._arrived.clear()
+        if isinstance(self._clip, CommonNorm):
+            self._clip.ends()
 
     def check(self) -> None:
-        """Nothing can have gone wrong that was not raised."""
+        if not isinstance(self._clip, CommonNorm):
+            return
+        if not self._clip.seen:
+            raise NoUse("the common norm of the gradients was never known in time")
+        if self._clip.differed:
+            raise NoUse(f"gradients are clipped by their common norm, and {OTHERS}")
+        if self._clip.changed:
+            raise NoUse(
+                f"gradients have to be computed for their common norm first, which changes {self._clip.changed}"
+            )
 
     def remove(self) -> None:
+        if isinstance(self._clip, CommonNorm):
+            self._clip.remove()
+            self._clip = None
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -133,3 +170,38 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     if _torch.has_step_pre_hooks(optimizer):
         raise NoUse(f"there are hooks before the step of this {name}, which may look at gradients")
     return optimizer
+
+
+def _check_two_passes(model: nn.Module, seen: Seen) -> None:
+    """Raise NoUse where a gradient may not be computed twice."""
+    if seen.backwards > 1:
+        raise NoUse(
+            "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
+            "there before the last one"
+        )
+    twice = "which would run twice: gradients that are clipped by their common norm have to be computed for it first"
+    hooked = next((n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), None)
+    if hooked is not None:
+        raise NoUse(f"there is a hook on the gradient of {hooked}, {twice}")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise NoUse("gradients are clipped by their common norm, and what other processes add to them comes later")
+    if seen.hooked or any(m._backward_hooks or m._backward_pre_hooks for m in model.modules()):
+        raise NoUse(f"there are hooks on gradients in the step, {twice}")
+
+
+def _try_two_passes(site: Site, optimizer: Optimizer, settings: Settings) -> None:
+    """Run the step with the lever on. Raises NoUse if it fails; everything is as it was afterwards."""
+    with Unchanged(site.model, site.batch, optimizer, site.step):
+        on = _On(site.model, optimizer, settings, on_trial=True)
+        try:
+            site.step(site.batch)
+            on.check()
+        except LowtideError as error:
+            raise NoUse(f"gradients are clipped by their common norm, and {str(error).removesuffix('.')}") from error
+        except Exception as error:  # it ran without
+            if is_out_of_memory(error):
+                raise
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise NoUse(f"the step fails where gradients are computed twice: {why}") from error
+        finally:
+            on.remove()
