@@ -128,7 +128,7 @@ class CommonNorm:
         if not self._is_first or _torch.backward_number() == self._pass:
             return False
         assert parameter.grad is not None
-        self._before[parameter] = self._norm(parameter.grad)
+        self._before[parameter] = self._norm(parameter, parameter.grad)
         parameter.grad = None
         return True
 
@@ -138,7 +138,7 @@ class CommonNorm:
         if mine:
             self._check()
             self._begin()
-            self._before = {parameter: self._norm(gradient) for parameter, gradient in mine}
+            self._before = {parameter: self._norm(parameter, gradient) for parameter, gradient in mine}
             self._know()
 
     def _check(self) -> list[Tensor]:
@@ -190,9 +190,12 @@ class CommonNorm:
         common: Tensor = torch.linalg.vector_norm(torch.stack(norms), self._clip.norm_type)
         return common
 
-    def _norm(self, gradient: Tensor) -> Tensor:
-        if not _torch.is_plain(gradient) or gradient.layout is not torch.strided:
-            raise LowtideError(f"a gradient is a {type(gradient).__name__} of layout {gradient.layout}.")
+    def _norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        if not _torch.is_plain(gradient) or gradient.dtype != parameter.dtype:
+            raise LowtideError(
+                f"the gradient of {self._name(parameter)} is a {gradient.layout} {type(gradient).__name__} of "
+                f"{gradient.dtype}: only strided ones of their parameter's type are known to have the same norm alone."
+            )
         return _torch.norm_of(gradient, self._clip.norm_type, self._clip.foreach)
 
     # --- the second pass
@@ -204,7 +207,7 @@ class CommonNorm:
             raise LowtideError(
                 "a gradient came that does not come from what one call of the model returned: its norm is not known."
             )
-        self._found[parameter] = self._norm(parameter.grad)
+        self._found[parameter] = self._norm(parameter, parameter.grad)
         clip_grads_with_norm_(parameter, self._clip.limit, self._total, self._clip.foreach)
 
     def ends(self) -> None:
@@ -223,7 +226,7 @@ class CommonNorm:
         is_first, self.differed = not self.differed, True
         if self._on_trial:
             return
-        if share > NEAR:
+        if not share <= NEAR:  # it may be no number
             raise LowtideError(
                 f"the parameters were updated with gradients that were clipped by another norm: {OTHERS}."
             )
@@ -235,7 +238,7 @@ class CommonNorm:
     def _apart(self, before: dict[Tensor, Tensor], found: dict[Tensor, Tensor], total: Tensor) -> float:
         """How far the norms are from those of the first pass, as a share of the common one."""
         one, other = (torch.stack([n[p].to(total.device, torch.float64) for p in before]) for n in (before, found))
-        apart = self._common(list((one - other).nan_to_num(0.0)))  # where the one is not finite
+        apart = (one - other).abs().nan_to_num(0.0).max()  # no number where both are infinite
         apart = torch.where((one.isfinite() == other.isfinite()).all(), apart, math.inf)
         return float(torch.where(apart == 0, 0.0, apart / total.abs()))
 
