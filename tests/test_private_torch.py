@@ -77,6 +77,20 @@ def test_the_tensor_arguments_of_an_op() -> None:
     assert _torch.tensor_arguments("no_such_op") == ()
 
 
+def test_who_else_has_a_tensors_memory() -> None:
+    x = torch.ones(4)
+    assert _torch.has_one_owner(x)
+    view = x[:2]
+    assert not _torch.has_one_owner(x)
+    del view
+    assert _torch.has_one_owner(x)
+    with torch.enable_grad():
+        graph = x * torch.ones(4, requires_grad=True)
+    assert not _torch.has_one_owner(x)
+    del graph
+    assert _torch.has_one_owner(x)
+
+
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
 
 

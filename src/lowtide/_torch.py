@@ -126,6 +126,14 @@ def in_function_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def has_one_owner(tensor: torch.Tensor) -> bool:
+    """Whether nothing but this one tensor object refers to its memory: no view, no other graph. 2.13.
+
+    The memory's Python object counts as well.
+    """
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2 and tensor._use_count() == 1)  # type: ignore[attr-defined]
+
+
 def raw_saved(node: Node) -> Iterator[Any]:
     """What `node` holds for its backward, tensors or what a pack hook made of them; runs no unpack hook. 2.13."""
     for _, slot in saved_slots(node):

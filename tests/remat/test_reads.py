@@ -129,6 +129,27 @@ def test_nothing_is_made_of_what_nobody_holds():
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
 
 
+def test_nothing_is_made_of_what_takes_a_number_to_make():
+    """The number is noted only for a ReLU that is made again, and of this one the signs are held."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.last((self.first(x) + 0.5).relu() * 2)
+
+    torch.manual_seed(0)
+    model, x = Shifted(), torch.randn(64, 64)
+    step = step_of(model)
+    profile = lowtide.rehearse(model, step, x)
+    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    verdict = lowtide.verify(model, step, x, plan)
+    assert not verdict.drifted
+    assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
+
+
 def under(model, actions, run):
     engine = Engine(model, actions)
     engine.install()

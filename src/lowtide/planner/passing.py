@@ -1,5 +1,7 @@
 """What one remake takes: values that nobody holds are made on the way, and each is gone when the next one is there.
 
+Or it has become the next one: what is made for nothing else may be written over.
+
 They are made in the engine's order (`bring_back` in `remat/values.py`): of what is missing the last operand comes
 first, and before it whatever that needs. So it is known how much of them is there at any moment, and how much already
 when an operand is asked for, which may have to be made again itself.
@@ -46,9 +48,10 @@ def recipe_of(
                 ahead.setdefault(need, there)
             elif need not in made:
                 make(need)
+        is_over = values[current].over in made
         result = 0 if current == value else values[current].bytes
-        room = 0 if current == value else values[value].bytes  # the result's own, which is not there yet
-        most = max(most, there + result + values[current].transient_bytes - room)
+        room = 0 if current == value and not is_over else values[value].bytes  # the result's own, not there yet
+        most = max(most, there + (0 if is_over else result) + values[current].transient_bytes - room)
         there = before + result if result else there  # a view holds what it was made from
         made[current] = there - before
 

@@ -20,6 +20,8 @@ class ValueDraft:
     recipe: str | None = None
     refused: str | None = None
     needs: tuple[int, ...] = ()
+    over: int | None = None
+    """The one of them that is written over if nobody holds it."""
     cost_ms: float = 0.0
     flops: int = 0
     transient_bytes: int = 0

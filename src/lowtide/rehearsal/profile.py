@@ -91,6 +91,7 @@ def assemble(
                 node=draft.node,
                 recipe=draft.recipe,
                 needs=draft.needs,
+                over=draft.over,
                 cost_ms=draft.cost_ms,
                 flops=draft.flops,
                 expensive=draft.flops > 0 or (draft.recipe in RECIPES and RECIPES[draft.recipe].expensive),
@@ -194,7 +195,8 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
         if index not in place:
             needs = tuple(visit(need) for need in values[index].needs)
             place[index] = len(ordered)
-            ordered.append(replace(values[index], needs=needs))
+            over = values[index].over
+            ordered.append(replace(values[index], needs=needs, over=None if over is None else place[over]))
         return place[index]
 
     ordered: list[ValueDraft] = []

@@ -193,7 +193,8 @@ class Remakes(Engine):
 
     def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
         """Whether what is made of a value, an output of this node, can make it on the way."""
-        if node is None or self.values[self._index[value]].recipe is None:
+        draft = self.values[self._index[value]]
+        if node is None or draft.recipe is None or draft.node.endswith(NUMBERS):  # which are noted where it is saved
             return False
         try:
             self.builder.remake(node, output)
@@ -224,6 +225,7 @@ class Remakes(Engine):
         draft.bytes = base.numel() * base.element_size()
         spent = self._meter.of(maker)
         draft.needs = self.operands(maker)
+        draft.over = self.over(maker)
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.needs)):
             draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
@@ -250,11 +252,16 @@ class Remakes(Engine):
                 upstream = self.operands(value.maker)
                 spent = self._meter.of(value.maker)
                 self._index[value] = len(self.values)
-                self.values.append(replace(spent, needs=upstream, recipe=spent.node))
+                over = self.over(value.maker)
+                self.values.append(replace(spent, needs=upstream, over=over, recipe=spent.node))
                 self._passed_through.append(value)
             if value in self._index:
                 needs.append(self._index[value])
         return tuple(dict.fromkeys(needs))
+
+    def over(self, maker: Remake) -> int | None:
+        """The index of the operand that a remake wrote its result over."""
+        return None if maker.over is None else self._index[maker.over]
 
 
 def calls_noting(maker: Remake) -> set[str]:

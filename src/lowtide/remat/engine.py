@@ -87,6 +87,7 @@ class Engine:
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
         if found is not None and shared(found, base, frame):
+            found.passing = False
             if decision is None and not (found.kept or isinstance(found.maker, Advance)):
                 if frame is not None:
                     frame.adopt(found, tensor, base)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import any_autocast, is_plain, output_metadata
+from lowtide._torch import any_autocast, has_one_owner, is_fake, is_plain, output_metadata
 from lowtide.remat import values
 from lowtide.remat.layout import laid_out
 from lowtide.remat.numbers import Number
-from lowtide.remat.recipes import RECIPES, CannotRemake, Recipe
+from lowtide.remat.recipes import OUT, RECIPES, CannotRemake, Recipe
 from lowtide.remat.source import NodeSource
 from lowtide.remat.values import Handle, Value, register, registered
 
@@ -33,7 +33,7 @@ Owners = dict[int, tuple[torch.nn.Module, ...]]
 class Remake:
     """A pending run of a recipe. As long as it is pending its operands know that somebody waits for them."""
 
-    __slots__ = ("certain", "constants", "noted", "operands", "places", "recipe", "stride")
+    __slots__ = ("certain", "constants", "noted", "operands", "over", "places", "recipe", "stride")
 
     def __init__(
         self,
@@ -49,6 +49,8 @@ class Remake:
         """What the result's strides must be; None where nobody looks at it with a geometry of its own."""
         self.noted = noted
         """The module call in which a number among the constants was noted, if one was."""
+        self.over: Value | None = None
+        """The operand that the result was written over when it was made last."""
         flat: list[Handle | None] = []
         places: list[tuple[str, int | slice]] = []
         for name, argument in arguments.items():
@@ -68,8 +70,11 @@ class Remake:
         tensors = [None if operand is None else operand.get() for operand in self.operands]
         if values.probe is not None:
             values.probe.making(self)
+        out = self.spare(tensors) if self.recipe.into else {}
         with plain():
-            made = self.recipe.function(**{name: tensors[place] for name, place in self.places}, **self.constants)
+            made = self.recipe.function(
+                **{name: tensors[place] for name, place in self.places}, **self.constants, **out
+            )
             result = made[value.output] if isinstance(made, tuple) else made
             if self.stride is not None:
                 result = laid_out(result, self.stride)
@@ -77,6 +82,47 @@ class Remake:
             values.probe.made(self, (result,))
         value.arrive(result)
         return result
+
+    def spare(self, tensors: list[Tensor | None]) -> dict[str, Tensor]:
+        """As the recipe's `out` an operand that was made on the way to this and for nothing else, if one is fit for it.
+
+        That halves the memory that goes through a processor's caches, and there is one tensor less.
+        """
+        self.over = None
+        for handle, tensor in zip(self.operands, tensors, strict=True):
+            if handle is None or tensor is None or handle.view is not None:
+                continue
+            value = handle.value
+            if value.passing and value.readers == 1 and value.tensor is None and can_hold_result(tensor, tensors):
+                self.over = value
+                return {OUT: tensor}
+        return {}
+
+
+def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
+    """Whether what an elementwise op makes of `operands` is like one of them, which nobody else has."""
+    return (
+        tensor.is_floating_point()
+        and tensor.dim() > 0
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and not tensor._is_view()
+        and (is_fake(tensor) or has_one_owner(tensor))
+        and all(other is None or other is tensor or goes_into(other, tensor) for other in operands)
+    )
+
+
+def goes_into(other: Tensor, tensor: Tensor) -> bool:
+    """Whether an elementwise op of both gives the shape, strides and type of `tensor`."""
+    if other.dim() == 0:
+        return not other.is_complex()
+    if other.dtype != tensor.dtype:
+        return False
+    if other.shape == tensor.shape:
+        return other.stride() == tensor.stride()
+    if not (other.is_contiguous() and tensor.is_contiguous()):
+        return False
+    sizes = zip(reversed(other.shape), reversed(tensor.shape), strict=False)
+    return other.dim() <= tensor.dim() and all(mine in {1, its} for mine, its in sizes)
 
 
 def certain(value: Value) -> bool:
@@ -141,6 +187,7 @@ class Builder:
         stride = None if like is None else like.stride()
         remake = Remake(found, arguments, constants, stride, source.noted)
         value = Value(maker=remake, output=output)
+        value.passing = like is None
         if remake.certain:
             register(node, output, value)
         return value

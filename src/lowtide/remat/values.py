@@ -46,7 +46,7 @@ class Maker(Protocol):
 class Value:
     """One output of one autograd node in one step; also a leaf or another tensor without history."""
 
-    __slots__ = ("__weakref__", "leaf", "maker", "output", "readers", "reads", "seen", "tensor", "version")
+    __slots__ = ("__weakref__", "leaf", "maker", "output", "passing", "readers", "reads", "seen", "tensor", "version")
 
     def __init__(self, tensor: Tensor | None = None, *, maker: Maker | None = None, output: int = 0) -> None:
         self.tensor = tensor
@@ -54,6 +54,8 @@ class Value:
         """The tensor's version when it was saved; -1 if none was at hand."""
         self.maker = maker
         self.output = output
+        self.passing = False
+        """Whether nobody but remakes was ever given it."""
         self.leaf = 0
         """`id` of the parameter that this is; 0 for anything else."""
         self.readers = 0

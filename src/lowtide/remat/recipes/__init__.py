@@ -21,6 +21,7 @@ from lowtide.remat.recipes import (
 from lowtide.remat.recipes.registry import (
     EVERY,
     FILLED,
+    OUT,
     OUTPUT_CONSTANTS,
     RECIPES,
     CannotRemake,
@@ -32,6 +33,7 @@ from lowtide.remat.recipes.registry import (
 __all__ = [
     "EVERY",
     "FILLED",
+    "OUT",
     "OUTPUT_CONSTANTS",
     "RECIPES",
     "CannotRemake",

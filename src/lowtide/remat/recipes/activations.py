@@ -12,9 +12,9 @@ from lowtide.remat.recipes.registry import aten, recipe
 
 
 @recipe("ReluBackward0", edges={"self": 0})
-def relu(self: Tensor) -> Tensor:
+def relu(self: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Also in place: remade from what was there before, such as a batch norm's output, itself remade."""
-    return torch.relu(self)
+    return torch.relu(self) if out is None else torch.relu_(out)
 
 
 @recipe("EluBackward0", "EluBackward1", edges={"self": 0})

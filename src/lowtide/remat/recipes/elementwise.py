@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.remat.recipes.registry import Function, recipe
 
-UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+UNARY: dict[str, Callable[..., Tensor]] = {
     "AbsBackward0": torch.abs,
     "AcosBackward0": torch.acos,
     "AsinBackward0": torch.asin,
@@ -50,9 +50,9 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 """Ops of one tensor and nothing else, whether they save it or their own result."""
 
 
-def unary(op: Callable[[Tensor], Tensor]) -> Function:
-    def function(self: Tensor) -> Tensor:
-        return op(self)
+def unary(op: Callable[..., Tensor]) -> Function:
+    def function(self: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return op(self, out=out)
 
     function.__name__ = op.__name__
     return function
@@ -63,15 +63,15 @@ for node, op in UNARY.items():
 
 
 @recipe("AddBackward0", edges={"self": 0, "other": 1})
-def add(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
+def add(self: Tensor, other: Tensor, *, alpha: float, out: Tensor | None = None) -> Tensor:
     """Of two tensors that need gradients, or of one and a number."""
-    return torch.add(self, other, alpha=alpha)
+    return torch.add(self, other, alpha=alpha, out=out)
 
 
 @recipe("SubBackward0", edges={"self": 0, "other": 1})
-def sub(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
+def sub(self: Tensor, other: Tensor, *, alpha: float, out: Tensor | None = None) -> Tensor:
     """Of two tensors that need gradients, or of one and a number, either way around."""
-    return torch.sub(self, other, alpha=alpha)
+    return torch.sub(self, other, alpha=alpha, out=out)
 
 
 @recipe("RsubBackward0", edges={"self": 0, "other": 1})
@@ -87,27 +87,27 @@ def rsub_scalar(self: Tensor, other: Tensor, *, alpha: float) -> Tensor:
 
 
 @recipe("MulBackward0", edges={"self": 0, "other": 1})
-def mul(self: Tensor, other: Tensor) -> Tensor:
+def mul(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Also by a Python number, and dropout on a CPU: the product with its saved mask."""
-    return self * other
+    return torch.mul(self, other, out=out)
 
 
 @recipe("MulBackward1", edges={"self": 0})
-def mul_scalar(self: Tensor, *, other: float) -> Tensor:
+def mul_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
     """By a number, inside of torch."""
-    return self * other
+    return torch.mul(self, other, out=out)
 
 
 @recipe("DivBackward0", edges={"self": 0, "other": 1})
-def div(self: Tensor, other: Tensor) -> Tensor:
+def div(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Also by a Python number."""
-    return self / other
+    return torch.div(self, other, out=out)
 
 
 @recipe("DivBackward1", edges={"self": 0})
-def div_scalar(self: Tensor, *, other: float) -> Tensor:
+def div_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
     """By a number, inside of torch."""
-    return self / other
+    return torch.div(self, other, out=out)
 
 
 @recipe("DivBackward2", edges={"self": 0, "other": 1})
@@ -116,8 +116,8 @@ def div_mode(self: Tensor, other: Tensor, *, rounding_mode: str | None) -> Tenso
 
 
 @recipe("PowBackward0", edges={"self": 0})
-def pow_scalar(self: Tensor, *, exponent: float) -> Tensor:
-    return torch.pow(self, exponent)
+def pow_scalar(self: Tensor, *, exponent: float, out: Tensor | None = None) -> Tensor:
+    return torch.pow(self, exponent, out=out)
 
 
 @recipe("PowBackward1", edges={"self": 0, "exponent": 1})

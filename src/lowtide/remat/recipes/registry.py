@@ -50,6 +50,9 @@ EVERY: Final = -1
 FILLED: Final = -2
 """The same; inputs without an edge may be there if they are empty, which the output's length along `dim` tells."""
 
+OUT: Final = "out"
+"""The parameter of recipes that can write their result over an operand."""
+
 OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "out_stride"})
 """Constants that describe the output itself."""
 
@@ -73,6 +76,7 @@ class Recipe:
     expensive: bool = False
     alias: bool = False
     device: str | None = None
+    into: bool = False
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -101,6 +105,9 @@ def recipe(
     `out_shape`, `out_dtype`, `out_device`, `out_stride`, the output's own; or what a function in `read_off` gives,
     called with the output itself (None where it is not at hand) and the node. One annotated `... | None` may be absent.
 
+    A keyword-only `out: Tensor | None = None` says that the result may be written over an operand, which is given as
+    `out`: one that nobody else has, of the result's shape, strides and type.
+
     `when`: constants that must have these values. `expensive`: it redoes a matrix product, a convolution or attention.
     `alias`: the result is a view of the first operand. `device`: the only type of device that has the node.
     A function that returns `tuple[Tensor, ...]` gives all outputs of its node, one that returns `Tensor` the first one.
@@ -117,7 +124,7 @@ def recipe(
                 operands=tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY),
                 lists=frozenset(p.name for p in parameters if hints[p.name].startswith("list[")),
                 optional=frozenset(p.name for p in parameters if hints[p.name].endswith("| None")),
-                constants=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+                constants=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != OUT),
                 several=hints["return"].startswith("tuple["),
                 edges=dict(edges or {}),
                 owner=owner,
@@ -127,6 +134,7 @@ def recipe(
                 expensive=expensive,
                 alias=alias,
                 device=device,
+                into=any(p.name == OUT for p in parameters),
             )
         return function
 
