@@ -219,6 +219,11 @@ REDUCTIONS = [
     row("CumsumBackward0", lambda x: x.cumsum(-1), (4, 6)),
 ]
 
+def masked_out(x: Tensor, shape: tuple[int, ...], dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The scores of attention, where some are behind a mask."""
+    return aten._safe_softmax(x.masked_fill(mask(x, *shape), -torch.inf), dim, dtype)
+
+
 SOFTMAX = [
     row("SoftmaxBackward0", lambda x: x.softmax(-1), (4, 6)),
     row("SoftmaxBackward0", lambda x: x.softmax(0, dtype=torch.float32), (4, 6), name="wider"),
@@ -226,6 +231,10 @@ SOFTMAX = [
     row("LogSoftmaxBackward0", lambda x: x.log_softmax(0, dtype=torch.float32), (4, 6), name="wider"),
     row("SafeSoftmaxBackward0", attend, HEADS, HEADS, HEADS, name="attention"),
     row("SafeSoftmaxBackward0", lambda x: aten._safe_softmax(x.where(mask(x, 4, 1), x * torch.inf), -1), (4, 6)),
+    row("SafeSoftmaxBackward0", lambda x: masked_out(x, (4, 1), -1), (4, 6), name="rows masked out"),
+    row("SafeSoftmaxBackward0", lambda x: masked_out(x, (1, 6), 0), (4, 6), name="columns masked out"),
+    row("SafeSoftmaxBackward0", lambda x: masked_out(x, (4, 6), -1), (4, 6), name="here and there"),
+    row("SafeSoftmaxBackward0", lambda x: masked_out(x, (4, 1), -1, torch.float64), (4, 6), name="wider"),
 ]
 
 
