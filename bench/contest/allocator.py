@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import torch
+
 SETTINGS: Mapping[str, str] = {
     "MALLOC_MMAP_MAX_": "0",  # no block gets a mapping of its own
     "MALLOC_TRIM_THRESHOLD_": "1099511627776",  # the end of the heap is not given back before 1 TiB is free there
@@ -27,3 +29,9 @@ def environment() -> dict[str, str]:
 def in_force() -> bool:
     """Whether this process was started with SETTINGS."""
     return all(os.environ.get(name) == value for name, value in SETTINGS.items())
+
+
+def warm_up(n_bytes: int) -> None:
+    """Write to so much memory and give it back, so that no step that is timed is the first to touch it."""
+    assert in_force(), "only with these settings it stays with the process"
+    torch.ones(n_bytes, dtype=torch.uint8)

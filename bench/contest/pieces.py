@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from lowtide._quiet import without_noise
 
@@ -31,13 +31,14 @@ class Taken:
 
 def taken(step: Callable[[], object]) -> Taken:
     """Run one step, with torch's profiler as the clock."""
-    with without_noise(2, b"USDT:"), profile(activities=[ProfilerActivity.CPU]) as clock:
+    with without_noise(2, b"USDT:"), profile(use_cpu=True) as clock:
         began = time.perf_counter()
         step()
         whole = time.perf_counter() - began
-    events = sorted(clock.events(), key=lambda event: event.time_range.start)
-    pieces = np.diff([event.time_range.start for event in events]) / 1e6
-    return Taken(tuple(event.name for event in events), np.array([whole - pieces.sum(), *pieces]))
+    assert clock.kineto_results is not None
+    events = sorted((event.start_ns(), event.name()) for event in clock.kineto_results.events())  # what it is made of
+    pieces = np.diff([start for start, _ in events]) / 1e9
+    return Taken(tuple(name for _, name in events), np.array([whole - pieces.sum(), *pieces]))
 
 
 def undisturbed(steps: Sequence[Taken]) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch._functorch import config as functorch_config
 
+from contest import allocator
 from contest.claims import EVERY_BLOCK, most_extra_time
 from contest.models import contestant
 from contest.ours import Ours
@@ -24,6 +25,8 @@ from lowtide.identity import static_bytes
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions
 
+ROOM = 4
+"""Memory that is touched before anything is timed, in plain peaks: three models at a time, and gaps between blocks."""
 SHARES = (80, 70, 60, 50, 40, 30)
 """Budgets, percent of the plain step's peak."""
 LADDER = 20
@@ -57,6 +60,9 @@ class Running:
         self.bits = self.plain.bits()
         plain_cell = Cell(kind="plain", name="plain", **self.plain.measure(self.bits).as_fields())
         self.watch(None, plain_cell)
+        if not self.quick:
+            assert plain_cell.peak_bytes is not None
+            allocator.warm_up(ROOM * plain_cell.peak_bytes)
         if self.rounds is None:
             seconds = min(self.plain.seconds() for _ in range(2))
             self.rounds = next(rounds for limit, rounds in ROUNDS if seconds <= limit)

@@ -219,6 +219,7 @@ REDUCTIONS = [
     row("CumsumBackward0", lambda x: x.cumsum(-1), (4, 6)),
 ]
 
+
 def masked_out(x: Tensor, shape: tuple[int, ...], dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """The scores of attention, where some are behind a mask."""
     return aten._safe_softmax(x.masked_fill(mask(x, *shape), -torch.inf), dim, dtype)

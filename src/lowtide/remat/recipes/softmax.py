@@ -21,7 +21,7 @@ def log_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
 
 @recipe("SafeSoftmaxBackward0", edges={"self": 0})
 def safe_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
-    """Attention's own: zero where a row is masked out altogether, which is found without the op's masks of all numbers."""
+    """Attention's own: zero where a row is masked out altogether, found without a mask of every number."""
     made = torch.softmax(self, dim, dtype=out_dtype)
     if made.numel() and may_be_masked_out(made, dim):
         made.masked_fill_(self.amax(dim, keepdim=True) == -torch.inf, 0.0)
