@@ -113,6 +113,39 @@ def test_who_needs_the_values_keeps_them():
     assert packings(profile) == {"pool#0:0": SHAPE}
 
 
+class Functional(nn.Module):
+    """A convolution, and what is called in the same call of a module."""
+
+    def __init__(self, inputs, then):
+        super().__init__()
+        self.inner, self.then = nn.Conv2d(inputs, 16, 3, padding=1), then
+
+    def forward(self, x):
+        return self.then(self.inner(x))
+
+
+SAVED_TWICE = {
+    "a ReLU": (lambda x: F.max_pool2d(x.relu(), 2), {"#0:0": SIGNS, "#0:1": SHAPE}),
+    "who needs the values": (lambda x: F.avg_pool2d(x.tanh(), 2), {"#0:1": SHAPE}),
+    "a view": (lambda x: F.max_pool2d(x.relu().permute(0, 1, 3, 2), 2), {"#0:0": SIGNS, "#0:1": SHAPE}),
+}
+
+
+@pytest.mark.parametrize("case", SAVED_TWICE)
+def test_saved_for_its_shape_in_the_call_that_saves_it_for_more(case):
+    torch.manual_seed(0)
+    then, expected = SAVED_TWICE[case]
+    model, x = nn.Sequential(Functional(3, then), Functional(16, then), nn.Conv2d(16, 4, 3)), images()
+    step = step_of(model)
+    profile = lowtide.rehearse(model, step, x)
+    assert packings(profile) == {f"{n}{address}": node for n in range(2) for address, node in expected.items()}
+    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    verdict = lowtide.verify(model, step, x, plan)
+    assert verdict.identical
+    assert not verdict.drifted
+    assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
+
+
 def test_nothing_is_made_of_what_nobody_holds():
     """The pooled convolution is held by its shape alone, so what the pooling gives can't be made of it."""
     torch.manual_seed(0)

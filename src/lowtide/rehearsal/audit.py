@@ -101,7 +101,7 @@ class Audit(Remakes):
         returned, self._returned = self._returned, None
         call = self.calls[index]
         call.stop_slot = len(self.slots)
-        self.try_shape(index, call.first_slot, returned)
+        self.try_shape(index, returned)
         if frame is not None:
             frame.close()
             call.refused = self.try_replay(call, frame)

@@ -60,6 +60,7 @@ class Remakes(Engine):
         self._open: list[tuple[int, Frame | None]] = []
         """The calls in progress, and the frames of those that may be replayed."""
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
+        self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._passed_through: list[Value] = []
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
@@ -86,11 +87,12 @@ class Remakes(Engine):
             self.try_signs(value, tensor)
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
-        self._handles[len(self.slots)] = value, view
+        handle = Handle(value, view)
+        self._handles[len(self.slots)], self._slot_of[handle] = (value, view), len(self.slots)
         self._saved.add(index)
         self.slots.append(slot)
         scope.ordinal += 1
-        return Handle(value, view)
+        return handle
 
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         """The kept value of a tensor, audited when it is first seen."""
@@ -171,25 +173,18 @@ class Remakes(Engine):
         draft = min(found, key=lambda draft: draft.cost_ms)
         self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
 
-    def try_shape(self, call: int, first_slot: int, result: Any) -> None:
+    def try_shape(self, call: int, result: Any) -> None:
         """The call that returned `result` is over: find out whether it has itself saved something for its shape."""
         held = saved_for_shape(result)
-        if held is None:
+        n = None if held is None else self._slot_of.get(held)  # others in the call may have saved the same tensor
+        if held is None or n is None or self.slots[n].call != call:
             return
-        for n in range(first_slot, len(self.slots)):
-            value, view = self._handles[n]
-            if (
-                self.slots[n].call == call
-                and value is held.value
-                and value.tensor is not None
-                and value.tensor.nbytes >= MIN_BYTES
-            ):
-                size = packed(SHAPE, held.get()).get().untyped_storage().nbytes()
-                draft = ValueDraft(bytes=size, node=SHAPE, recipe=SHAPE)
-                self.enough[n] = Enough(
-                    draft, None, view is None and self.is_passable(value, *result.grad_fn.next_functions[0])
-                )
-                return
+        value, view = self._handles[n]
+        if value.tensor is not None and value.tensor.nbytes >= MIN_BYTES:
+            size = packed(SHAPE, held.get()).get().untyped_storage().nbytes()
+            draft = ValueDraft(bytes=size, node=SHAPE, recipe=SHAPE)
+            is_passable = view is None and self.is_passable(value, *result.grad_fn.next_functions[0])
+            self.enough[n] = Enough(draft, None, is_passable)
 
     def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
         """Whether what is made of a value, an output of this node, can make it on the way."""
