@@ -251,6 +251,45 @@ def test_the_shape_is_enough(node, last):
     assert identical(plain["result"], shape_only["result"])
 
 
+@pytest.mark.parametrize("before", [{}, {"1#0:0": SIGNS}, {"1#0:0": "ReluBackward0"}])
+@pytest.mark.parametrize("node", [node for node, (_, dims) in POOLS.items() if dims == 4])
+def test_what_a_pool_gives_is_not_made_of_the_shape(node, before):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), POOLS[node][0], nn.Conv2d(8, 4, 3))
+    actions = actions_for({**before, "2#0:0": SHAPE, "3#0:0": node}, ())
+
+    def run():
+        return model(images()).square().sum().backward()
+
+    plain, (planned, engine) = outcome(model, run), under(model, actions, run)
+    assert not engine.drifted
+    assert not differences(plain, planned)
+
+
+def test_nor_before_the_call_is_over():
+    class Pooled(nn.Module):
+        def forward(self, x):
+            x = F.max_pool2d(x.relu(), 2)
+            self.penalty = x.square().mean()
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), Pooled(), nn.Conv2d(16, 4, 3))
+
+    def step(x):
+        loss = model(x).square().mean() + model[1].penalty
+        loss.backward()
+        return loss.detach()
+
+    profile = lowtide.rehearse(model, step, images())
+    assert packings(profile) == {"1#0:0": SIGNS, "1#0:1": SHAPE}
+    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    verdict = lowtide.verify(model, step, images(), plan)
+    assert verdict.identical
+    assert not verdict.drifted
+    assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
+
+
 def test_the_shape_takes_no_memory():
     tensor = torch.randn(64, 64, 8)
     assert packed(SHAPE, tensor).get().untyped_storage().nbytes() == tensor.element_size()

@@ -113,7 +113,9 @@ class Engine:
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
         """A handle on what is enough of `tensor` for who reads it. Raises CannotRemake if the reader is another one."""
         if decision.node == SHAPE:
-            return Handle(Value(tensor.detach()))  # until the call is over: `let_go_of_values`
+            value = Value(tensor.detach())  # until the call is over: `let_go_of_values`
+            value.partial = True
+            return Handle(value)
         if decision.node == SIGNS and not saves_signs(tensor):
             raise CannotRemake("it is not saved for its signs")
         return Handle(packed(decision.node, tensor))

@@ -71,7 +71,9 @@ def saved_for_shape(result: Any) -> Handle | None:
 def packed(kind: str, tensor: Tensor) -> Value:
     """What is enough of `tensor` for who reads it. Raises CannotRemake, saying why that can't be."""
     recipe, constants = PACKINGS[kind]
-    return Value(maker=Remake(recipe, {}, constants(tensor), tensor.stride() if kind == MASK else None))
+    value = Value(maker=Remake(recipe, {}, constants(tensor), tensor.stride() if kind == MASK else None))
+    value.partial = kind != MASK
+    return value
 
 
 def _shape_of(tensor: Tensor) -> dict[str, Any]:

@@ -128,8 +128,13 @@ class NodeSource:
 
 
 def ours(slot: Any) -> Handle | Tensor | None:
-    """What is in a node's slot. Raises CannotRemake if other hooks packed it: that would pass for nothing."""
+    """What is in a node's slot; None if that is not the tensor but only what the node itself reads of it.
+
+    Raises CannotRemake if other hooks packed it: that would pass for nothing.
+    """
     data: Handle | Tensor | None = slot.data
+    if isinstance(data, Handle) and data.value.partial:
+        return None
     if not isinstance(data, Handle) and slot.unpack_hook is not None:
         raise CannotRemake("it was made from what other hooks have packed, or what has been freed")
     return data

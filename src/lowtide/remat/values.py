@@ -46,7 +46,19 @@ class Maker(Protocol):
 class Value:
     """One output of one autograd node in one step; also a leaf or another tensor without history."""
 
-    __slots__ = ("__weakref__", "leaf", "maker", "output", "passing", "readers", "reads", "seen", "tensor", "version")
+    __slots__ = (
+        "__weakref__",
+        "leaf",
+        "maker",
+        "output",
+        "partial",
+        "passing",
+        "readers",
+        "reads",
+        "seen",
+        "tensor",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor | None = None, *, maker: Maker | None = None, output: int = 0) -> None:
         self.tensor = tensor
@@ -56,6 +68,8 @@ class Value:
         self.output = output
         self.passing = False
         """Whether nobody but remakes was ever given it."""
+        self.partial = False
+        """Whether it is, or will be, no more than what is enough for its reader: nothing else can be made of it."""
         self.leaf = 0
         """`id` of the parameter that this is; 0 for anything else."""
         self.readers = 0
