@@ -42,6 +42,24 @@ def test_raw_saved_gives_tensors_and_runs_no_hook() -> None:
     assert list(_torch.raw_saved(z.grad_fn)) == ["packed"]
 
 
+def test_has_yet_to_save() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.grad_fn is not None
+        seen.append(_torch.has_yet_to_save(tensor.grad_fn, "_saved_result"))
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        y = x.relu()
+        y.square()
+        torch.autograd.grad(y.sum(), x)
+        y.square()
+    assert seen == [True, False, False]
+    assert not _torch.has_yet_to_save(x.relu().grad_fn, "_saved_result")
+
+
 def test_raw_saved_of_a_custom_function() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod

@@ -49,6 +49,17 @@ def saved_slot(node: Node, attribute: str) -> Any:
     return getattr(node, "_raw" + attribute, None)
 
 
+def has_yet_to_save(node: Node, attribute: str) -> bool:
+    """Whether the tensor that `node` will show as `attribute` is not there yet; False if it was let go of. 2.13."""
+    slot = saved_slot(node, attribute)
+    if slot is None or slot.data is not None or slot.unpack_hook is not None:
+        return False
+    try:
+        return getattr(node, attribute) is None  # no hook is there to be run
+    except RuntimeError:  # freed
+        return False
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a view was taken of, through any number of views; None for no view. 2.13."""
     return tensor._base

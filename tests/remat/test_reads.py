@@ -209,6 +209,32 @@ def test_every_number_has_the_sign_that_backward_sees(odd):
     assert identical(plain["result"], packed_away["result"])
 
 
+class Differentiates(nn.Module):
+    """The ReLU's node has let go of its result when another one saves that."""
+
+    def forward(self, x):
+        y = x.relu()
+        torch.autograd.grad(y.sum(), x)
+        (gradient,) = torch.autograd.grad((y * y).sum(), y)
+        return x * gradient
+
+
+def test_who_reads_the_result_of_a_relu_that_has_let_go_of_it():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), Differentiates(), nn.Linear(64, 64)), images((64, 64))
+
+    def run():
+        return model(x).square().sum().backward()
+
+    profile = lowtide.rehearse(model, step_of(model), x)
+    assert not packings(profile)
+    plain = outcome(model, run)
+    with pytest.warns(UserWarning, match="does not save what the rehearsed one did"):
+        planned, engine = under(model, actions_for({"1#0:1": SIGNS}, ()), run)
+    assert engine.drifted == {"1#0:1"}
+    assert not differences(plain, planned)
+
+
 POOLS = {
     "AdaptiveAvgPool2DBackward0": (nn.AdaptiveAvgPool2d(3), 4),
     "AdaptiveAvgPool3DBackward0": (nn.AdaptiveAvgPool3d(3), 5),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lowtide._torch import SAVED, is_plain, saved_slot
+from lowtide._torch import SAVED, has_yet_to_save, is_plain
 from lowtide.remat.actions import MASK, SHAPE, SIGNS
 from lowtide.remat.masks import FROM_BITS, bits_of, signs_of
 from lowtide.remat.recipes import CannotRemake, Recipe
@@ -53,10 +53,7 @@ READS_SIGNS: Final = frozenset({"ReluBackward0"})
 def saves_signs(tensor: Tensor) -> bool:
     """Whether `tensor`, which is being saved, is saved by the node that made it, for its signs."""
     node = tensor.grad_fn
-    if node is None or node.name() not in READS_SIGNS:
-        return False
-    slot = saved_slot(node, SAVED + "result")
-    return slot is not None and slot.data is None and slot.unpack_hook is None
+    return node is not None and node.name() in READS_SIGNS and has_yet_to_save(node, SAVED + "result")
 
 
 def saved_for_shape(result: Any) -> Handle | None:
