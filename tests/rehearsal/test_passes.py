@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.planner import smallest_peak
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 
@@ -80,3 +81,40 @@ def test_what_is_read_in_one_pass_only_is_made_once():
     assert len(reads["trunk.1"]) == 2
     assert len(reads["heads.0.1"]) == len(reads["heads.1.1"]) == 1
     assert reads["heads.0.1"][0] < reads["trunk.1"][0] < reads["heads.1.1"][0] < reads["trunk.1"][1]
+
+
+def test_what_each_pass_writes_over_is_its_own():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), Chain(), nn.Linear(WIDTH, WIDTH)), torch.randn(ROWS, WIDTH)
+    profile = lowtide.rehearse(model, _step_of(model, 2), batch)
+    over = [(number, value.over) for number, value in enumerate(profile.values) if value.over is not None]
+    first, second = over[: len(over) // 2], over[len(over) // 2 :]
+    shift = len(profile.values) // 2
+    assert first
+    assert second == [(number + shift, other + shift) for number, other in first]
+
+
+class Chain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 * 3
+
+
+def test_what_a_graph_of_the_gradients_holds_is_not_gone_in_between():
+    """`create_graph`: the graph of the first pass holds what was made again, and the second reads it there."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), Chain(), nn.Tanh(), Chain())]
+    model, batch = nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
+
+    def step(batch: Tensor) -> Tensor:
+        made = model(batch)
+        gradients = torch.autograd.grad(made.sum(), list(model.parameters()), create_graph=True)
+        loss = made.square().mean() + sum(gradient.square().sum() for gradient in gradients)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    profile = lowtide.rehearse(model, step, batch)
+    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    verdict = lowtide.verify(model, step, batch, plan)
+    assert verdict.identical
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes

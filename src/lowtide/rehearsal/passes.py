@@ -21,9 +21,13 @@ Pass = dict[int, tuple[int, int]]
 def passes(seen: Seen, end: int) -> list[Pass]:
     """The passes that read a slot which others read too, in order; none where each slot is read in one.
 
+    None either where what was read is held on to: it is not gone in between.
+
     What a node has read is there until the node lets go of it; or, if backward is to come again, until another node
     reads something. `end` is the number of events.
     """
+    if seen.is_held_on:
+        return []
     found: dict[int, Pass] = {}
     over = following = end
     reader: object = None
@@ -59,7 +63,14 @@ def in_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int
     for n, read in enumerate(several):
         v, c = n * len(profile.values), n * len(profile.calls)
         if n:
-            values += [replace(value, needs=tuple(need + v for need in value.needs)) for value in profile.values]
+            values += [
+                replace(
+                    value,
+                    needs=tuple(need + v for need in value.needs),
+                    over=None if value.over is None else value.over + v,
+                )
+                for value in profile.values
+            ]
             calls += [
                 replace(
                     call,

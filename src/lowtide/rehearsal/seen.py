@@ -20,6 +20,8 @@ class Seen:
     """For each slot the first time."""
     reads: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Every one: event, slot, number of the backward pass, and of the node."""
+    is_held_on: bool = False
+    """Whether a backward pass made a graph (`create_graph`), which holds what it read."""
     release: dict[int, int] = field(default_factory=dict)
     enter: dict[int, int] = field(default_factory=dict)
     leave: dict[int, int] = field(default_factory=dict)
@@ -62,7 +64,8 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
                 seen.block_of_slot[slot] = at[where]
         case "states", tuple(found):
             seen.copies.update(at[where] for where in found if where in at)
-        case "read", (int(slot), int(number), int(node)):
+        case "read", (int(slot), int(number), int(node), bool(makes_graph)):
+            seen.is_held_on |= makes_graph
             seen.read.setdefault(slot, i)
             seen.reads.append((i, slot, number, node))
         case "release", int(slot):

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch import backward_number, running_node
@@ -99,7 +100,7 @@ class Trace:
         self.mark("states", tuple(map(address, states_of(handle.value.maker))))
 
     def reading(self, handle: Handle) -> None:
-        self.mark("read", (self._slots[handle], backward_number(), running_node()))
+        self.mark("read", (self._slots[handle], backward_number(), running_node(), torch.is_grad_enabled()))
 
     def making(self, maker: Maker) -> None:
         self.mark("making", None)
