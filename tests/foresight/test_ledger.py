@@ -51,6 +51,7 @@ class Doubled(torch.autograd.Function):
         return once + 0
 
 
+ENDS = torch.tensor([8, 8, 30, 64], dtype=torch.int32)
 ONCE = dict(use_reentrant=False, preserve_rng_state=False)  # the state of random numbers is no operator's result
 
 STEPS = {
@@ -64,6 +65,8 @@ STEPS = {
     "checkpoint": lambda weight, x: torch.utils.checkpoint.checkpoint(fan_out, weight, x, **ONCE),
     "dropout": lambda weight, x: F.dropout(x @ weight, 0.5),
     "mixed dtypes": lambda weight, x: (x @ weight) * torch.ones(64, 64, dtype=torch.bfloat16),
+    "transposed": lambda weight, x: F.linear(F.linear(x, weight), weight).cos(),
+    "grouped": lambda weight, x: torch._grouped_mm(x, weight.view(4, 16, 64).mT, offs=ENDS).cos(),
     "normed": lambda weight, x: F.layer_norm((x @ weight).t(), (64,)).log_softmax(-1),
 }
 

@@ -25,6 +25,9 @@ INPLACE_OTHERWISE = frozenset(
 CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
 """Operators whose results the CPU lays out contiguously, and fake tensors like their arguments (torch 2.13)."""
 
+GROUPED = aten._grouped_mm.default
+"""Of which fake tensors know only bfloat16 (torch 2.13)."""
+
 NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})
 ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
 PACKING = aten._pack_padded_sequence.default

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from lowtide import _torch
 from lowtide.errors import RehearsalError
 from lowtide.foresight.answers import Answers
-from lowtide.foresight.kinds import CONTIGUOUS, INPLACE_OTHERWISE
+from lowtide.foresight.kinds import CONTIGUOUS, GROUPED, INPLACE_OTHERWISE
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.twins import Twins, is_real
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
@@ -154,6 +154,8 @@ class Ledger(TorchDispatchMode, Recorder):
         return args, kwargs, tensors
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is GROUPED:
+            return self._grouped(*args, **kwargs)
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
         except _torch.DATA_DEPENDENT as error:
@@ -161,6 +163,20 @@ class Ledger(TorchDispatchMode, Recorder):
         if func in CONTIGUOUS and self.device == "cpu":
             return tuple(None if t is None else _contiguous(t) for t in out)
         return out
+
+    def _grouped(
+        self, one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor:
+        """The result of grouped products, whose rows the kernels begin at multiples of 16 bytes."""
+        dtype = out_dtype or one.dtype
+        rows, columns = one.shape[-2], other.shape[-1]
+        padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+        shape, strides = (rows, columns), (padded, 1)
+        if one.dim() == other.dim():
+            groups = one.shape[0] if offs is None else offs.shape[0]
+            shape, strides = (groups, *shape), (rows * padded, *strides)  # type: ignore[assignment]
+        with self._fakes:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=one.device)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = "aten::" + _name(func)
@@ -220,9 +236,12 @@ class Ledger(TorchDispatchMode, Recorder):
         """Let `new` have the memory of `old`, if autograd would have written to `old` without this mode.
 
         It does so for its own sums and gradients only, not for those that Python code computes in a backward pass, and
-        only if nobody else holds `old`: then `old` ends before the next operator. Else `_settle` takes it back.
+        only if nobody else holds `old`: then `old` ends before the next operator. Else `_settle` takes it back. A view,
+        as the gradient of a weight that was transposed, holds what it is a view of.
         """
-        if not _torch.in_backward() or not isinstance(old, torch.Tensor) or not _called_by_autograd():
+        if not _torch.in_backward() or not isinstance(old, torch.Tensor) or old._is_view():
+            return False
+        if not _called_by_autograd():
             return False
         key = _storage(old)
         living = self._living.get(key)
