@@ -322,6 +322,31 @@ def test_a_model_that_saves_sparse_matrices_is_fitted():
         assert fitted.verdict.within_budget
 
 
+class _Correlation(nn.Module):
+    """By Fourier transforms: what it multiplies by is a conjugate that was not computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(64, 64), nn.Tanh()
+
+    def forward(self, x):
+        y = self.act(self.linear(x))
+        return x + torch.fft.irfft(torch.fft.rfft(y) * torch.fft.rfft(y.sin()).conj(), n=64)
+
+
+def test_a_model_that_saves_conjugates_is_planned():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_Correlation(), _Correlation(), _Correlation()), torch.randn(32, 64)
+
+    def step(x):
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    profile = lowtide.rehearse(model, step, x)
+    verdict = lowtide.verify(model, step, x, lowtide.plan(profile, "75%"))
+    assert verdict.identical and verdict.within_budget
+
+
 def test_a_state_that_can_not_be_compared_is_given_back() -> None:
     """Arrays have no truth: what has them counts as changed."""
 

@@ -88,6 +88,9 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
         one, other = one.as_strided(*view), other.as_strided(*view)
     if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
         return False
+    if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
+        return False
+    one, other = one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg()  # else there are no bits to see
     bits = _BITS.get(one.dtype)
     if bits is not None:
         one, other = one.view(bits), other.view(bits)
