@@ -37,6 +37,11 @@ def in_place(weight, x):
     return h.relu_()
 
 
+def batch_normed(weight, x):
+    normed = F.batch_norm((x @ weight).t(), None, None, training=True).t()
+    return normed.contiguous().sin() + normed.contiguous().cos() + normed.contiguous().exp()
+
+
 class Doubled(torch.autograd.Function):
     """Sums in its backward itself: that allocates."""
 
@@ -66,6 +71,7 @@ STEPS = {
     "dropout": lambda weight, x: F.dropout(x @ weight, 0.5),
     "mixed dtypes": lambda weight, x: (x @ weight) * torch.ones(64, 64, dtype=torch.bfloat16),
     "transposed": lambda weight, x: F.linear(F.linear(x, weight), weight).cos(),
+    "batch normed": batch_normed,
     "grouped": lambda weight, x: torch._grouped_mm(x, weight.view(4, 16, 64).mT, offs=ENDS).cos(),
     "normed": lambda weight, x: F.layer_norm((x @ weight).t(), (64,)).log_softmax(-1),
 }

@@ -344,7 +344,8 @@ def test_a_model_that_saves_conjugates_is_planned():
 
     profile = lowtide.rehearse(model, step, x)
     verdict = lowtide.verify(model, step, x, lowtide.plan(profile, "75%"))
-    assert verdict.identical and verdict.within_budget
+    assert verdict.identical
+    assert verdict.within_budget
 
 
 def test_a_state_that_can_not_be_compared_is_given_back() -> None:

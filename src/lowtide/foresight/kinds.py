@@ -25,6 +25,10 @@ INPLACE_OTHERWISE = frozenset(
 CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
 """Operators whose results the CPU lays out contiguously, and fake tensors like their arguments (torch 2.13)."""
 
+BATCH_NORMED = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
+"""Operators whose first result the CPU lays out contiguously, but with the channels last where the argument at this
+place has them there. Fake tensors keep any strides in one of them, and none in the other (torch 2.13)."""
+
 GROUPED = aten._grouped_mm.default
 """Of which fake tensors know only bfloat16 (torch 2.13)."""
 

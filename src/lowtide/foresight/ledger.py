@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from lowtide import _torch
 from lowtide.errors import RehearsalError
 from lowtide.foresight.answers import Answers
-from lowtide.foresight.kinds import CONTIGUOUS, GROUPED, INPLACE_OTHERWISE
+from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.twins import Twins, is_real
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
@@ -161,7 +161,9 @@ class Ledger(TorchDispatchMode, Recorder):
         except _torch.DATA_DEPENDENT as error:
             raise self._answers.refusal(f"the size of what {_name(func)} gives depends on contents") from error
         if func in CONTIGUOUS and self.device == "cpu":
-            return tuple(None if t is None else _contiguous(t) for t in out)
+            return tuple(None if t is None else _laid_out(t) for t in out)
+        if func in BATCH_NORMED and self.device == "cpu" and out[0] is not None:
+            return _laid_out(out[0], _format(args[BATCH_NORMED[func]])), *out[1:]
         return out
 
     def _grouped(
@@ -279,10 +281,18 @@ class _Ending:
         self.ledger._ended(self.key, self.living)
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous():
+def _laid_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_format) -> Tensor:
+    if tensor.is_contiguous(memory_format=form):
         return tensor
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return torch.empty_like(tensor, memory_format=form)
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    """Whether the channels are last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
 
 
 def _storage(tensor: Tensor) -> int:
