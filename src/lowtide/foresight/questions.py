@@ -38,7 +38,8 @@ class Questions(TorchFunctionMode):
         if asked in ("list", "array"):
             if value is None:
                 raise self._answers.refusal("it asks for the contents of a tensor")
-            return func(value)
+            with _torch.on_real_tensors():  # an array of a fake tensor would point nowhere
+                return func(value, *args[1:], **(kwargs or {}))
         if value is not None:
             return func(tensor)  # what it assumes is noted there
         if asked == "item":
@@ -56,6 +57,7 @@ _QUESTIONS = {
     torch.Tensor.__index__: "int",
     torch.Tensor.tolist: "list",
     torch.Tensor.numpy: "array",
+    torch.Tensor.__array__: "array",  # NumPy asks for it itself
 }
 
 
