@@ -24,7 +24,8 @@ class Forwards:
             held = list(left)
             more = np.zeros(exit_ - enter + 1, np.int64)
             np.add.at(more, np.minimum(self.index.dies[held], exit_) - enter, self.index.storage_bytes[held])
-            self._peaks[call, left] = int((self._window(call) + more.cumsum()[:-1]).max())
+            state = int(self.index.state_bytes[call])
+            self._peaks[call, left] = state + int((self._window(call) + more.cumsum()[:-1]).max())
         return self._peaks[call, left]
 
     def _window(self, call: int) -> Ints:

@@ -67,6 +67,7 @@ class Index:
         calls = profile.calls
         self.enter = np.array([call.enter for call in calls], np.int64)
         self.exit = np.array([call.exit for call in calls], np.int64)
+        self.state_bytes = np.array([call.state_bytes for call in calls], np.int64)
         self.parent = np.array([-1 if call.parent is None else call.parent for call in calls], np.int64)
         self.ids = tuple(dict.fromkeys(call.id for call in calls))
         self.id_index = {id_: index for index, id_ in enumerate(self.ids)}

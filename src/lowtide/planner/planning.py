@@ -82,6 +82,7 @@ def plan(
         step_ms=profile.step_ms,
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
+        notes=profile.notes,
     )
 
 

@@ -136,6 +136,8 @@ class Call(Record):
     advance_ms: float = 0.0
     """What running it forward to its result takes; a replay stops at the last tensor that it saves."""
     advance_flops: int = 0
+    state_bytes: int = 0
+    """Random numbers and buffers that it holds so that it can run again; when it does, as much is set aside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

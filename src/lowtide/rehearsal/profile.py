@@ -150,6 +150,7 @@ def assemble(
                 gives=call.gives,
                 advance_ms=call.advance_ms,
                 advance_flops=call.advance_flops,
+                state_bytes=0 if call.state is None else values[call.state].bytes,
             )
             for k, call in enumerate(calls)
         ),

@@ -92,7 +92,7 @@ class Trace:
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs
         self.packs += 1
-        if handle.value.kept:
+        if handle.value.kept and not handle.value.partial:  # which is let go of when its call is over
             self.kept.add(slot)
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
