@@ -1,6 +1,6 @@
 """Lowtide beside the other ways to save activation memory: exact bytes, exact FLOPs, paired times, equal bits.
 
-    python bench/peers.py                      # all models, less than 20 minutes on two cores
+    python bench/peers.py                      # all models, some 20 minutes on two cores
     python bench/peers.py --models gpt2 vit    # these again; the other models' results stay
     python bench/peers.py --quick              # small models and few turns, into a temporary folder: does it all run?
     python bench/peers.py --page               # only write page and pictures again from the results
@@ -95,7 +95,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--quick", action="store_true", help="small models, few turns, into a temporary folder")
     parser.add_argument(
-        "--rounds", type=int, help="turns for each cell's times (default: 1 or 2, by the plain step's; 0: none)"
+        "--rounds", type=int, help="turns for each cell's times (default: 2, 6 where a time is claimed; 0: none)"
     )
     parser.add_argument("--out", help="folder for the results (default: docs)")
     parser.add_argument("--page", action="store_true", help="run nothing; write page and pictures from the results")

@@ -14,7 +14,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from contest import allocator
-from contest.claims import EVERY_BLOCK, most_extra_time
+from contest.claims import EVERY_BLOCK
 from contest.models import contestant
 from contest.ours import Ours
 from contest.records import Cell, Contest
@@ -32,12 +32,10 @@ SHARES = (80, 70, 60, 50, 40, 30)
 LADDER = 20
 """Budgets from the smallest to the plain peak, for the models in LADDER_OF."""
 LADDER_OF = frozenset({"gpt2"})
-ROUNDS = ((0.6, 3), (float("inf"), 2))
-"""Turns of each cell, by the seconds that the plain step takes: they keep the whole below 20 minutes on two cores."""
-CLAIMED_ROUNDS, MOST_ROUNDS = 5, 9
-"""For the cells whose times are claimed: as many more as it takes until the verdict is clear."""
-CLEAR = 0.03
-"""So far from a claim's limit, as a share of the plain step's time, a time is clear."""
+ROUNDS = 2
+"""Turns for the times of each cell: so few that the whole takes some 20 minutes on two cores."""
+CLAIMED_ROUNDS = 6
+"""For the cells whose times are claimed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +45,7 @@ class Running:
     name: str
     quick: bool
     rounds: int | None
-    """Turns for the times of each cell; 0 for none, None for ROUNDS."""
+    """Turns for the times of each cell; 0 for none, None for ROUNDS and CLAIMED_ROUNDS."""
     watch: Callable[[Contest | None, Cell], None]
     plain: Steps = field(init=False)
     bits: Bits = field(init=False)
@@ -63,9 +61,6 @@ class Running:
         if not self.quick:
             assert plain_cell.peak_bytes is not None
             allocator.warm_up(ROOM * plain_cell.peak_bytes)
-        if self.rounds is None:
-            seconds = min(self.plain.seconds() for _ in range(2))
-            self.rounds = next(rounds for limit, rounds in ROUNDS if seconds <= limit)
         self.ours = Ours(Steps.of(contestant(self.name, quick=self.quick)), self.bits)
         static, _ = static_bytes(self.plain.model, self.plain.batch, ())
         contest = Contest(
@@ -133,16 +128,9 @@ class Running:
         yield from (peer, cell)
 
     def _times(self, entrants: Sequence[Steps], *, claimed: bool) -> list[Timed | None]:
-        """In turns, the plain step first. If it is `claimed`, there are more of them the closer it is."""
-        if not claimed or not self.rounds:
-            return take_turns(entrants, self.rounds or 0)
-
-        def is_clear(fastest: list[float]) -> bool:
-            """The last is compared with the one before: the peer, or what is claimed of the plain step."""
-            limit = fastest[-2] if len(fastest) > 2 else fastest[0] * (1 + most_extra_time(self.name))
-            return abs(fastest[-1] - limit) > CLEAR * fastest[0]
-
-        return take_turns(entrants, max(self.rounds, CLAIMED_ROUNDS), most=MOST_ROUNDS, is_clear=is_clear)
+        """In turns, the plain step first."""
+        rounds = CLAIMED_ROUNDS if claimed else ROUNDS
+        return take_turns(entrants, rounds if self.rounds is None else self.rounds)
 
     def _alone(self, asked: Cell) -> Cell:
         with self.ours.within(asked) as cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,19 +24,12 @@ class Timed:
     faults: int
 
 
-def take_turns(
-    entrants: Sequence[Entrant], rounds: int, *, most: int = 0, is_clear: Callable[[list[float]], bool] = lambda _: True
-) -> list[Timed | None]:
-    """Run one step of each, `rounds` times; who begins changes from round to round. None for no rounds.
-
-    Then until `is_clear` says of the seconds of each that they tell enough, up to `most` times.
-    """
+def take_turns(entrants: Sequence[Entrant], rounds: int) -> list[Timed | None]:
+    """Run one step of each, `rounds` times; who begins changes from round to round. None for no rounds."""
     steps: list[list[Taken]] = [[] for _ in entrants]
     faults = [0] * len(entrants)
     gc.collect()
-    for turn in range(max(rounds, most)):
-        if turn >= rounds and is_clear([undisturbed(mine) for mine in steps]):
-            break
+    for turn in range(rounds):
         for place in range(len(entrants)):
             who = (place + turn) % len(entrants)
             before = _faults()

@@ -94,19 +94,9 @@ def test_the_pieces_of_a_step_are_all_of_it() -> None:
     assert "aten::addmm" in found.operators
 
 
-def test_turns_go_on_until_the_times_are_clear() -> None:
-    plain, mine = Named(1.0, 1.0, 1.0, 1.0), Named(1.5, 1.4, 1.3, 1.2)
-    found = take_turns([plain, mine], 2, most=9, is_clear=lambda seconds: seconds[1] < 1.35)
-    assert [(times.seconds, times.turns) for times in found if times] == [(1.0, 3), (1.3, 3)]
-
-
-def test_turns_end_at_the_most_of_them() -> None:
-    (found,) = take_turns([Named(*[1.0] * 9)], 2, most=4, is_clear=lambda _: False)
-    assert found is not None
-    assert found.turns == 4
-
-
-def test_without_more_to_take_there_are_as_many_turns_as_asked_for() -> None:
+def test_there_are_as_many_turns_as_asked_for() -> None:
+    plain, mine = take_turns([Named(1.0, 1.0, 1.0), Named(1.5, 1.3, 1.4)], 3)
+    assert [(times.seconds, times.turns) for times in (plain, mine) if times] == [(1.0, 3), (1.3, 3)]
     found = [take_turns([Named(*[1.0] * 9)], n)[0] for n in (0, 1, 3)]
     assert [times and times.turns for times in found] == [None, 1, 3]
 
