@@ -376,7 +376,7 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(16))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -388,10 +388,10 @@ class Dropping(nn.Module):
 def test_it_is_said_where_the_work_depends_on_random_numbers() -> None:
     torch.manual_seed(0)
     model = Dropping()
-    x = torch.randn(256, 64, requires_grad=True)
+    x = torch.randn(1024, 256, requires_grad=True)
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), x)
     assert any("LayerDrop" in note for note in profile.notes)
     assert lowtide.plan(profile, "100%").notes == profile.notes
     torch.manual_seed(0)
-    steady = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
+    steady = nn.Sequential(nn.Linear(256, 256), nn.Dropout(), nn.Linear(256, 256))
     assert not lowtide.rehearse(steady, lambda x: steady(x).sum().backward(), x).notes
