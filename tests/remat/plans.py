@@ -78,6 +78,17 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def step_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step without an optimizer: forward, a loss of all that comes out, backward."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 class Packs:
     """How many tensors an engine was given to keep."""
 

@@ -15,7 +15,7 @@ from lowtide.remat.actions import SHAPE, SIGNS, actions_for
 from lowtide.remat.engine import Engine
 from lowtide.remat.reads import READS_SHAPE, packed
 from lowtide.remat.recipes import CannotRemake
-from remat.plans import differences, outcome
+from remat.plans import differences, outcome, step_of
 from remat.test_leaks import level_after
 
 
@@ -43,15 +43,6 @@ class Convolutions(nn.Sequential):
 def images(shape=(4, 3, 32, 32)):
     torch.manual_seed(0)
     return torch.randn(shape)
-
-
-def step_of(model):
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    return step
 
 
 def packings(profile):

@@ -12,7 +12,7 @@ from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.remat.remake import Remake
-from remat.plans import differences, in_force, outcome
+from remat.plans import differences, in_force, outcome, step_of
 
 
 class Applied(nn.Module):
@@ -24,15 +24,6 @@ class Applied(nn.Module):
 
     def forward(self, x):
         return self.last(self.between(self.first(x)))
-
-
-def step_of(model):
-    def step(x):
-        loss = model(x).square().sum()
-        loss.backward()
-        return loss.detach()
-
-    return step
 
 
 def fitted(profile):
