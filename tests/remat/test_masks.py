@@ -293,6 +293,16 @@ def test_masks_of_more_than_one_part(length, dtype):
             packed(MASK, mask)
 
 
+def test_a_mask_that_begins_with_a_part_of_zeros():
+    mask = torch.zeros(3 * masks.AT_ONCE)
+    mask[2 * masks.AT_ONCE :: 3] = 1.25
+    value = packed(MASK, mask)
+    assert identical(value.maker.make(value), mask)
+    mask[-1] = 2.5
+    with pytest.raises(CannotRemake, match="more than two values"):
+        packed(MASK, mask)
+
+
 @pytest.mark.parametrize("other", [-0.0, 5e-45, 1.0000001])
 def test_what_is_nearly_zero_or_nearly_the_number_is_a_third_value(other):
     mask = torch.ones(5000)

@@ -10,6 +10,7 @@ Nothing is guessed: every element is looked at in every step, and what has a thi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from lowtide.remat.actions import MASK
 from lowtide.remat.recipes import CannotRemake, Recipe
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 LEAST_BYTES = 4096
@@ -84,17 +86,21 @@ def fill(bits: Tensor, mask: Tensor) -> int:
 
     Raises CannotRemake if they are not all the same.
     """
-    flat, numbers, number = mask.as_strided((mask.numel(),), (1,)), None, 1
-    if mask.dtype is not torch.bool:
-        numbers = flat.view(_INTEGERS[mask.element_size()]).numpy()
-        number = int(numbers.max() or numbers.min())
-        if not number:
-            raise CannotRemake("it is all zeros")
+    flat, number = mask.as_strided((mask.numel(),), (1,)), 0
+    if mask.dtype is torch.bool:
+        for elements, eighths in _parts(flat):
+            bits[eighths] = _gathered(flat[elements])
+        return 1
+    numbers = flat.view(_INTEGERS[mask.element_size()]).numpy()
     for elements, eighths in _parts(flat):
-        stays = flat[elements] if numbers is None else torch.from_numpy(numbers[elements] != 0)
-        if numbers is not None and np.count_nonzero(numbers[elements] == number) != stays.count_nonzero():
+        part = numbers[elements]
+        stays = part != 0
+        number = number or int(part[stays.argmax()])
+        if np.count_nonzero(part == number) != np.count_nonzero(stays) and number:
             raise CannotRemake("it has more than two values")
-        bits[eighths] = _gathered(stays)
+        bits[eighths] = _gathered(torch.from_numpy(stays))
+    if not number:
+        raise CannotRemake("it is all zeros")
     return number
 
 
@@ -106,16 +112,35 @@ def mask_of(
     if is_fake(bits):
         return mask
     flat = mask.as_strided((mask.numel(),), (1,))
-    table = _bytes_of_bits(bits.device)
+    if bits.device.type == "cpu":
+        _look_up(bits, flat, number)
+        return mask
+    table = _booleans(bits.device).view(torch.int64).view(-1)
     for elements, eighths in _parts(flat):
         part = flat[elements]
-        stays = table.take(bits[eighths].long()).view(torch.bool)[: len(part)]
-        if dtype is torch.bool or number is None:
-            part.copy_(stays)
-        else:
-            integers = part.view(_INTEGERS[mask.element_size()]).numpy()
-            np.multiply(stays.view(torch.uint8).numpy(), number, out=integers, dtype=integers.dtype, casting="unsafe")
+        part.copy_(table.take(bits[eighths].long()).view(torch.bool)[: len(part)])
     return mask
+
+
+def _look_up(bits: Tensor, flat: Tensor, number: int | None) -> None:
+    """Fill `flat`: for each byte of `bits` eight elements at once, which a table has."""
+    if number is None or flat.dtype is torch.bool:
+        number = int.from_bytes(torch.ones(1, dtype=flat.dtype).view(torch.uint8).numpy().tobytes(), "little")
+    size, whole = flat.element_size(), flat.numel() // 8
+    table, memory = _elements(size, number), flat.view(torch.uint8).numpy()
+    rows = memory[: 8 * size * whole].reshape(whole, 8 * size)
+    # Without "clip" numpy would fill another array of that size first. No index is out of bounds.
+    np.take(table, bits[:whole].numpy(), axis=0, out=rows, mode="clip")
+    if rest := len(memory) - rows.size:
+        memory[-rest:] = table[int(bits[-1])][:rest]
+
+
+@lru_cache(maxsize=64)
+def _elements(size: int, number: int) -> NDArray[np.uint8]:
+    """[256, 8 * size]: for each byte what its bits stand for, which is `number` or 0 in `size` bytes, as bytes."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    elements: NDArray[np.uint8] = (bits.astype(f"i{size}") * np.array(number, dtype=f"i{size}")).view(np.uint8)
+    return elements
 
 
 def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -128,16 +153,18 @@ def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _gathered(stays: Tensor) -> Tensor:
     """Eight booleans in each byte, the first one in its lowest bit."""
+    if stays.device.type == "cpu":
+        return torch.from_numpy(np.packbits(stays.numpy(), bitorder="little"))
     if missing := -len(stays) % 8:
         stays = torch.cat((stays, stays.new_zeros(missing)))
     return ((stays.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
 
 
-def _bytes_of_bits(device: torch.device) -> Tensor:
-    """For each byte a word: its bits as eight booleans."""
+def _booleans(device: torch.device) -> Tensor:
+    """[256, 8]: for each byte its bits."""
     every = torch.arange(256, dtype=torch.uint8, device=device)
     bit = torch.arange(8, dtype=torch.uint8, device=device)
-    return ((every[:, None] >> bit) & 1).view(torch.int64).view(-1)
+    return ((every[:, None] >> bit) & 1).view(torch.bool)
 
 
 FROM_BITS: Final = Recipe(
