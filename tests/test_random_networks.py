@@ -1,4 +1,4 @@
-"""Whatever is planned for a network keeps its bits: networks are made at random, and so are budgets."""
+"""Whatever is planned for a network keeps its bits and its word: networks are made at random, and so are budgets."""
 
 import warnings
 
@@ -87,7 +87,7 @@ class Network(nn.Module):
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(moves=MOVES, part=st.sampled_from([0, 30, 70]))
-def test_bits(moves: list[tuple[str, int, int]], part: int) -> None:
+def test_bits_and_peak(moves: list[tuple[str, int, int]], part: int) -> None:
     torch.manual_seed(0)
     model, x = Network(moves), torch.randn(2, 3, SIDE, SIDE)
 
@@ -109,3 +109,4 @@ def test_bits(moves: list[tuple[str, int, int]], part: int) -> None:
         verdict = lowtide.verify(model, step, x, plan)
     assert verdict.identical
     assert not verdict.drifted
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes

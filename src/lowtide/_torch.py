@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _module
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
 from torch.utils import _python_dispatch, backend_registration
@@ -79,6 +80,21 @@ def storage_id(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors
         return 0
+
+
+class WeakStorage:
+    """A tensor's memory, without holding it. 2.13: a storage's Python object, once made, counts as one owner."""
+
+    __slots__ = ("_reference", "address")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.address = storage.data_ptr()
+
+    def owners(self) -> int:
+        """How many tensors of C++ have this memory; 0 when it is gone."""
+        return max(0, int(torch._C._storage_Use_Count(self._reference.cdata)) - 1)
 
 
 # --- modules --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ class Seen:
     leave: dict[int, int] = field(default_factory=dict)
     born: dict[int, int] = field(default_factory=dict)
     dies: dict[int, int] = field(default_factory=dict)
+    alone: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The last event at which somebody else than the rehearsal held a block, and the first at which nobody did."""
     bytes: dict[int, int] = field(default_factory=dict)
     copies: set[int] = field(default_factory=set)
     """Blocks that a remake or replay allocated, or holds so that it can run."""
@@ -37,7 +39,7 @@ def watch(stream: EventStream) -> Seen:
     seen = Seen()
     at: dict[int, int] = {}
     addresses: dict[int, int] = {}
-    making = 0
+    making = last_mark = 0
     for i, event in enumerate(stream.events):
         if type(event) is Allocate:
             at[event.address] = event.block
@@ -51,7 +53,11 @@ def watch(stream: EventStream) -> Seen:
             if where is not None and at.get(where) == event.block:
                 del at[where]
         elif type(event) is Mark:
+            if event.label == "alone" and isinstance(event.data, tuple):
+                seen.alone.update((at[where], (last_mark, i)) for where in event.data if where in at)
+                continue
             _note(seen, at, i, event.label, event.data)
+            last_mark = i
             making += {"making": 1, "made": -1}.get(event.label, 0)
     return seen
 
@@ -82,7 +88,10 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
 
 
 def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
-    """Blocks that somebody held in the trace: say that they would have ended with the last call that was given them."""
+    """Blocks that the trace held: say where they would have ended by themselves.
+
+    Between two marks nobody looks. If the last call that a block was given to ended in between, the block ended then.
+    """
     held: dict[int, int] = {}
     for n in kept & seen.block_of_slot.keys():
         block = seen.block_of_slot[n]
@@ -90,8 +99,10 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
     for (call, _), block in seen.block_of_input.items():
         if call in replayed or block in held:
             held[block] = max(held.get(block, 0), seen.leave[call])
-    for block, last in held.items():
-        seen.dies[block] = min(last, seen.dies.get(block, last))
+    for block in held.keys() & seen.alone.keys():  # the others ended by themselves
+        last, first = seen.alone[block]
+        end = held[block] if last <= held[block] <= first else first
+        seen.dies[block] = min(end, seen.dies.get(block, end))
 
 
 def levels(

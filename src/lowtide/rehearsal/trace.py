@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowtide._torch import backward_number, running_node
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.rehearsal.holding import Holding
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.engine import Engine
@@ -35,13 +36,15 @@ class Trace:
     """The probe that marks what happens in a step between its allocations.
 
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
-    `states` (addresses of random numbers and the like that something to be made again holds), `read` (slot, numbers of
-    the backward pass and of the node), `release` (slot), `making`, `made`, `optimizer`, `gradients` (their addresses).
+    `alone` (addresses of what only the trace still holds), `states` (addresses of random numbers and the like that
+    something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `release` (slot),
+    `making`, `made`, `optimizer`, `gradients` (their addresses).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
         self.engine = engine
-        self.mark = mark
+        self._mark = mark
+        self._holding = Holding()
         self.packs = 0
         self.kept: set[int] = set()
         """Slots that were kept."""
@@ -68,6 +71,13 @@ class Trace:
             self._deaths.clear()
             for hook in hooks:
                 hook.remove()
+
+    def mark(self, label: str, data: object) -> None:
+        """Before it, what has nobody left but us."""
+        alone = self._holding.let_go()
+        if alone:
+            self._mark("alone", alone)
+        self._mark(label, data)
 
     def _optimizer(self, what: str) -> None:
         self._gradients()
@@ -97,6 +107,7 @@ class Trace:
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
         self.mark("pack", (slot, address(tensor)))
+        self._holding.watch(handle)
         self.mark("states", tuple(map(address, states_of(handle.value.maker))))
 
     def reading(self, handle: Handle) -> None:
