@@ -179,6 +179,29 @@ def test_a_number_of_another_call_is_refused_and_that_is_said():
     assert any("in another call" in (value.refused or "") for value in profile.values)
 
 
+class EndsInANumber(nn.Module):
+    """A block whose result is made with a number, and saved by what comes after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(self.norm(x).square().exp()) + 0.25
+
+
+def test_nor_is_the_result_of_a_block_made_with_a_number_that_was_given_inside():
+    torch.manual_seed(0)
+    model = nn.Sequential(EndsInANumber(), EndsInANumber(), nn.LayerNorm(WIDTH))
+    profile = rehearsed(model)
+    blocks = [call for call in profile.calls if call.cls == "EndsInANumber"]
+    assert all(call.gives is not None for call in blocks)  # the audit has run them forward again
+    for address in ("1.norm#0:1", "2#0:1"):
+        value = profile.values[next(s.value for s in profile.slots if s.address == address)]
+        assert value.recipe is None
+        assert "in another call" in value.refused
+
+
 def test_operators_are_watched_only_in_the_calls_that_need_it():
     torch.manual_seed(0)
     seen = []

@@ -20,9 +20,9 @@ from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble
-from lowtide.rehearsal.trace import Trace, most_saving
+from lowtide.rehearsal.trace import Trace, Trial, most_saving
 from lowtide.rehearsal.unchanged import Unchanged
-from lowtide.remat.engine import Engine, actions_for
+from lowtide.remat.engine import actions_for
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
 
 def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, Recorder]:
     nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
-    engine = Engine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
+    engine = Trial(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
     with recorder_for(place_of(model)) as recorder:
         trace = Trace(engine, recorder.mark)
         with trace.running():

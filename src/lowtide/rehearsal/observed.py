@@ -22,8 +22,8 @@ from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble
-from lowtide.rehearsal.trace import Trace, most_saving
-from lowtide.remat.engine import Engine, actions_for
+from lowtide.rehearsal.trace import Trace, Trial, most_saving
+from lowtide.remat.engine import actions_for
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ class Observed:
             audit = self._audit
             nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
             decisions = most_saving(audit.values, audit.slots, audit.calls)
-            engine = Engine(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
+            engine = Trial(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
             trace = _OwnTrace(engine, watch.mark)
             self._traced = watch, decisions, trace
             watch.leave.enter_context(trace.running())

@@ -10,6 +10,7 @@ from dataclasses import replace
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.rehearsal.gone import withdraw_gone
 from lowtide.rehearsal.passes import in_passes, passes
 from lowtide.rehearsal.seen import Seen, levels, natural_ends, phases, watch
 from lowtide.remat.recipes import RECIPES
@@ -33,6 +34,7 @@ def assemble(
     """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls."""
     values = _upstream_first(values, slots, calls)
     seen = watch(stream)
+    withdraw_gone(values, slots, seen)
     natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
     blocks = sorted(set(seen.block_of_slot.values()) | set(seen.block_of_input.values()), key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}

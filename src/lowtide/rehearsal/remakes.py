@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MIN_BYTES = 4096
 """Smaller saved tensors are always kept."""
 
+NOTED_ELSEWHERE = "it takes a number that an operator was given in another call than the one that saves it"
+
 SHORT_MS = 20.0
 """What took less is timed once more."""
 
@@ -62,6 +64,8 @@ class Remakes(Engine):
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._passed_through: list[Value] = []
+        self._noted: dict[int, set[str]] = {}
+        """By value, the calls in which numbers were noted that it is made with: nowhere else a plan has them noted."""
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
 
@@ -85,6 +89,8 @@ class Remakes(Engine):
             self.try_mask(index, tensor)
         if view is None and saves_signs(tensor):
             self.try_signs(value, tensor)
+        if index not in self._saved and self._noted.get(index, set()) - {scope.id}:
+            self.values[index].recipe, self.values[index].refused = None, NOTED_ELSEWHERE
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
         handle = Handle(value, view)
@@ -204,9 +210,9 @@ class Remakes(Engine):
         draft, maker = self.values[index], value.maker
         assert isinstance(maker, Remake)
         assert self.scope is not None
-        noting = calls_noting(maker)
+        noting = self._noted[index] = calls_noting(maker)
         if noting - {self.scope.id}:
-            draft.refused = "it takes a number that an operator was given in another call than the one that saves it"
+            draft.refused = NOTED_ELSEWHERE
             return
         if self._frugal and needs_a_replay(maker):
             draft.refused = "what it is made of is inside a block that is replayed to save memory"

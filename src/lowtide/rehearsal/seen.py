@@ -54,7 +54,9 @@ def watch(stream: EventStream) -> Seen:
                 del at[where]
         elif type(event) is Mark:
             if event.label == "alone" and isinstance(event.data, tuple):
-                seen.alone.update((at[where], (last_mark, i)) for where in event.data if where in at)
+                for where in event.data:
+                    if where in at:
+                        seen.alone.setdefault(at[where], (last_mark, i))
                 continue
             _note(seen, at, i, event.label, event.data)
             last_mark = i

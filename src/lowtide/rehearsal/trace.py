@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 Mark = Callable[[str, object], None]
 
 
+class Trial(Engine):
+    """Carries out decisions of which nobody knows yet whether all of them can be."""
+
+    def say(self, what: str) -> None:
+        """Nothing: of what is gone too early the profile says so, and the rest has been said in the audit."""
+
+
 class Trace:
     """The probe that marks what happens in a step between its allocations.
 

@@ -1,0 +1,62 @@
+"""What a model computes and never uses is saved, never read, and gone early: rehearsals hold it for longer."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.planner import predict, smallest_peak
+from lowtide.planner.records import Decisions
+
+
+class MadeOfWhatIsGone(nn.Module):
+    """The sum is saved by the linear layer alone, whose result is dropped; dropout's result is made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = x + 0.25
+        self.linear(y)
+        return F.dropout(y, 0.2)
+
+
+class ChangedAfterwards(nn.Module):
+    """What the linear layer has saved is written over: PyTorch would mind if backward came to read it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.norm(x)
+        self.linear(y)
+        return F.relu(y, inplace=True)
+
+
+@pytest.mark.parametrize("cls", [MadeOfWhatIsGone, ChangedAfterwards])
+@pytest.mark.parametrize("part", [0, 50])
+def test_a_dead_branch_does_no_harm(cls, part):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), cls(), nn.Linear(64, 64), nn.Tanh()), torch.randn(256, 64)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    step(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = lowtide.rehearse(model, step, x)
+        low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
+        plan = lowtide.plan(profile, low + (high - low) * part // 100)
+        verdict = lowtide.verify(model, step, x, plan)
+    assert verdict.identical
+    assert not verdict.drifted
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes
