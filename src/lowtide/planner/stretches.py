@@ -25,14 +25,14 @@ REMEMBERED = 128
 """Visits to one stretch that are remembered."""
 
 
-Wanted = tuple[int, int, int]
-"""`made`, `wanted` and `later` of a node."""
+Wanted = tuple[int, int, int, int]
+"""`made`, `wanted`, `held` and `later` of a node."""
 
 
 def both(one: Wanted, other: Wanted) -> Wanted:
     """What is asked of a node that is asked twice."""
-    later = one[2] if one[0] < other[0] else other[2] if other[0] < one[0] else max(one[2], other[2])
-    return min(one[0], other[0]), max(one[1], other[1]), later
+    later = one[3] if one[0] < other[0] else other[3] if other[0] < one[0] else max(one[3], other[3])
+    return min(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), later
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +111,8 @@ class Stretches:
         self._all = [Stretch(index, forwards, order[start : start + length]) for start in starts]
         by_value = zip(index.read.tolist(), index.released.tolist(), strict=True)
         self._by_backward: list[Wanted] = [
-            *((read, until, 0) for read, until in by_value),
-            *[(index.end, 0, 0)] * calls,
+            *((read, until, until, 0) for read, until in by_value),
+            *[(index.end, 0, 0, 0)] * calls,
         ]
 
     def visits(self, fates: Fates) -> list[Visit]:
@@ -163,11 +163,11 @@ class _Visiting:
         )
 
     def _visit(self, node: int) -> None:
-        index, (when, until, after) = self._index, self._asked[node]
+        index, (when, until, held, after) = self._index, self._asked[node]
         is_value, state = node < index.n_values, self._state[node]
         if is_value and state == REPLAYED:
             call = int(self._fates.by_call[node])
-            self._ask(index.n_values + call, (when, until, after))
+            self._ask(index.n_values + call, (when, until, held, after))
             self._brings_back.setdefault(call, []).append((index.storage_of[node], until))
             return
         if state == OFFLOADED:
@@ -179,9 +179,9 @@ class _Visiting:
             after += self._made(node, recipe)
         for operand in recipe.operands:
             if self._state[operand] >= REMADE:
-                self._ask(operand, (when, when + 1 if is_made else until, after))
+                self._ask(operand, (when, when + 1 if is_made else until, held, after))
             else:  # kept; or nobody's and without a recipe, then it is held like what is kept
-                self._holds.append((index.storage_of[operand], until))
+                self._holds.append((index.storage_of[operand], held))
 
     def _ask(self, node: int, wanted: Wanted) -> None:
         known = self._asked.get(node)
@@ -201,7 +201,7 @@ class _Visiting:
 
     def _made(self, node: int, recipe: Recipe) -> int:
         """Note what making `node` takes. Returns the bytes that are there when it has been made."""
-        index, (when, until, after) = self._index, self._asked[node]
+        index, (when, until, _, after) = self._index, self._asked[node]
         scratch = recipe.scratch_bytes
         if node >= index.n_values:
             call, ends = node - index.n_values, dict[int, int]()

@@ -10,9 +10,9 @@ graph, visited dependents first; each tells those that it asks:
 
     made     the first position at which anybody asks: it is made then, once
     wanted   until the last reader has let go of it and all that asked for it have been made
+    held     until the last reader of it, and of all that is made from it, has let go: so long it could be asked for again
     later    bytes that are made from it, one from the other, at that same position: not there yet when it is made
-    kept     a storage is there from `born` to `dies`, and longer where it is held: by the readers of the kept values in
-             it, and by whatever is made from one of them, until nobody wants that any more
+    kept     a storage is there from `born` to `dies`, and longer while the kept values in it are held
 
 What is there in a part of a position counts in all of it, so the sum is an upper bound; but for what runs:
 
