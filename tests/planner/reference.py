@@ -24,6 +24,7 @@ class Step(Fates):
         self.waiting: Counter[int] = Counter()
         self.caught: dict[int, set[int]] = {}
         self.extra_ms, self.extra_flops = 0.0, 0
+        self.is_held = cache(self._is_held)
         self.is_wanted = cache(self._is_wanted)  # the answer for a position does not change while the step is at it
 
     # --- who waits
@@ -53,14 +54,26 @@ class Step(Fates):
             return any(self.is_read(value, position) for value in foreign) or any(
                 self.is_wanted("value", value, position) for value in left if value not in foreign
             )
+        if self.is_kept(node) or self.fate[node] == "pass":  # without a recipe: held by what is made from it
+            return self.is_held("value", node, position)
         if self.is_read(node, position):
             return True
-        pending = [
-            reader for reader in self.readers(node) if self.is_kept(node) or self.made.get(reader, position) == position
-        ]
-        if self.fate[node] == "pass":  # has no recipe: held by what is made from it
-            pending = self.readers(node)
+        pending = [reader for reader in self.readers(node) if self.made.get(reader, position) == position]
         return any(self.is_wanted(*reader, position) for reader in pending)
+
+    def _is_held(self, kind: str, node: int, position: int) -> bool:
+        """Whether somebody may still read it at `position`, or what is made from it, or from that, and so on."""
+        if kind == "call":
+            return any(self.is_held("value", value, position) for value, fate in self.fate.items() if fate == node)
+        readers = self.readers(node)
+        return self.is_read(node, position) or any(self.is_held(*reader, position) for reader in readers)
+
+    def is_given(self, storage: int, position: int) -> bool:
+        """Whether a call that holds its inputs is running and was given what is in `storage`."""
+        calls = self.profile.calls
+        frames = {c for c in self.replayed | self.advanced if self.around(calls[c].parent) is None}
+        given = [slot for slot in self.slots if slot.is_input and slot.call in frames and slot.storage == storage]
+        return any(position < calls[slot.call].exit and self.is_kept(slot.value) for slot in given)
 
     # --- what happens
 
@@ -241,7 +254,9 @@ class Step(Fates):
             inside = [v for v, value in enumerate(self.profile.values) if value.storage == index]
             holding = [v for v in inside if self.is_kept(v) or self.fate[v] == "pass"]
             if storage.born <= position and (
-                position < until or any(self.is_wanted("value", v, position) for v in holding)
+                position < until
+                or any(self.is_wanted("value", v, position) for v in holding)
+                or self.is_given(index, position)
             ):
                 total += storage.bytes
         for value in self.fate.keys() - brief:

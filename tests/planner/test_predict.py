@@ -104,6 +104,22 @@ def two_readers(first_saved: bool = True) -> Tape:
     return tape
 
 
+def test_a_chain_holds_what_it_begins_with_while_its_end_is_there() -> None:
+    """X (10 bytes) makes y (20), that makes z (30). Backward reads x first, then y, then z twice."""
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        y = tape.op(20, x, recipe="gelu")
+        z = tape.op(30, y, recipe="gelu")
+        tape.op(1, z, saves=[z])
+        tape.op(1, z, saves=[z])
+        tape.op(1, y, saves=[y])
+        tape.op(1, x, saves=[x])
+    remade = usage(tape.profile(), ["model#0:0", "model#0:1", "model#0:2"])
+    # y waits for z, and x for both readers of z: whoever claims z could ask for it again.
+    assert remade[-8:-4] == [10, 30, 10 + 20 + 30, 10 + 30]
+
+
 def test_a_value_is_kept_if_one_of_its_slots_is() -> None:
     profile = two_readers().profile()
     for addresses in (["model#0:1"], ["model#0:2"]):

@@ -64,6 +64,8 @@ class Fates(NamedTuple):
     foreign: Ints
     """Indices of values that are saved in a replayed call but born elsewhere, and not as an input: somebody else holds
     them, so they cost no memory, but reading them runs the replay."""
+    frames: Flags
+    """The calls that hold their inputs, at least while they run: replayed and advanced ones, but in a replayed one."""
     trips: list[int]
     """The storages of offloaded values, in the order in which they leave."""
 
@@ -120,4 +122,10 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     rows = rows[np.argsort(index.slot_order[rows], kind="stable")]
     trips = list(dict.fromkeys(index.value_storage[index.slot_value[rows]].tolist()))
     calls = np.where(is_replayed, REPLAYED, KEPT)
-    return Fates(np.concatenate((state, calls)), np.concatenate((by_call, np.full_like(calls, -1))), foreign, trips)
+    return Fates(
+        state=np.concatenate((state, calls)),
+        by_call=np.concatenate((by_call, np.full_like(calls, -1))),
+        foreign=foreign,
+        frames=holds_inputs & (owner[index.parent] < 0),
+        trips=trips,
+    )

@@ -10,9 +10,10 @@ graph, visited dependents first; each tells those that it asks:
 
     made     the first position at which anybody asks: it is made then, once
     wanted   until the last reader has let go of it and all that asked for it have been made
-    held     until the last reader of it, and of all that is made from it, has let go: so long it could be asked for again
+    held     until the last reader of it, and of all that is made from it, has let go: it could be asked for again
     later    bytes that are made from it, one from the other, at that same position: not there yet when it is made
-    kept     a storage is there from `born` to `dies`, and longer while the kept values in it are held
+    kept     a storage is there from `born` to `dies`, and longer while the kept values in it are held, or a call to be
+             run again that was given one is still running
 
 What is there in a part of a position counts in all of it, so the sum is an upper bound; but for what runs:
 
@@ -119,6 +120,10 @@ class Sweeper:
         rows = np.flatnonzero(fates.state[index.slot_value] == KEPT)
         ends = index.dies.copy()
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
+        rows = np.flatnonzero(
+            fates.frames[index.slot_call] & index.slot_is_input & (fates.state[index.slot_value] == KEPT)
+        )
+        np.maximum.at(ends, index.slot_storage[rows], index.exit[index.slot_call[rows]])
         storages, until = _joined((visit.holds for visit in visits), 2)
         np.maximum.at(ends, storages, until)
         leave, returning = self._away(fates.trips, _joined((visit.returns for visit in visits), 4))
