@@ -3,7 +3,7 @@
 import warnings
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,37 +59,76 @@ MOVES = st.lists(
     st.tuples(
         st.sampled_from([*ONE, *TWO, *LAYERS, "convolution", "convolution"]), st.integers(0, 2), st.integers(0, 4)
     ),
-    min_size=3,
-    max_size=12,
+    min_size=2,
+    max_size=10,
 )
 
 
-class Network(nn.Module):
-    """Each move takes one of the last results, or two, and gives another."""
+class Block(nn.Module):
+    """Each move takes one of the last results, or two, and gives another; all of them are there until the last one is.
 
-    def __init__(self, moves: list[tuple[str, int, int]]) -> None:
+    Or `hasty`: only the last three.
+    """
+
+    def __init__(self, moves: list[tuple[str, int, int]], *, hasty: bool) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, CHANNELS, 3, padding=1)
         self.layers = nn.ModuleList(LAYERS[name]() for name, _, _ in moves if name in LAYERS)
-        self.moves = moves
+        self.moves, self.hasty = moves, hasty
 
     def forward(self, x: Tensor) -> Tensor:
-        found, layers = [self.first(x)], iter(self.layers)
+        found, layers = [x], iter(self.layers)
         for name, first, second in self.moves:
             one, other = found[-1 - first % len(found)], found[-1 - second % len(found)]
             if name in TWO:
-                made = TWO[name](one, other)
+                found.append(TWO[name](one, other))
             else:
-                made = (next(layers) if name in LAYERS else ONE[name])(one)
-            found.append(made)
+                found.append((next(layers) if name in LAYERS else ONE[name])(one))
+            del one, other
+            found = found[-3:] if self.hasty else found
         return found[-1]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(moves=MOVES, part=st.sampled_from([0, 30, 70]))
-def test_bits_and_peak(moves: list[tuple[str, int, int]], part: int) -> None:
+class Network(nn.Module):
+    """One block after the other, on what came before or added to it."""
+
+    def __init__(self, blocks: list[list[tuple[str, int, int]]], *, hasty: int = 0, residual: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.blocks = nn.ModuleList(Block(moves, hasty=bool(hasty >> n & 1)) for n, moves in enumerate(blocks))
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x) if self.residual else block(x)
+        return x
+
+
+# Made from the result of a block that ends with a number, which nobody else saves.
+ADDED_TO_A_NUMBER = [
+    [("tanh", 2, 3), ("softmax", 2, 0), ("shifted", 1, 0)],
+    [("avg_pool", 0, 3), ("halved", 1, 2)],
+    [("convolution", 2, 2), ("shifted", 1, 4), ("silu", 1, 0)],
+]
+# Saved by a branch that is dropped before what is made from it is read.
+DROPPED = [
+    [("relu", 0, 4), ("gated", 2, 3), ("contiguous", 0, 2), ("convolution", 2, 3), ("contiguous", 2, 3)],
+    [("sum", 2, 2), ("batch norm", 0, 3), ("block", 0, 0), ("gated", 0, 4), ("relu_", 2, 3)],
+]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    blocks=st.lists(MOVES, min_size=1, max_size=3),
+    hasty=st.integers(0, 7),
+    residual=st.booleans(),
+    part=st.sampled_from([0, 30, 70]),
+)
+@example(blocks=ADDED_TO_A_NUMBER, hasty=0b010, residual=True, part=0)
+@example(blocks=DROPPED, hasty=0b11, residual=False, part=30)
+def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int) -> None:
     torch.manual_seed(0)
-    model, x = Network(moves), torch.randn(2, 3, SIDE, SIDE)
+    model, x = Network(blocks, hasty=hasty, residual=residual), torch.randn(2, 3, SIDE, SIDE)
 
     def step(x: Tensor) -> Tensor:
         loss = model(x).square().mean()

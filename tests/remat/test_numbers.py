@@ -6,6 +6,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 import lowtide
+from lowtide.planner import smallest_peak
 from lowtide.planner.records import Profile
 from lowtide.remat.actions import NUMBERS, actions_for
 from lowtide.remat.engine import Engine
@@ -200,6 +201,28 @@ def test_nor_is_the_result_of_a_block_made_with_a_number_that_was_given_inside()
         value = profile.values[next(s.value for s in profile.slots if s.address == address)]
         assert value.recipe is None
         assert "in another call" in value.refused
+
+
+class AddsToThat(nn.Module):
+    """What is saved is made of such a result, which nobody saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(WIDTH, WIDTH), EndsInANumber(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x + self.block(x))
+
+
+def test_nor_what_is_made_of_that():
+    torch.manual_seed(0)
+    model = nn.Sequential(AddsToThat(), AddsToThat())
+    profile = rehearsed(model)
+    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    verdict = lowtide.verify(model, lambda batch: step_of(model)(batch).detach(), {"x": x()}, plan)
+    assert verdict.identical
+    assert not verdict.drifted
 
 
 def test_operators_are_watched_only_in_the_calls_that_need_it():

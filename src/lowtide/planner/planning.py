@@ -6,11 +6,8 @@ import time
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
 from lowtide.errors import Infeasible
 from lowtide.planner.bound import lower_bound
-from lowtide.planner.fates import REPLAYED, fates_of
 from lowtide.planner.objectives import Objective, flops_first
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Plan, Profile
@@ -66,7 +63,7 @@ def plan(
             if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
                 solver(simulator_of(profile, allow, offload=offload), budget_bytes)
             raise
-        decisions = without_idle(simulator, decisions)
+        decisions = with_free(simulator, decisions)
         bound_ms = lower_bound(allowed, budget_bytes, until=until) if minimize == "time" else 0.0
     predicted = simulator.predict(decisions)
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
@@ -90,15 +87,18 @@ def plan(
     )
 
 
-def without_idle(simulator: Simulator, decisions: Decisions) -> Decisions:
-    """`decisions` less the replays that bring nothing back and are not what holds the input of a remake."""
-    index, choice = simulator.index, simulator.choice(decisions)
-    fates = fates_of(index, choice)
-    brings_back = np.flatnonzero(fates.state[: index.n_values] == REPLAYED)
-    busy = {index.ids[index.call_id[call]] for call in fates.by_call[[*brings_back, *fates.foreign]]}
-    fewer = replace(decisions, replay=decisions.replay & busy)
-    before, after = simulator.predict(decisions), simulator.predict(fewer)
-    return fewer if after.peak_bytes <= before.peak_bytes and after.extra_ms <= before.extra_ms else decisions
+def with_free(simulator: Simulator, decisions: Decisions) -> Decisions:
+    """`decisions`, and what is remade for nothing from nothing, as a shape is, where that needs no more memory.
+
+    Where it is kept, the whole tensor is, and a remake of something else might take that instead of making its own.
+    """
+    values = simulator.profile.values
+    slots = [slot for slot in simulator.profile.slots if not slot.is_input and slot.storage is not None]
+    free = {i for i, v in enumerate(values) if v.recipe and not (v.refused or v.needs or v.cost_ms)}
+    others = {slot.address for slot in slots if slot.value not in free}
+    more = replace(decisions, remake=decisions.remake | {slot.address for slot in slots} - others)
+    before, after = simulator.predict(decisions), simulator.predict(more)
+    return more if after.peak_bytes <= before.peak_bytes and after.extra_ms <= before.extra_ms else decisions
 
 
 _RECENT: list[tuple[Profile, Allowed, Objective, bool, Simulator]] = []

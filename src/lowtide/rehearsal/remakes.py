@@ -210,7 +210,7 @@ class Remakes(Engine):
         draft, maker = self.values[index], value.maker
         assert isinstance(maker, Remake)
         assert self.scope is not None
-        noting = self._noted[index] = calls_noting(maker)
+        noting = self._noted[index] = self.calls_noting(maker)
         if noting - {self.scope.id}:
             draft.refused = NOTED_ELSEWHERE
             return
@@ -240,6 +240,17 @@ class Remakes(Engine):
         else:
             draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
 
+    def calls_noting(self, maker: Remake) -> set[str]:
+        """The calls in which numbers were noted that a remake takes, or one of those that it may pass through."""
+        found = {maker.noted} - {""}
+        for value in (handle.value for handle in maker.operands if handle is not None):
+            index = self._index.get(value)
+            if isinstance(value.maker, Remake):
+                found |= self.calls_noting(value.maker)
+            elif index is not None and index not in self._saved:
+                found |= self._noted.get(index, set())
+        return found
+
     def only_given(self, index: int) -> bool:
         """Whether a value is there, so far, because it was given to a call, or is made of such a one."""
         draft = self.values[index]
@@ -263,13 +274,6 @@ class Remakes(Engine):
     def over(self, maker: Remake) -> int | None:
         """The index of the operand that a remake wrote its result over."""
         return None if maker.over is None else self._index[maker.over]
-
-
-def calls_noting(maker: Remake) -> set[str]:
-    """The calls in which numbers were noted that a remake, or one that it passes through, takes."""
-    passed = (handle.value.maker for handle in maker.operands if handle is not None)
-    upstream = (calls_noting(other) for other in passed if isinstance(other, Remake))
-    return {maker.noted}.union(*upstream) - {""}
 
 
 def needs_a_replay(maker: Remake) -> bool:
