@@ -59,8 +59,16 @@ def signs_of(tensor: Tensor) -> dict[str, Any]:
     if not is_fake(tensor):
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         for elements, eighths in _parts(flat):
-            bits[eighths] = _gathered((flat[elements] <= 0).logical_not_())
+            bits[eighths] = _gathered(_is_positive(flat[elements]))
     return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype, "number": None}
+
+
+def _is_positive(flat: Tensor) -> Tensor:
+    """Where `flat` is above 0 or not a number."""
+    if flat.device.type != "cpu" or flat.dtype is torch.bfloat16:
+        return (flat <= 0).logical_not_()
+    is_not = flat.numpy() <= 0  # numpy's own memory, an eighth of a MiB at most
+    return torch.from_numpy(np.logical_not(is_not, out=is_not))
 
 
 def room_for_bits(tensor: Tensor) -> Tensor:
