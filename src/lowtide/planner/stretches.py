@@ -109,6 +109,7 @@ class Stretches:
         starts = range(0, len(order), length)
         self.index = index
         self._all = [Stretch(index, forwards, order[start : start + length]) for start in starts]
+        self._starts = np.array(starts, np.int64)
         by_value = zip(index.read.tolist(), index.released.tolist(), strict=True)
         self._by_backward: list[Wanted] = [
             *((read, until, until, 0) for read, until in by_value),
@@ -116,13 +117,14 @@ class Stretches:
         ]
 
     def visits(self, fates: Fates) -> list[Visit]:
-        """One visit to each stretch under `fates`."""
+        """One visit to each stretch under `fates` in which something is made again."""
         asked, n_values = Asked(self._by_backward.copy()), self.index.n_values
         for value, call in zip(fates.foreign.tolist(), fates.by_call[fates.foreign].tolist(), strict=True):
             asked.by_node[n_values + call] = both(asked.by_node[n_values + call], self._by_backward[value])
         found = []
-        for stretch in self._all:
-            found.append(stretch.visit(fates, asked))
+        is_busy = np.logical_or.reduceat(fates.state[self.index.order] >= REMADE, self._starts)
+        for number in np.flatnonzero(is_busy).tolist():
+            found.append(self._all[number].visit(fates, asked))
             asked.take(found[-1])
         return found
 

@@ -184,4 +184,5 @@ class Sweeper:
 
 def _joined(columns: Iterable[Ints], n: int) -> Ints:
     """`n` columns, one part of them after the other."""
-    return np.concatenate((np.zeros((n, 0), np.int64), *columns), axis=1)
+    parts = [part for part in columns if part.shape[1]]
+    return np.concatenate(parts, axis=1) if parts else np.zeros((n, 0), np.int64)
