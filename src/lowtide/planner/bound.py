@@ -1,7 +1,7 @@
 """What no plan can beat: a lower bound on the extra time of any plan within a budget.
 
 The linear program of `covering.py`, with shares instead of decisions, for the positions where the plain step peaks and
-then also for those where its answer is over the limit; at last with decisions, as far as branch and bound gets. Every
+then also for those where its answer is over the limit; at last with decisions, where branch and bound is quick. Every
 one of these programs leaves out rows only, so that each answer is a valid bound and the last is the best. Plans that
 fit are never below it; how far above tells how much a better solver could gain at most.
 
@@ -17,16 +17,17 @@ from lowtide.planner.covering import covering_of
 from lowtide.planner.predict import Simulator
 from lowtide.planner.programme import Programme, is_over
 
-NEAR = 1e-5
-"""Share of the cost at which the search for decisions ends: a bound is worth more than what it takes to find it."""
 SLACK = 1e-6
 """Share of all costs by which HiGHS may be off."""
 
 
-def lower_bound(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> float:
+def lower_bound(
+    simulator: Simulator, budget_bytes: int, *, known_ms: float = np.inf, until: float | None = None
+) -> float:
     """Milliseconds that every plan takes, at least, whose peak is at most `budget_bytes`; infinite if there is none.
 
-    At `until` (by `time.monotonic()`) what is left to improve it is left out; it stays a bound.
+    `known_ms` is what some plan takes that fits: a bound close to it, or far below it, is not worth the time that it
+    takes to raise it. At `until` (by `time.monotonic()`) what is left to improve it is left out; it stays a bound.
     """
     covering = covering_of(simulator)
     limit = budget_bytes - simulator.profile.static.total
@@ -39,4 +40,4 @@ def lower_bound(simulator: Simulator, budget_bytes: int, *, until: float | None 
         return shares
     if is_over(until):
         return max(0.0, shares - slack)
-    return max(0.0, shares - slack, programme.decisions(NEAR).bound - slack)
+    return max(0.0, shares - slack, programme.bound(known_ms) - slack)

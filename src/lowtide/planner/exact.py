@@ -20,12 +20,14 @@ from lowtide.planner.greedy import Search
 from lowtide.planner.moves import Moves
 from lowtide.planner.pool import Found, Span
 from lowtide.planner.predict import Simulator
-from lowtide.planner.programme import NEAR_ENOUGH, Programme, is_over
+from lowtide.planner.programme import Programme, is_over
 
 Bytes = dict[int, float]
 """Bytes by position."""
 ROUNDS = 3
 """Programmes in whole numbers that are solved for one limit."""
+ROUGH = 0.1
+"""Where the rows leave out more than this share of the limit, what they allow is no guide to what fits."""
 TIGHT = 0.97
 """Positions that come this close to the limit are looked at from the start for the next one."""
 TIE = 0.01
@@ -63,23 +65,28 @@ class Exact:
         """Look for choices that fit `limit` and cost what `span` allows; they are then in the pool of `search`.
 
         `left_out` are the positions that mattered for a limit like this one, and what the rows left out there. Returns
-        the same for this limit, and the least that any choice costs which fits, FLOPs included; infinite if none does.
-        Ends early at `until`.
+        the same for this limit; and the least that any choice costs which fits, FLOPs included, if as much is left out
+        as then: infinite if none does, 0 where that is too much to tell. Ends early at `until`.
         """
+        if _is_rough(left_out, limit):
+            return 0.0, left_out
         programme = Programme(self.covering, limit, self.cost, list(left_out), rows=list(self._together), until=until)
+        programme.more = dict(left_out)
         relaxed = programme.relaxed()
+        if relaxed.variables is None and programme.more:
+            programme.more = {}
+            relaxed = programme.relaxed()
         if relaxed.variables is None:
             return relaxed.bound, left_out
-        programme.more = dict(left_out)
         choice, fits = search.simulator.nothing(), False
         for _ in range(ROUNDS):
             if is_over(until):
                 break
             # What is taken off the room is no more than a guess: then any decisions will do that are found quickly.
-            answer = programme.decisions(np.inf if any(programme.more.values()) else NEAR_ENOUGH)
+            answer = programme.decisions(any_will_do=any(programme.more.values()))
             if answer.variables is None and programme.more and not fits:
                 programme.more = {}
-                answer = programme.decisions(NEAR_ENOUGH)
+                answer = programme.decisions()
             if answer.variables is None:
                 break
             choice = self.choice(answer.variables)
@@ -98,9 +105,16 @@ class Exact:
                 if (over := float(sweep.usage[position])) > limit:
                     more = programme.more.get(position, 0.0) + over - answer.usage[position]
                     programme.more[position] = max(more, 0.0)
+            if _is_rough(programme.more, limit):
+                left_out |= programme.more
+                break
             programme.add(sweep.usage.astype(np.float64))
-        if not (fits or is_over(until)):
+        if is_over(until):
+            return relaxed.bound, left_out
+        if not fits:
             search.reduced(choice, limit)
+        elif any(programme.more.values()):  # more than was needed may have been taken off the room
+            search.pruned(choice, limit)
         return relaxed.bound, left_out
 
     def cost_of(self, found: Found) -> float:
@@ -141,3 +155,8 @@ class Exact:
                 row = {variable: float(cost[variable]) / total for variable in cost.nonzero()[0].tolist()}
                 found += [(row, most / total), ({v: -share for v, share in row.items()}, -least / total)]
         return found
+
+
+def _is_rough(left_out: Bytes, limit: int) -> bool:
+    """Whether the rows leave out so much that solving them is in vain."""
+    return max(left_out.values(), default=0.0) > ROUGH * limit

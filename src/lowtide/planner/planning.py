@@ -64,7 +64,9 @@ def plan(
                 solver(simulator_of(profile, allow, offload=offload), budget_bytes)
             raise
         decisions = with_free(simulator, decisions)
-        bound_ms = lower_bound(allowed, budget_bytes, until=until) if minimize == "time" else 0.0
+        if minimize == "time":
+            known_ms = simulator.predict(decisions).extra_ms
+            bound_ms = lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)
     predicted = simulator.predict(decisions)
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (

@@ -11,7 +11,7 @@ slack is needed for the best.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,8 +31,20 @@ FREE = 1e-9
 """Milliseconds that shares are taken of where the relaxation costs nothing."""
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 """HiGHS 1.8 to 1.12 prints this when it mends a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
-CORES = (1e-4, 0.1, np.inf)
-"""Shares of the relaxation's cost within which decisions are looked for, one after the other."""
+CLOSE = 5e-3
+"""Decisions that cost only this share more than the relaxation are as good as the cheapest."""
+CORES = ((1e-4, CLOSE), (3e-3, 0.03), (0.03, np.inf), (np.inf, np.inf))
+"""Shares of the relaxation's cost within which decisions are looked for, one after the other; and how far above the
+relaxation decisions may be with which no larger core is looked through. The third takes ten times as long as the first.
+"""
+OPEN = 1e-6
+"""Shares that are this far from nothing and from all are of open decisions."""
+FEW_OPEN, MANY_OPEN = 8, 16
+"""With more decisions that the relaxation leaves open only the smallest core is looked through, or no bound raised:
+time grows with their number far faster than with that of all decisions."""
+FAR = 0.06
+"""Share by which what is known may be above the relaxation for the larger of these two: beyond that a bound that is
+raised a little tells no more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,26 +102,40 @@ class Programme:
                 break
         return best
 
-    def decisions(self, near: float) -> Answer:
-        """Decisions for the positions so far whose cost is above the bound by at most `near` of it; infinite for any.
+    def decisions(self, *, any_will_do: bool = False) -> Answer:
+        """Decisions for the positions so far: the cheapest, or near them; or if `any_will_do` the first found.
 
-        By more where HiGHS is stopped before that.
+        Looked for in one core after the other, until a larger one would take more time than it is worth.
         """
         relaxed = self._relaxation()
         least = relaxed.answer.bound
         if relaxed.answer.variables is None:
             return relaxed.answer
         best, tried = NOTHING, 0.0
-        for share in CORES:
+        for share, enough in CORES:
             slack = min(share * max(least, FREE), best.cost - least)
             if slack <= tried:
                 break
-            answer, tried = relaxed.rows.whole(relaxed.settled(slack), min(near, NEAR_ENOUGH)), slack
-            bound = max(least, best.bound, min(answer.bound, least + slack))
-            best = replace(min(best, answer, key=lambda answer: answer.cost), bound=bound)
-            if best.cost <= (1 + near) * bound:
+            answer, tried = relaxed.rows.whole(relaxed.settled(slack)), slack
+            best = min(best, answer, key=lambda answer: answer.cost)
+            found = best.variables is not None
+            if best.cost <= (1 + enough) * least or (found and (any_will_do or relaxed.n_open > FEW_OPEN)):
                 break
         return best
+
+    def bound(self, known: float) -> float:
+        """What decisions for the positions so far cost at least, where some are `known` that cost no more than that.
+
+        Better than that of shares only where these are not close to what is known, and not too many are open.
+        """
+        relaxed = self._relaxation()
+        least = relaxed.answer.bound
+        slack = known - least
+        if relaxed.answer.variables is None or slack <= CLOSE * least:
+            return least
+        if relaxed.n_open > (FEW_OPEN if slack > FAR * least else MANY_OPEN):
+            return least
+        return max(least, min(relaxed.rows.whole(relaxed.settled(slack)).bound, known))
 
     def _relaxation(self) -> _Relaxation:
         """Of the rows so far; the last one, where nothing has changed since."""
@@ -132,6 +158,12 @@ class _Relaxation:
     answer: Answer
     more: Floats
     less: Floats
+
+    @property
+    def n_open(self) -> int:
+        """How many decisions are neither to be taken nor not."""
+        assert self.answer.variables is not None
+        return int(np.count_nonzero(np.abs(self.answer.variables - 0.5) < 0.5 - OPEN))
 
     def settled(self, slack: float) -> tuple[Flags, Flags]:
         """The decisions that are the same in every answer that costs at most `slack` more: at nothing, and at all."""
@@ -185,12 +217,12 @@ class _Rows:
             return _Relaxation(self, IMPOSSIBLE if found.status == 2 else NOTHING, none, none)
         return _Relaxation(self, self._answer(found.x, float(found.fun)), found.lower.marginals, -found.upper.marginals)
 
-    def whole(self, settled: tuple[Flags, Flags], near: float) -> Answer:
-        """Decisions `near` the bound, with what is `settled` left as it is."""
+    def whole(self, settled: tuple[Flags, Flags]) -> Answer:
+        """Decisions close to the bound, with what is `settled` left as it is."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
-        options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": near}
+        options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH}
         if self.programme.until is not None:
             options["time_limit"] = max(0.0, self.programme.until - time.monotonic())
         with without_noise(1, NOISE):
