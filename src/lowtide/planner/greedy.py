@@ -59,9 +59,9 @@ class Search:
         return self.sweep(choice).peak <= limit
 
     def attempts(self, limit: int, *starts: Choice) -> Iterator[Choice]:
-        """Choices that fit: greedy from `starts` and all cheap remakes; and replays of the first calls of a level."""
+        """Choices that fit: greedy from `starts`; and all cheap remakes with replays of the first calls of a level."""
         cheap = self.moves.remade(expensive=False)
-        for start in (*starts, cheap):
+        for start in starts:
             if self.fits(choice := self.reduced(start, limit), limit):
                 yield choice
         for level in self.moves.levels():

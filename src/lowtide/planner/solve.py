@@ -7,10 +7,13 @@ cheapest of all that was simulated on the way wins.
 budgets. So it is run on the rungs of a ladder that the asked budget has no part in: the smallest peak, the plain peak,
 and the middles between them, halved again and again towards the asked budget for as long as the costs on both sides of
 it differ. A rung is solved once the rungs on both sides of it are, and takes the cheapest choice seen that fits it and
-costs no less than the rung above and no more than the rung below. By induction costs fall from rung to rung, and a
-rung's plan is the same whichever budget led to it. A budget between two rungs is given a step of the staircase between
-them: choices seen on the way to those two rungs, each with a larger peak and lower costs than the last. That is the
-same staircase for every budget between the two.
+costs no less than the rung above and no more than the rung below. That choice is the plan of every budget from its
+own peak to the rung, and halving goes on below it. By induction costs fall from rung to rung, and a rung's plan is the
+same whichever budget led to it. A budget between two rungs is given a step of the staircase between them: choices seen
+on the way to those two rungs, each with a larger peak and lower costs than the last. That is the same staircase for
+every budget between the two.
+
+Greedy searches begin where the rung above ended: with what a little more room needs, not with nothing.
 
 Deterministic. What is given up for the order: `NEAR` of the cost or one of `2 ** HALVINGS` parts of the budget's range,
 and now and then a lucky find. Not yet: fewer rungs are solved for very deep models, so that planning stays quick.
@@ -44,6 +47,10 @@ DEEP = 1.1
 """Below so many times the smallest peak branch and bound takes long and gains little: greedy searches, if quick."""
 GOOD = 1.05
 """Branch and bound that comes this close to its bound is not compared with greedy searches."""
+NOTHING_NEW = 1e-3
+"""A rung that costs less than the one below by no more than this share of it tells nothing new ..."""
+STUCK = 0.05
+"""... and if costs differ by no more than this share, no more rungs are solved above it."""
 
 
 def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> Decisions:
@@ -111,7 +118,7 @@ class Ladder:
         peak = search.sweep(smallest[0]).peak
         self._quick = self.exact is None or len(self.moves.moves) <= MANY
         """Whether greedy searches take little time here, or are all that there is."""
-        for choice in (*smallest, *(search.attempts(peak) if self._quick else ())):
+        for choice in (*smallest, *(search.attempts(peak, self.moves.remade(expensive=False)) if self._quick else ())):
             search.pruned(choice, peak)
         search.sweep(simulator.nothing())
         self.bottom = min(search.seen.found, key=lambda found: (found.peak, found.cost))
@@ -131,6 +138,8 @@ class Ladder:
             return None
         if limit >= self.top.peak:
             return self.top
+        if limit == self.bottom.peak:
+            return self.bottom
         low, high, span, way = self.bottom.peak, self.top.peak, Span(self.top, self.bottom), [self._first]
         for _ in range(self._halvings):
             middle = (low + high) // 2
@@ -144,9 +153,14 @@ class Ladder:
                 self._rungs[middle] = rung
             way.append(rung)
             if middle <= limit:
+                is_stuck = span.is_narrow(STUCK) and Span(rung.found, span.most).is_narrow(NOTHING_NEW)
                 low, span = middle, Span(span.least, rung.found)
-            else:
-                high, span = middle, Span(rung.found, span.most)
+                if is_stuck:
+                    break
+            elif rung.found.peak <= limit:
+                return rung.found
+            else:  # from the rung's own peak on, nothing is cheaper than it
+                high, span = rung.found.peak, Span(rung.found, span.most)
         steps = staircase([span.least, *(found for rung in way for found in rung.pool.found)], span)
         return [step for step in steps if step.peak <= limit][-1]
 
@@ -165,7 +179,7 @@ class Ladder:
             bound, left_out = self.exact.search(search, limit, span, left_out, until)
         found = _cheapest(limit, span, [*seen, search.seen])
         if self._quick and not is_over(until) and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
-            starts = [*search.attempts(limit, self.simulator.nothing()), found.choice]
+            starts = [*search.attempts(limit, span.least.choice), found.choice]
             for choice in {choice.key: choice for choice in starts}.values():
                 if not is_over(until):
                     search.pruned(choice, limit)
