@@ -45,6 +45,8 @@ time grows with their number far faster than with that of all decisions."""
 FAR = 0.06
 """Share by which what is known may be above the relaxation for the larger of these two: beyond that a bound that is
 raised a little tells no more."""
+SMALL = 300
+"""Variables up to which a bound is always raised: it takes no time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +135,8 @@ class Programme:
         slack = known - least
         if relaxed.answer.variables is None or slack <= CLOSE * least:
             return least
-        if relaxed.n_open > (FEW_OPEN if slack > FAR * least else MANY_OPEN):
+        is_small = self.covering.n_fixed <= SMALL
+        if relaxed.n_open > (FEW_OPEN if slack > FAR * least else MANY_OPEN) and not is_small:
             return least
         return max(least, min(relaxed.rows.whole(relaxed.settled(slack)).bound, known))
 
