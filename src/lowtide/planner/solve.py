@@ -13,7 +13,7 @@ same whichever budget led to it. A budget between two rungs is given a step of t
 on the way to those two rungs, each with a larger peak and lower costs than the last. That is the same staircase for
 every budget between the two.
 
-Greedy searches begin where the rung above ended: with what a little more room needs, not with nothing.
+Greedy searches begin where the rung above ended, with what a little more room needs; elsewhere only if that is near.
 
 Deterministic. What is given up for the order: `NEAR` of the cost or one of `2 ** HALVINGS` parts of the budget's range,
 and now and then a lucky find. Not yet: fewer rungs are solved for very deep models, so that planning stays quick.
@@ -47,6 +47,8 @@ DEEP = 1.1
 """Below so many times the smallest peak branch and bound takes long and gains little: greedy searches, if quick."""
 GOOD = 1.05
 """Branch and bound that comes this close to its bound is not compared with greedy searches."""
+NEAR_PLAIN = 0.5
+"""Above this share of the plain peak greedy searches also begin with nothing, from where few steps lead to it."""
 NOTHING_NEW = 1e-3
 """A rung that costs less than the one below by no more than this share of it tells nothing new ..."""
 STUCK = 0.05
@@ -179,7 +181,10 @@ class Ladder:
             bound, left_out = self.exact.search(search, limit, span, left_out, until)
         found = _cheapest(limit, span, [*seen, search.seen])
         if self._quick and not is_over(until) and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
-            starts = [*search.attempts(limit, span.least.choice), found.choice]
+            begin = [span.least.choice]
+            if limit > NEAR_PLAIN * self.top.peak:
+                begin += [self.simulator.nothing(), self.moves.remade(expensive=False)]
+            starts = [*search.attempts(limit, *begin), found.choice]
             for choice in {choice.key: choice for choice in starts}.values():
                 if not is_over(until):
                     search.pruned(choice, limit)
