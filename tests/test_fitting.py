@@ -1,9 +1,11 @@
 """The whole way: a budget in bytes, a plan, a measured peak below it, and the same bits."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,27 @@ def test_a_fitted_step_stays_within_its_budget_and_gives_the_same_bits(name, sha
         assert not fitted.applied.drifted
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert same(state(plain), state(planned))
+
+
+def test_nothing_of_the_trial_steps_waits_for_the_garbage_collector():
+    case = build("gpt2")
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    found = []
+
+    def step(batch):
+        loss = case.model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.extend(weakref.ref(x) for x in (loss, *(entry["exp_avg"] for entry in optimizer.state.values())))
+        return {"loss": loss}
+
+    try:
+        gc.disable()
+        lowtide.fit(case.model, step, case.batch, budget="70%").remove()
+        assert not [x() for x in found if x() is not None]
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module")

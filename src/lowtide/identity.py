@@ -51,16 +51,15 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in a batch, or in what a step returns: nested lists, tuples and mappings, and objects' attributes."""
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
-
-    def look(thing: Any) -> None:
-        for leaf in tree_leaves(thing):
-            if isinstance(leaf, torch.Tensor):
-                found.append(leaf)
-            elif id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
-                seen[id(leaf)] = leaf
-                look(list(leaf.values()) if isinstance(leaf, Mapping) else [*getattr(leaf, "__dict__", {}).values()])
-
-    look(tree)
+    pending = tree_leaves(tree)[::-1]
+    while pending:  # a function that calls itself would hold what it found until garbage is collected
+        leaf = pending.pop()
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
+            seen[id(leaf)] = leaf
+            inside = list(leaf.values()) if isinstance(leaf, Mapping) else [*getattr(leaf, "__dict__", {}).values()]
+            pending += tree_leaves(inside)[::-1]
     return found
 
 
