@@ -37,6 +37,25 @@ def test_static_memory_is_counted_once(rehearsed):
     assert profile.static.gradients == 0
 
 
+@pytest.mark.parametrize("first", ["zero_grad", "forward"])
+def test_gradients_that_the_next_step_lets_go_of_are_counted_once(first):
+    model, batch = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(64, 256)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(batch):
+        if first == "zero_grad":
+            optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    profile = lowtide.rehearse(model, step, batch)
+    assert profile.static.gradients == profile.static.parameters
+    assert profile.measured_plain_peak_bytes == predict(profile, Decisions()).peak_bytes
+    assert not profile.notes
+
+
 def test_most_saved_bytes_can_be_remade_or_replayed(rehearsed):
     _, profile = rehearsed
     replayable = {call for call, entry in enumerate(profile.calls) if entry.refused is None}

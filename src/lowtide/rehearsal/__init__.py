@@ -64,10 +64,11 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         trace, recorder = _trace(model, step, batch, audit, decisions)
         # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
         hopeless = frugal and place_of(model).type == "cpu"
+        there, places = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)  # gradients have moved
         plain, step_ms = (None, 0.0) if hopeless else _plain(model, step, batch)
         measured = None
         if plain is not None:
-            measured = with_left(static, addresses, plain).total + Timeline(plain.stream).peak_bytes
+            measured = with_left(there, places, plain).total + Timeline(plain.stream).peak_bytes
     if trace.packs != len(audit.slots):
         raise RehearsalError(
             f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
