@@ -308,6 +308,73 @@ def test_plain_attributes_are_as_before_the_replay():
     same_bits(model, step)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(2, 3), (None, 0.5), ("a", "b"), ((1, 2), (3,)), ([1], [2, 3]), ({"a": 1}, {}), (torch.ones(4), None), (X, X + 1)],
+)
+def test_attributes_that_are_bound_anew_before_the_next_call(first, second):
+    def conditioned(m, x):
+        how = m.how
+        if isinstance(how, torch.Tensor):
+            return nonlinear(x * how)
+        return nonlinear(x * (1 + sum(map(ord, repr(how))) % 7))
+
+    def step():
+        model.part.how = first
+        loss = model(X)
+        model.part.how = second
+        loss = loss + model(X) if second is not None else loss
+        model.part.how = "at last"
+        loss.backward()
+        assert model.part.how == "at last"
+        return loss
+
+    model = Around(conditioned, how=None)
+    same_bits(model, step)
+
+
+def test_what_an_attribute_holds_is_as_the_call_found_it():
+    def counting(m, x):
+        m.seen["calls"] += 1
+        m.calls += 1
+        return nonlinear(x * m.seen["calls"] * m.calls)
+
+    def step():
+        model.part.seen, model.part.calls = {"calls": 0}, 0
+        loss = model(X) + model(X)
+        model.part.seen["calls"] = 7
+        loss.backward()
+        assert model.part.seen["calls"] == 7
+        return loss
+
+    model = Around(counting, seen=None, calls=0)
+    same_bits(model, step)
+
+
+def test_a_tensor_on_a_module_that_is_changed_in_place_is_refused():
+    model = Around(lambda m, x: nonlinear(x * m.how), how=torch.ones(4))
+    with in_force(model, "replay", Replayed):
+        loss = model(X)
+        model.part.how.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_result_that_a_module_remembers_is_not_held():
+    def remembering(m, x):
+        m.last = y = nonlinear(x)
+        return y
+
+    model = Around(remembering, last=None)
+    with in_force(model, "replay", Replayed):
+        model(X).backward()
+        loss = model(X)
+        last = weakref.ref(model.part.last)
+        model.part.last = model.returned = None
+        assert last() is None
+        loss.backward()
+
+
 def test_hooks_fire_as_often_as_without():
     model, ids = Language(layers=2), torch.arange(20).view(2, 10)
     fired = Counter()
@@ -757,13 +824,14 @@ def test_a_plan_in_which_only_some_calls_are_replayed():
 
 
 def test_a_call_that_saves_something_else_the_second_time_is_refused():
-    model = Around(lambda m, x: nonlinear(x) if m.first else x * 2, first=True)
+    first = [True]
+    model = Around(lambda m, x: nonlinear(x) if first[0] else x * 2)
     with in_force(model, "replay", Replayed):
         loss = model(X)
-        model.part.first = False
+        first[0] = False
         with pytest.raises(ReplayMismatch, match=r"part \(Replayed\) saved nothing when it was run again"):
             loss.backward()
-        model.part.first = True
+        first[0] = True
         model(X).backward()
 
 

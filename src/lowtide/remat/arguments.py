@@ -123,7 +123,7 @@ class _Apart:
     def part(self, thing: Any, now: Callable[[], Any] | None = None) -> Part:
         """How to make `thing` anew. Where it is in a cache, `now()` is what is in its place there."""
         kind, key = type(thing), id(thing)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return lambda given: thing
         if isinstance(thing, torch.Tensor):
             return self._tensor(thing, now)
@@ -212,6 +212,6 @@ def _tuple(kind: type, items: list[Any]) -> Any:
 _DEPTH = 4
 """Objects inside of objects are looked into this deep."""
 
-_ATOMS = frozenset(
+ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}
 )

@@ -1,8 +1,8 @@
 """What a module call sees besides its arguments, taken when it begins and put back around a replay.
 
 Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the
-kernels that attention may use, training flags and buffers are as they were; afterwards everything is as it was before
-the replay, plain attributes of the modules too. Parameters, and buffers that the call does not write to, are not
+kernels that attention may use, training flags, buffers and plain attributes are as they were; afterwards everything is
+as it was before the replay. Parameters, and buffers that the call does not write to, are not
 copied: a replay in which they have other contents refuses.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lowtide.remat.attributes import Attributes
 from lowtide.remat.values import changed_in_place
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Surroundings:
     """What one call saw."""
 
     __slots__ = (
+        "attributes",
         "autocast",
         "buffers",
         "cards",
@@ -88,6 +90,7 @@ class Surroundings:
         self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(card.type for card in found)})
         self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
         self.training = [module.training for module in reach.modules]
+        self.attributes = Attributes(reach.modules)
         self.buffers = {
             (module, name): (buffer, buffer._version, buffer.detach().clone())
             for module, name, buffer in _buffers(reach.modules)
@@ -119,7 +122,8 @@ class Surroundings:
         return sum(tensor.nbytes for tensor in self.tensors if not on_card or tensor.device.type != "cpu")
 
     def learn(self) -> None:
-        """The first call is over: what it did not touch is not copied for the next ones."""
+        """The call is over. What the first one did not touch is not copied for the next ones."""
+        self.attributes.learn()
         reach = self.reach
         if reach.written is None:
             there = {(module, name): buffer for module, name, buffer in _buffers(reach.modules)}
@@ -145,6 +149,7 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_attributes_back(self.reach.modules))
             self._put_back()
+            self.attributes.put_back()
             self._draw_again(stack)
             for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
                 if enabled() != then:
