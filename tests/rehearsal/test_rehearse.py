@@ -197,6 +197,35 @@ def test_what_else_the_step_refers_to_is_as_it_was():
     assert same(plain.state(), fitted.state())
 
 
+_carried: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("kind", ["global", "nonlocal", "attribute", "in a dict", "a pair"])
+def test_a_state_that_is_carried_on_begins_anew(kind, begun):
+    global _carried
+    model, batch = nn.RNN(64, 64), torch.randn(16, 8, 64)
+    first = torch.zeros(1, 8, 64) if begun else None
+    where, cell, _carried = {"state": (first, first) if begun and kind == "a pair" else first}, first, first
+    model.state = first
+
+    def step(batch):
+        global _carried
+        nonlocal cell
+        pair = where["state"] if isinstance(where["state"], tuple) else [where["state"]]
+        state = {"global": _carried, "nonlocal": cell, "attribute": model.state}.get(kind, pair[-1])
+        output, state = model(batch, state)
+        output.square().mean().backward()
+        cell = _carried = model.state = state.detach()
+        where["state"] = (cell, cell.clone()) if kind == "a pair" else cell
+
+    known = where["state"]
+    lowtide.rehearse(model, step, batch)
+    assert where["state"] is known
+    assert cell is _carried is model.state is first
+    assert first is None or not first.any()
+
+
 def test_a_teacher_and_its_like_are_in_memory_too():
     trainer, batch = _Trainer(), torch.randn(256, 64)
     profile = lowtide.rehearse(trainer.model, trainer.step, batch)

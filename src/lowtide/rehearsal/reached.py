@@ -38,8 +38,8 @@ class Reached:
     def __init__(self, *roots: Any) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
-        self.places: list[tuple[Any, Any, Tensor]] = []
-        """Dicts and lists that hold tensors: container, key, tensor."""
+        self.places: list[tuple[Any, Any, Tensor | tuple[Tensor, ...] | None]] = []
+        """Dicts, lists and variables that hold a tensor or a tuple of them, or nothing yet: container, key, content."""
         self.stateful: list[Any] = []
         """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
         seen: dict[int, Any] = {}  # holds them, so that no address is used twice
@@ -65,6 +65,8 @@ class Reached:
         if isinstance(thing, tuple | set | frozenset | deque):
             return thing
         if isinstance(thing, types.FunctionType):
+            for container, key, content in variables(thing):
+                self._entries(container, [(key, content)])  # bound anew by `global` and `nonlocal`
             return referred_to(thing)
         if isinstance(thing, types.MethodType):
             return (thing.__self__, thing.__func__)
@@ -83,7 +85,7 @@ class Reached:
 
     def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
         found = list(entries)
-        self.places += [(container, key, x) for key, x in found if isinstance(x, Tensor) and is_state(x)]
+        self.places += [(container, key, x) for key, x in found if x is None or _are_state(x)]
         return [x for _, x in found]
 
 
@@ -91,6 +93,16 @@ def is_state(tensor: Tensor) -> bool:
     """Whether a tensor that no module owns is one that a step may have as its state: no data, no result of a graph."""
     plain = tensor.is_leaf and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
     return plain and tensor.nbytes <= LARGEST_BYTES
+
+
+def _are_tensors(content: Any) -> bool:
+    """Whether `content` is a tensor, or a tuple of them, as of an LSTM."""
+    found = content if type(content) is tuple else (content,)
+    return bool(found) and all(isinstance(tensor, Tensor) for tensor in found)
+
+
+def _are_state(content: Any) -> bool:
+    return _are_tensors(content) and all(map(is_state, content if type(content) is tuple else (content,)))
 
 
 def _has_state(kind: type) -> bool:
@@ -101,17 +113,23 @@ def referred_to(function: types.FunctionType) -> Iterator[Any]:
     """What a function's code can find by name: globals, closure, defaults. Torch's own functions have no state."""
     if (function.__module__ or "").partition(".")[0] == "torch":
         return
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__[name]
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # empty
-            continue
+    for _, _, content in variables(function):
+        yield content
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield getattr(function, "__wrapped__", None)
+
+
+def variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
+    """The globals that a function names, and its cells: where each is, its name there, its content."""
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__, name, function.__globals__[name]
+    for cell in function.__closure__ or ():
+        try:
+            yield cell, "", cell.cell_contents
+        except ValueError:  # empty
+            continue
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -135,13 +153,31 @@ class State:
             self._owner.load_state_dict(_like(self._before, now))
 
 
-def put_back(container: Any, key: Any, tensor: Tensor) -> None:
-    """Bind `tensor` again where it was found, if something else is there. A list that became shorter stays so."""
+def put_back(container: Any, key: Any, content: Any) -> None:
+    """Bind `content` again where it was found, if something else is there. A list that became shorter stays so.
+
+    Where nothing was, nothing is bound again only in place of tensors: a state that the first step begins.
+    """
+    if isinstance(container, list) and key >= len(container):
+        return
+    now = _now(container, key)
+    if now is content or (content is None and not _are_tensors(now)):
+        return
+    if isinstance(container, types.CellType):
+        container.cell_contents = content
+    else:
+        container[key] = content
+
+
+def _now(container: Any, key: Any) -> Any:
+    if isinstance(container, list):
+        return container[key]
     if isinstance(container, dict):
-        if container.get(key) is not tensor:
-            container[key] = tensor
-    elif key < len(container) and container[key] is not tensor:
-        container[key] = tensor
+        return container.get(key)
+    try:
+        return container.cell_contents
+    except ValueError:  # empty
+        return None
 
 
 def states(owners: Iterable[Any]) -> list[State]:
