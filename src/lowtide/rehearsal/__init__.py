@@ -98,7 +98,8 @@ def doubted(profile: Profile) -> Profile:
         return profile
     note = (
         f"of two runs without a plan one has a peak of {format_bytes(predicted)}, one of {format_bytes(measured)}: "
-        "if the work depends on random numbers, as with LayerDrop, plans hold only for what was done in the rehearsal"
+        "if the work depends on random numbers, as with LayerDrop, or on counts and iterators of the step's own, plans "
+        "hold only for what was done in the rehearsal"
     )
     return replace(profile, notes=(*profile.notes, note))
 

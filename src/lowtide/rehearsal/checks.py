@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from lowtide._torch import is_compiled
+from lowtide._torch import CALL, is_compiled
 from lowtide.errors import RehearsalError
+from lowtide.remat.seam import Front, Seam
 
 SEVERAL_STREAMS = (
     "the model computes in several CUDA streams. What is made again for one of them in backward could be used by "
@@ -44,13 +45,14 @@ def check_one_device(model: torch.nn.Module) -> None:
         )
 
 
-def check_uncompiled(model: torch.nn.Module) -> None:
-    """Refuse modules that `torch.compile` has wrapped: their graphs decide by themselves what they keep.
+def check_uncompiled(model: torch.nn.Module, *, wrapped: bool = True) -> None:
+    """Refuse modules that `Module.compile` compiled, or, if `wrapped`, `torch.compile`: these decide what they keep.
 
     Raises RehearsalError.
     """
     for path, module in model.named_modules():
-        if is_compiled(module):
+        front = module.__dict__.get(CALL)
+        if (wrapped and is_compiled(module)) or not (front is None or isinstance(front, Seam | Front)):
             what = f"{path} is" if path else "the model is"
             raise RehearsalError(
                 f"{what} compiled (torch.compile), and compiled code decides by itself what it keeps for backward. Fit "

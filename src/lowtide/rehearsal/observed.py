@@ -18,7 +18,7 @@ from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_uncompiled
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble
@@ -68,6 +68,7 @@ class Observed:
             self.why.append(f"it has another batch than the step before: {found.batch} after {self._audited.batch}")
             self._audit = self._audited = self._traced = None
         check_one_device(self.model)
+        check_uncompiled(self.model, wrapped=False)
         place = place_of(self.model)
         static, addresses = static_bytes(self.model, batch, optimizers)
         kind: Kind = "audit" if self._audit is None else "plain" if self._traced else "trace"
