@@ -59,7 +59,7 @@ def signs_of(tensor: Tensor) -> dict[str, Any]:
     if not is_fake(tensor):
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         for elements, eighths in _parts(flat):
-            bits[eighths] = _gathered(_is_positive(flat[elements]))
+            _gather(_is_positive(flat[elements]), bits[eighths])
     return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype, "number": None}
 
 
@@ -97,19 +97,24 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     flat, number = mask.as_strided((mask.numel(),), (1,)), 0
     if mask.dtype is torch.bool:
         for elements, eighths in _parts(flat):
-            bits[eighths] = _gathered(flat[elements])
+            _gather(flat[elements], bits[eighths])
         return 1
-    numbers = flat.view(_INTEGERS[mask.element_size()]).numpy()
+    numbers, into = flat.view(_INTEGERS[mask.element_size()]).numpy(), bits.numpy()
     for elements, eighths in _parts(flat):
         part = numbers[elements]
-        stays = part != 0
-        number = number or int(part[stays.argmax()])
-        if np.count_nonzero(part == number) != np.count_nonzero(stays) and number:
+        number = number or _first_number(part[:64]) or _first_number(part)
+        stays = part == number if number else part != 0  # nothing but zeros so far
+        if np.count_nonzero(stays) != np.count_nonzero(part):
             raise CannotRemake("it has more than two values")
-        bits[eighths] = _gathered(torch.from_numpy(stays))
+        into[eighths] = np.packbits(stays, bitorder="little")
     if not number:
         raise CannotRemake("it is all zeros")
     return number
+
+
+def _first_number(part: NDArray[Any]) -> int:
+    """The first that is not 0, if there is one."""
+    return int(part[(part != 0).argmax()])
 
 
 def mask_of(
@@ -159,13 +164,14 @@ def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first // 8, -(-last // 8))
 
 
-def _gathered(stays: Tensor) -> Tensor:
-    """Eight booleans in each byte, the first one in its lowest bit."""
+def _gather(stays: Tensor, bits: Tensor) -> None:
+    """Eight booleans into each byte, the first one into its lowest bit."""
     if stays.device.type == "cpu":
-        return torch.from_numpy(np.packbits(stays.numpy(), bitorder="little"))
+        bits.numpy()[:] = np.packbits(stays.numpy(), bitorder="little")
+        return
     if missing := -len(stays) % 8:
         stays = torch.cat((stays, stays.new_zeros(missing)))
-    return ((stays.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
+    bits.copy_((stays.view(torch.int64) * _GATHER) >> 56)
 
 
 def _booleans(device: torch.device) -> Tensor:
