@@ -168,6 +168,9 @@ class Audit(Remakes):
     def reading(self, handle: Handle) -> None:
         self.reads += 1
 
+    def given(self, handle: Handle, tensor: Tensor) -> None:
+        """Nothing."""
+
     def making(self, maker: Maker) -> None:
         self._meter.making()
 

@@ -27,7 +27,7 @@ from lowtide.remat.engine import actions_for
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
@@ -161,6 +161,10 @@ class _OwnTrace(Trace):
     def reading(self, handle: Handle) -> None:
         if handle in self._slots:
             super().reading(handle)
+
+    def given(self, handle: Handle, tensor: Tensor) -> None:
+        if handle in self._slots:
+            super().given(handle, tensor)
 
 
 class _Watch:

@@ -23,6 +23,9 @@ class Seen:
     is_held_on: bool = False
     """Whether a backward pass made a graph (`create_graph`), which holds what it read."""
     release: dict[int, int] = field(default_factory=dict)
+    """When the last that holds a slot lets go of it: its handle, or a graph that backward made."""
+    given: dict[int, set[int]] = field(default_factory=dict)
+    """For each slot the blocks that such a graph was given."""
     enter: dict[int, int] = field(default_factory=dict)
     leave: dict[int, int] = field(default_factory=dict)
     born: dict[int, int] = field(default_factory=dict)
@@ -61,6 +64,8 @@ def watch(stream: EventStream) -> Seen:
             _note(seen, at, i, event.label, event.data)
             last_mark = i
             making += {"making": 1, "made": -1}.get(event.label, 0)
+    for slot in seen.given.keys() & seen.release.keys():
+        seen.release[slot] = max([seen.release[slot], *(seen.dies.get(block, 0) for block in seen.given[slot])])
     return seen
 
 
@@ -76,6 +81,9 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
             seen.is_held_on |= makes_graph
             seen.read.setdefault(slot, i)
             seen.reads.append((i, slot, number, node))
+        case "given", (int(slot), int(where)):
+            if where in at:
+                seen.given.setdefault(slot, set()).add(at[where])
         case "release", int(slot):
             seen.release[slot] = i
         case "enter", (int(call), tuple(inputs)):

@@ -205,9 +205,12 @@ def registered(node: Node, output: int) -> Value | None:
 
 def unpack(handle: Handle) -> Tensor:
     """The unpack hook."""
-    if probe is not None:
-        probe.reading(handle)
-    return handle.get()
+    if probe is None:
+        return handle.get()
+    probe.reading(handle)
+    tensor = handle.get()
+    probe.given(handle, tensor)
+    return tensor
 
 
 def peek(node: Node, attribute: str) -> Any:
@@ -248,6 +251,9 @@ class Probe(Protocol):
 
     def reading(self, handle: Handle) -> None:
         """Backward is about to read a saved tensor."""
+
+    def given(self, handle: Handle, tensor: Tensor) -> None:
+        """This is what it reads."""
 
     def making(self, maker: Maker) -> None:
         """A recipe or a replay is about to run; its operands are there."""
