@@ -1,16 +1,12 @@
 """Whatever is planned for a network keeps its bits and its word: networks are made at random, and so are budgets."""
 
-import warnings
-
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import lowtide
-from lowtide.planner import predict, smallest_peak
-from lowtide.planner.records import Decisions
+from budgets import step_of, within
 
 CHANNELS, SIDE = 8, 16
 
@@ -130,22 +126,12 @@ def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, res
     torch.manual_seed(0)
     model, x = Network(blocks, hasty=hasty, residual=residual), torch.randn(2, 3, SIDE, SIDE)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        model.zero_grad()
-        return loss.detach()
-
+    step = step_of(model)
     try:
         step(x)
     except RuntimeError:  # what is saved is changed in place
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        profile = lowtide.rehearse(model, step, x)
-        low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
-        plan = lowtide.plan(profile, low + (high - low) * part // 100)
-        verdict = lowtide.verify(model, step, x, plan)
+    profile, plan, verdict = within(model, step, x, part)
     assert verdict.identical
     assert not verdict.drifted
     # Random numbers and buffers for a replay inside of another one are there from the first forward on.

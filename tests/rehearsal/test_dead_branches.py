@@ -1,15 +1,11 @@
 """What a model computes and never uses is saved, never read, and gone early: rehearsals hold it for longer."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import lowtide
-from lowtide.planner import predict, smallest_peak
-from lowtide.planner.records import Decisions
+from budgets import step_of, within
 
 
 class MadeOfWhatIsGone(nn.Module):
@@ -44,19 +40,9 @@ def test_a_dead_branch_does_no_harm(cls, part):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), cls(), nn.Linear(64, 64), nn.Tanh()), torch.randn(256, 64)
 
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        model.zero_grad()
-        return loss.detach()
-
+    step = step_of(model)
     step(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        profile = lowtide.rehearse(model, step, x)
-        low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
-        plan = lowtide.plan(profile, low + (high - low) * part // 100)
-        verdict = lowtide.verify(model, step, x, plan)
+    _, plan, verdict = within(model, step, x, part)
     assert verdict.identical
     assert not verdict.drifted
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes

@@ -5,9 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import lowtide
-from lowtide.planner import predict, smallest_peak
-from lowtide.planner.records import Decisions
+from budgets import step_of, within
 
 
 class InAList(nn.Module):
@@ -55,15 +53,7 @@ def test_the_prediction_knows(cls, part):
     torch.manual_seed(0)
     model, x = cls(), torch.randn(4096, 64)
 
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        model.zero_grad()
-        return loss.detach()
-
+    step = step_of(model)
     step(x)
-    profile = lowtide.rehearse(model, step, x)
-    low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
-    plan = lowtide.plan(profile, low + (high - low) * part // 100)
-    measured = lowtide.verify(model, step, x, plan).measured_peak_bytes
-    assert measured == plan.predicted.peak_bytes
+    _, plan, verdict = within(model, step, x, part)
+    assert verdict.measured_peak_bytes == plan.predicted.peak_bytes

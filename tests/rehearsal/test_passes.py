@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from budgets import within
 from lowtide.planner import smallest_peak
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
@@ -137,10 +138,7 @@ def test_a_graph_made_by_backward_holds_what_it_read(part):
 
     step(x)
     model.zero_grad()
-    profile = lowtide.rehearse(model, step, x)
-    low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
-    assert high == profile.measured_plain_peak_bytes
-    plan = lowtide.plan(profile, low + (high - low) * part // 100)
-    verdict = lowtide.verify(model, step, x, plan)
+    profile, plan, verdict = within(model, step, x, part)
+    assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
     assert verdict.identical
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes

@@ -20,7 +20,7 @@ from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.profile import assemble
-from lowtide.rehearsal.trace import Trace, Trial, most_saving
+from lowtide.rehearsal.trace import SilentEngine, Trace, most_saving
 from lowtide.rehearsal.unchanged import Unchanged
 from lowtide.remat.engine import actions_for
 from lowtide.units import format_bytes
@@ -39,7 +39,7 @@ Step = Callable[[Any], Any]
 DOUBTFUL: Final = 0.02
 """Share of the plain peak by which two runs may differ without a word."""
 DOUBTFUL_BYTES: Final = 2**19
-"""And bytes: packing bits, of which the prediction counts what lies in between, takes up to three of `AT_ONCE`."""
+"""And bytes: the trace packs bits and holds random numbers, which is much beside a model of some KiB."""
 
 
 def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None) -> Profile:
@@ -126,7 +126,7 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
 
 def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, Recorder]:
     nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
-    engine = Trial(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
+    engine = SilentEngine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
     with recorder_for(place_of(model)) as recorder:
         trace = Trace(engine, recorder.mark)
         with trace.running():

@@ -7,6 +7,7 @@ with its result, and so is what it alone had saved.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft
 from lowtide.rehearsal.seen import Seen
@@ -20,6 +21,7 @@ def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) 
         if n in seen.packed:
             saved.setdefault(slot.value, []).append(n)
 
+    @cache
     def is_there(index: int, event: int) -> bool:
         """Whether somebody holds a value by then, or it can be made of what somebody holds."""
         if index not in saved:
@@ -28,6 +30,7 @@ def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) 
             return True
         return not values[index].node.endswith(NUMBERS) and can_be_made(index, event)
 
+    @cache
     def can_be_made(index: int, event: int) -> bool:
         return values[index].recipe is not None and all(is_there(need, event) for need in values[index].needs)
 

@@ -22,7 +22,7 @@ from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_un
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble
-from lowtide.rehearsal.trace import Trace, Trial, most_saving
+from lowtide.rehearsal.trace import SilentEngine, Trace, most_saving
 from lowtide.remat.engine import actions_for
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Observed:
             audit = self._audit
             nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
             decisions = most_saving(audit.values, audit.slots, audit.calls)
-            engine = Trial(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
+            engine = SilentEngine(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
             trace = _OwnTrace(engine, watch.mark)
             self._traced = watch, decisions, trace
             watch.leave.enter_context(trace.running())

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Mark = Callable[[str, object], None]
 
 
-class Trial(Engine):
+class SilentEngine(Engine):
     """Carries out decisions of which nobody knows yet whether all of them can be."""
 
     def say(self, what: str) -> None:

@@ -2,8 +2,8 @@
 
 Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the
 kernels that attention may use, training flags, buffers and plain attributes are as they were; afterwards everything is
-as it was before the replay. Parameters, and buffers that the call does not write to, are not
-copied: a replay in which they have other contents refuses.
+as it was before the replay. Parameters, and buffers that the call does not write to, are not copied: a replay in which
+they have other contents refuses.
 """
 
 from __future__ import annotations
