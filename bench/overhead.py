@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.remat.actions import NUMBERS
+from lowtide.remat.actions import NOTED
 from lowtide.remat.engine import Engine, actions_for
 
 COUNT = 200
@@ -110,7 +110,7 @@ def main() -> None:
         model.train() for model in (Chain(), Numbers(), Calls(nn.Identity), Calls(Short))
     )
     all_remade = {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}
-    all_noted = {f"#0:{n}": f"AddBackward0{NUMBERS}" for n in range(1, COUNT)}
+    all_noted = {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}
     all_replayed = [f"parts.{n}#0" for n in range(COUNT)]
     identity_hooks = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     plain, sums, calls, short = (best(model, nullcontext()) for model in (chain, numbers, identities, shorts))

@@ -28,6 +28,11 @@ ONE = {
     "contiguous": lambda x: x.contiguous(memory_format=torch.channels_last),
     "clamped": lambda x: x.clamp(-1, 1),
     "detached": lambda x: x.detach() * 0.1 + x,
+    "tilted": lambda x: (x + torch.linspace(-1, 1, SIDE)).tanh(),
+    "noisy": lambda x: torch.rand(1, CHANNELS, SIDE, SIDE) - x,
+    "filled": lambda x: torch.where(x > 0, x, torch.full((SIDE, 1), 0.1)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True),
+    "masked": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, attn_mask=x[:, :1].detach() > -1),
 }
 TWO = {
     "sum": torch.add,
@@ -106,6 +111,17 @@ ADDED_TO_A_NUMBER = [
     [("avg_pool", 0, 3), ("halved", 1, 2)],
     [("convolution", 2, 2), ("shifted", 1, 4), ("silu", 1, 0)],
 ]
+# Made on the way to what is remade in a replayed block, and then saved there itself.
+MADE_ON_THE_WAY = [
+    [("attention", 2, 4), ("masked", 1, 0), ("masked", 1, 4)],
+    [("attention", 1, 2), ("masked", 0, 1)],
+]
+# Made of what is made of a tensor of which only the shape is held, as it is itself.
+MADE_OF_A_SHAPE = [
+    [("noisy", 0, 0), ("avg_pool", 0, 1)],
+    [("pool layer", 1, 1), ("tanh", 1, 4), ("noisy", 1, 0)],
+]
+OVERWRITTEN_VIEW = [[("turned", 1, 4), ("relu_", 0, 1), ("pool layer", 1, 3), ("gated", 1, 4)]]
 # Saved by a branch that is dropped before what is made from it is read.
 DROPPED = [
     [("relu", 0, 4), ("gated", 2, 3), ("contiguous", 0, 2), ("convolution", 2, 3), ("contiguous", 2, 3)],
@@ -121,6 +137,9 @@ DROPPED = [
     part=st.sampled_from([0, 30, 70]),
 )
 @example(blocks=ADDED_TO_A_NUMBER, hasty=0b010, residual=True, part=0)
+@example(blocks=MADE_ON_THE_WAY, hasty=0, residual=False, part=0)
+@example(blocks=MADE_OF_A_SHAPE, hasty=0, residual=False, part=0)
+@example(blocks=OVERWRITTEN_VIEW, hasty=0, residual=False, part=0)
 @example(blocks=DROPPED, hasty=0b11, residual=False, part=30)
 def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int) -> None:
     torch.manual_seed(0)

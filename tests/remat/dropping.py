@@ -10,10 +10,26 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.rehearsal.trials import identical
+from lowtide.remat.builder import Builder
 from lowtide.remat.layout import producer
-from lowtide.remat.numbers import Numbers
-from lowtide.remat.remake import Builder, CannotRemake, Remake
+from lowtide.remat.noting import Noting, Place
+from lowtide.remat.recipes import CannotRemake
+from lowtide.remat.remake import Remake
 from lowtide.remat.values import Handle, Value, register, registered, unpack
+
+
+class Everything:
+    """Holds every tensor that an operator is given, among `values`."""
+
+    def __init__(self, values: weakref.WeakSet[Value]) -> None:
+        self.values, self.held = values, []
+
+    def where(self) -> str:
+        return ""
+
+    def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
+        self.held.append(Value(operand.detach()))
+        return Place("", len(self.held)), self.held[-1]
 
 
 class Dropping:
@@ -41,17 +57,17 @@ class Dropping:
         self.values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._true: dict[Handle, tuple[str, Tensor]] = {}
         self._hooks = saved_tensors_hooks(self.pack, self.unpack)  # type: ignore[arg-type]
-        self._numbers = Numbers(lambda: "")
+        self._noting = Noting(Everything(self.values))
 
     def __enter__(self) -> Self:
         self._hooks.__enter__()
-        self._numbers.__enter__()
+        self._noting.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._numbers.__exit__(kind, error, trace)
+        self._noting.__exit__(kind, error, trace)
         self._hooks.__exit__(kind, error, trace)
 
     def pack(self, tensor: Tensor) -> Handle:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.remat.actions import MASK
+from lowtide.remat.builder import Builder
 from lowtide.remat.engine import Decision, Engine, actions_for
 from lowtide.remat.layout import producer
-from lowtide.remat.remake import Builder, CannotRemake
+from lowtide.remat.recipes import CannotRemake
 from lowtide.remat.values import Value
 from parts import Block
 

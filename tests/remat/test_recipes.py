@@ -213,8 +213,12 @@ def cat_with_a_constant(x: Tensor) -> Tensor:
 REFUSED: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("number added in C++", lambda x: aten.add(x, 1.0), "AddBackward0 does not record other"),
     ("constant tensor added", lambda x: torch.ones(4, 6) + x, "AddBackward0 does not record self"),
-    ("constant tensor subtracted", lambda x: x - torch.ones(6), "SubBackward0 does not record other"),
-    ("where with a constant", lambda x: x.where(mask(x, 4, 6), torch.ones(6)), "WhereBackward0 does not record other"),
+    ("constant tensor subtracted", lambda x: x - torch.ones(4, 6), "SubBackward0 does not record other"),
+    (
+        "where with a constant",
+        lambda x: x.where(mask(x, 4, 6), torch.ones(4, 6)),
+        "WhereBackward0 does not record other",
+    ),
     (
         "number filled in in C++",
         lambda x: aten.masked_fill(x, mask(x, 4, 6), 1.0).softmax(0),

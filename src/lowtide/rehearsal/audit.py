@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.memory.events import EventStream
+    from lowtide.remat.noting import Place
 
 
 class Audit(Remakes):
@@ -60,6 +61,7 @@ class Audit(Remakes):
             self.remove()
             self._open.clear()
             self.let_go_of_all()
+            self._unrecorded.clear()
 
     def settle(self, stream: EventStream) -> None:
         """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
@@ -165,7 +167,11 @@ class Audit(Remakes):
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         """Nothing: `pack` itself takes notes."""
 
+    def noted(self, place: Place, operand: Tensor) -> None:
+        """Nothing: `unrecorded` itself takes notes."""
+
     def reading(self, handle: Handle) -> None:
+        self.withdraw_overwritten()
         self.reads += 1
 
     def given(self, handle: Handle, tensor: Tensor) -> None:

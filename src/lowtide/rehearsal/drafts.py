@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lowtide.remat.actions import NUMBERS
+from lowtide.remat.actions import node_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,8 @@ class ValueDraft:
     """Which run of a recipe was measured for it."""
     state_of: int | None = None
     """The call from which on it is held, for what no node made and no slot holds: random numbers, bits of masks."""
+    noted: int | None = None
+    """For an operand that autograd does not record: which of those that were noted in the step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,4 +65,4 @@ class CallDraft:
 
 def describe(tensor: Tensor, node: str) -> str:
     """`GeluBackward0 [8, 1024, 3072] float32`."""
-    return f"{node.removesuffix(NUMBERS) or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{node_name(node) or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

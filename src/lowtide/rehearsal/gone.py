@@ -11,7 +11,7 @@ from functools import cache
 
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft
 from lowtide.rehearsal.seen import Seen
-from lowtide.remat.actions import NUMBERS
+from lowtide.remat.actions import NOTED
 
 
 def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) -> None:
@@ -21,14 +21,19 @@ def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) 
         if n in seen.packed:
             saved.setdefault(slot.value, []).append(n)
 
+    claims = _claims(values, saved)
+
     @cache
     def is_there(index: int, event: int) -> bool:
         """Whether somebody holds a value by then, or it can be made of what somebody holds."""
+        if values[index].noted is not None:
+            earlier = [n for n in claims.get(index, ()) if seen.packed[n] < event]
+            return not earlier or any(event < seen.release.get(n, math.inf) for n in earlier)
         if index not in saved:
             return values[index].recipe is None or can_be_made(index, event)
         if any(seen.packed[n] <= event < seen.release.get(n, math.inf) for n in saved[index]):
             return True
-        return not values[index].node.endswith(NUMBERS) and can_be_made(index, event)
+        return NOTED not in values[index].node and can_be_made(index, event)
 
     @cache
     def can_be_made(index: int, event: int) -> bool:
@@ -37,3 +42,16 @@ def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) 
     for index in saved:
         if values[index].recipe is not None and not all(can_be_made(index, seen.packed[n]) for n in saved[index]):
             values[index].recipe, values[index].refused = None, "what it is made of is gone when it is saved"
+
+
+def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
+    """For each operand that autograd does not record the slots that can be made of it: with the first it is theirs."""
+    found: dict[int, set[int]] = {}
+    for index, slots in saved.items():
+        pending = [*values[index].needs]
+        for need in pending:  # grows while it runs
+            if values[need].noted is not None:
+                found.setdefault(need, set()).update(slots)
+            elif need not in saved:
+                pending += values[need].needs
+    return found

@@ -13,6 +13,7 @@ from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.gone import withdraw_gone
 from lowtide.rehearsal.passes import in_passes, passes
 from lowtide.rehearsal.seen import Seen, levels, natural_ends, phases, watch
+from lowtide.rehearsal.unrecorded import blocks_of
 from lowtide.remat.recipes import RECIPES
 
 
@@ -34,9 +35,11 @@ def assemble(
     """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls."""
     values = _upstream_first(values, slots, calls)
     seen = watch(stream)
+    noted = blocks_of(values, seen)
     withdraw_gone(values, slots, seen)
     natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
-    blocks = sorted(set(seen.block_of_slot.values()) | set(seen.block_of_input.values()), key=seen.born.__getitem__)
+    there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
+    blocks = sorted(there, key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}
     end = len(stream.events)
     several = passes(seen, end)
@@ -66,6 +69,9 @@ def assemble(
         if place < len(calls[k].inputs):
             storage_of_value.setdefault(calls[k].inputs[place].value, number[block])
             labels.setdefault(block, calls[k].inputs[place].label)
+    for i, block in noted.items():
+        storage_of_value[i] = number[block]
+        labels.setdefault(block, "operand")
     states = [i for i, draft in enumerate(values) if draft.state_of is not None]
     storage_of_value |= {i: len(blocks) + n for n, i in enumerate(states)}
     base, gradients = levels(stream, cuts, set(blocks), seen)

@@ -1,7 +1,8 @@
 """Which saved tensors are read for no more than their shape or their signs, found out in the audit.
 
 Where nobody else saves the tensor, a value of its own stands in its place: nothing for a shape, a bit for each element
-for signs. An input that is saved for its shape is let go of in any case: who else saves it holds it.
+for signs. An input that is saved for its shape is let go of in any case where who else saves it can be found: they
+hold it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Enough:
     """What is held for that; None for nothing."""
     is_passable: bool
     """Whether what is made of the tensor can make it on the way, if nobody holds it."""
+    is_on_edge: bool = True
+    """Whether what is made of the tensor finds it without this slot, if somebody else holds it."""
 
 
 def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[SlotDraft]) -> None:
@@ -34,13 +37,16 @@ def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[Slot
     saved_by: dict[int, set[int]] = {}
     for n, slot in enumerate(slots):
         saved_by.setdefault(slot.value, set()).add(n)
+    lost = []
     for index, its in saved_by.items():
         whole = its - enough.keys()
-        moved = {n for n in its & enough.keys() if not whole or enough[n].bits is None}
+        moved = {n for n in its & enough.keys() if not whole or (enough[n].bits is None and enough[n].is_on_edge)}
         for n in moved:
             slots[n].value = _add(values, enough[n])
         if moved == its and not all(enough[n].is_passable for n in moved):
-            _refuse(values, index, saved_by.keys())
+            values[index].recipe, values[index].refused = None, "of it only the shape or the signs are read"
+            lost.append(index)
+    _refuse(values, lost, {slot.value for slot in slots})
 
 
 def _add(values: list[ValueDraft], enough: Enough) -> int:
@@ -51,16 +57,14 @@ def _add(values: list[ValueDraft], enough: Enough) -> int:
     return len(values) - 1
 
 
-def _refuse(values: list[ValueDraft], index: int, saved: Collection[int]) -> None:
-    """Nothing is made any longer of a value that nobody holds and that can't be made on the way."""
-    values[index].recipe, values[index].refused = None, "of it only the shape or the signs are read"
-    for place, draft in enumerate(values):
-        if index not in draft.needs or draft.recipe is None:
-            continue
-        if place in saved:
-            draft.recipe, draft.refused = None, "what it is made of is not held"
-        else:
-            _refuse(values, place, saved)
+def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) -> None:
+    """Nothing is made any longer of values that nobody holds and that can't be made on the way: those in `lost`."""
+    for index in lost:  # grows while it runs
+        for place, draft in enumerate(values):
+            if index in draft.needs and draft.recipe is not None:
+                draft.recipe, draft.refused = None, "what it is made of is not held"
+                if place not in held:
+                    lost.append(place)
 
 
 def are_signs_of(signs: Tensor, tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ The result is compared with the true tensor bit by bit; what differs on this mod
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,14 @@ from lowtide.identity import parts_of, place_of
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.trials import Flops, Meter, identical
-from lowtide.remat.actions import MASK, NUMBERS, SHAPE, SIGNS
+from lowtide.rehearsal.unrecorded import Unrecorded
+from lowtide.remat.actions import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.reads import packed, saved_for_shape, saves_signs
-from lowtide.remat.remake import CannotRemake, Remake
+from lowtide.remat.recipes import CannotRemake
+from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Geometry, Handle, Value, register, registered
 
@@ -31,10 +33,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
+    from lowtide.remat.noting import Place
+
 MIN_BYTES = 4096
 """Smaller saved tensors are always kept."""
 
-NOTED_ELSEWHERE = "it takes a number that an operator was given in another call than the one that saves it"
+NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
+OVERWRITTEN = "it is made of a tensor that is overwritten before backward"
 
 SHORT_MS = 20.0
 """What took less is timed once more."""
@@ -64,8 +69,9 @@ class Remakes(Engine):
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._passed_through: list[Value] = []
-        self._noted: dict[int, set[str]] = {}
-        """By value, the calls in which numbers were noted that it is made with: nowhere else a plan has them noted."""
+        self._noted: dict[int, set[Place]] = {}
+        """By value, where what it is made of was noted: in no other call a plan has that noted."""
+        self._unrecorded = Unrecorded(static)
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
 
@@ -89,7 +95,7 @@ class Remakes(Engine):
             self.try_mask(index, tensor)
         if view is None and saves_signs(tensor):
             self.try_signs(value, tensor)
-        if index not in self._saved and self._noted.get(index, set()) - {scope.id}:
+        if index not in self._saved and noted_elsewhere(self._noted.get(index, set()), scope):
             self.values[index].recipe, self.values[index].refused = None, NOTED_ELSEWHERE
         label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
         slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
@@ -133,6 +139,17 @@ class Remakes(Engine):
         """A value for `size` bytes that are held, from the call in progress on, so that something can be made again."""
         self.values.append(ValueDraft(bytes=size, node="", state_of=self._open[-1][0]))
         return len(self.values) - 1
+
+    def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
+        return self._unrecorded.take(place, operand)
+
+    def withdraw_overwritten(self) -> None:
+        """Backward begins: keep what is made of an operand that has changed since it was looked at."""
+        lost = self._unrecorded.overwritten()
+        self._unrecorded.clear()
+        for index, places in self._noted.items() if lost else ():
+            if places & lost:
+                self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
 
     def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
         """Find out whether and at what cost a recipe remakes a value."""
@@ -189,13 +206,15 @@ class Remakes(Engine):
         if value.tensor is not None and value.tensor.nbytes >= MIN_BYTES:
             size = packed(SHAPE, held.get()).get().untyped_storage().nbytes()
             draft = ValueDraft(bytes=size, node=SHAPE, recipe=SHAPE)
-            is_passable = view is None and self.is_passable(value, *result.grad_fn.next_functions[0])
-            self.enough[n] = Enough(draft, None, is_passable)
+            node, output = result.grad_fn.next_functions[0]
+            is_passable = view is None and self.is_passable(value, node, output)
+            is_on_edge = node is not None and registered(node, output) is value
+            self.enough[n] = Enough(draft, None, is_passable, is_on_edge)
 
     def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
         """Whether what is made of a value, an output of this node, can make it on the way."""
         draft = self.values[self._index[value]]
-        if node is None or draft.recipe is None or draft.node.endswith(NUMBERS):  # which are noted where it is saved
+        if node is None or draft.recipe is None or NOTED in draft.node:  # which is so where it is saved
             return False
         try:
             self.builder.remake(node, output)
@@ -210,8 +229,8 @@ class Remakes(Engine):
         draft, maker = self.values[index], value.maker
         assert isinstance(maker, Remake)
         assert self.scope is not None
-        noting = self._noted[index] = self.calls_noting(maker)
-        if noting - {self.scope.id}:
+        places = self._noted[index] = self.places_of(maker)
+        if noted_elsewhere(places, self.scope):
             draft.refused = NOTED_ELSEWHERE
             return
         if self._frugal and needs_a_replay(maker):
@@ -232,7 +251,8 @@ class Remakes(Engine):
             draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
         elif identical(made, base):
             draft.recipe = maker.recipe.node
-            draft.node += NUMBERS if noting else ""
+            if places:
+                draft.node = with_noted(draft.node, (place.ordinal for place in places if place.ordinal is not None))
             del made
             if draft.cost_ms < SHORT_MS:
                 maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
@@ -240,13 +260,13 @@ class Remakes(Engine):
         else:
             draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
 
-    def calls_noting(self, maker: Remake) -> set[str]:
-        """The calls in which numbers were noted that a remake takes, or one of those that it may pass through."""
-        found = {maker.noted} - {""}
+    def places_of(self, maker: Remake) -> set[Place]:
+        """Where that was noted what a remake takes, or one of those that it may pass through."""
+        found = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self._index.get(value)
             if isinstance(value.maker, Remake):
-                found |= self.calls_noting(value.maker)
+                found |= self.places_of(value.maker)
             elif index is not None and index not in self._saved:
                 found |= self._noted.get(index, set())
         return found
@@ -254,7 +274,9 @@ class Remakes(Engine):
     def only_given(self, index: int) -> bool:
         """Whether a value is there, so far, because it was given to a call, or is made of such a one."""
         draft = self.values[index]
-        return index not in self._saved and (draft.recipe is None or any(map(self.only_given, draft.needs)))
+        if index in self._saved or draft.noted is not None:
+            return False
+        return draft.recipe is None or any(map(self.only_given, draft.needs))
 
     def operands(self, maker: Remake) -> tuple[int, ...]:
         """Indices of a remake's operands, without what is always there; those only passed through are added here."""
@@ -267,6 +289,9 @@ class Remakes(Engine):
                 over = self.over(value.maker)
                 self.values.append(replace(spent, needs=upstream, over=over, recipe=spent.node))
                 self._passed_through.append(value)
+            if value not in self._index and (draft := self._unrecorded.draft(value)) is not None:
+                self._index[value] = len(self.values)
+                self.values.append(draft)
             if value in self._index:
                 needs.append(self._index[value])
         return tuple(dict.fromkeys(needs))
@@ -274,6 +299,11 @@ class Remakes(Engine):
     def over(self, maker: Remake) -> int | None:
         """The index of the operand that a remake wrote its result over."""
         return None if maker.over is None else self._index[maker.over]
+
+
+def noted_elsewhere(places: Iterable[Place], scope: Scope) -> bool:
+    """Whether any of the places is in another call."""
+    return any(place.call != scope.id for place in places)
 
 
 def needs_a_replay(maker: Remake) -> bool:

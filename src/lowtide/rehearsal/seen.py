@@ -15,6 +15,8 @@ class Seen:
 
     block_of_slot: dict[int, int] = field(default_factory=dict)
     block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
+    noted: list[tuple[int, int | None]] = field(default_factory=list)
+    """Call and block of each operand that autograd does not record; None for memory that was there before the step."""
     packed: dict[int, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
     """For each slot the first time."""
@@ -84,6 +86,8 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
         case "given", (int(slot), int(where)):
             if where in at:
                 seen.given.setdefault(slot, set()).add(at[where])
+        case "noted", (int(call), int(where)):
+            seen.noted.append((call, at.get(where)))
         case "release", int(slot):
             seen.release[slot] = i
         case "enter", (int(call), tuple(inputs)):
@@ -109,6 +113,9 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
     for (call, _), block in seen.block_of_input.items():
         if call in replayed or block in held:
             held[block] = max(held.get(block, 0), seen.leave[call])
+    for call, noted in seen.noted:
+        if noted is not None:
+            held[noted] = max(held.get(noted, 0), seen.leave[call])
     for block in held.keys() & seen.alone.keys():  # the others ended by themselves
         last, first = seen.alone[block]
         end = held[block] if last <= held[block] <= first else first

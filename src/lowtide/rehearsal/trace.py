@@ -29,11 +29,17 @@ from lowtide.remat.values import Handle, Maker
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lowtide.remat.forward import Scope
+    from lowtide.remat.noting import Place
+
 Mark = Callable[[str, object], None]
 
 
 class SilentEngine(Engine):
     """Carries out decisions of which nobody knows yet whether all of them can be."""
+
+    def notes(self, scope: Scope) -> bool:
+        return True
 
     def say(self, what: str) -> None:
         """Nothing: of what is gone too early the profile says so, and the rest has been said in the audit."""
@@ -45,8 +51,9 @@ class Trace:
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
     `alone` (addresses of what only the trace still holds), `states` (addresses of random numbers and the like that
     something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
-    address of the memory that a graph made by backward holds), `release` (slot), `making`, `made`, `optimizer`,
-    `gradients` (their addresses).
+    address of the memory that a graph made by backward holds), `noted` (call, address of the memory of
+    an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`, `gradients` (their
+    addresses).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
@@ -117,6 +124,9 @@ class Trace:
         self.mark("pack", (slot, address(tensor)))
         self._holding.watch(handle)
         self.mark("states", tuple(map(address, states_of(handle.value.maker))))
+
+    def noted(self, place: Place, operand: Tensor) -> None:
+        self.mark("noted", (self._open[-1], address(operand)))
 
     def reading(self, handle: Handle) -> None:
         self.mark("read", (self._slots[handle], backward_number(), running_node(), torch.is_grad_enabled()))

@@ -13,8 +13,9 @@ SIGNS: Final = "Signs"
 SHAPE: Final = "Shape"
 """The same for a tensor of which backward reads only the shape."""
 
-NUMBERS: Final = "+numbers"
-"""What plans have behind an autograd node whose recipe takes a number that has to be noted (`numbers.py`)."""
+NOTED: Final = "+noted"
+"""What plans have behind an autograd node whose recipe takes what has to be noted (`noting.py`). Behind it are the
+tensors that are held for that, by their ordinals in the call: `SoftmaxBackward0+noted 0,2`."""
 OFFLOAD: Final = "Offload"
 """What plans have in the place of an autograd node for a tensor that waits in memory of the host."""
 
@@ -26,10 +27,20 @@ class Decision(NamedTuple):
     address: str
 
 
+def with_noted(node: str, ordinals: Iterable[int]) -> str:
+    """A node's name as plans write it if what its recipe takes has to be noted."""
+    return f"{node}{NOTED} {','.join(map(str, sorted(ordinals)))}".rstrip()
+
+
+def node_name(node: str) -> str:
+    """The node's own name of what plans write."""
+    return node.partition(NOTED)[0]
+
+
 class Actions:
     """What a plan says about one call of one module: which ordinals are remade, whether it is replayed or advanced."""
 
-    __slots__ = ("advance", "inputs", "numbers", "remake", "replay", "shape")
+    __slots__ = ("advance", "inputs", "noted", "notes", "remake", "replay", "shape")
 
     def __init__(self) -> None:
         self.remake: dict[int, Decision] = {}
@@ -37,8 +48,10 @@ class Actions:
         self.replay = False
         self.advance = False
         """Whether its result is made by running it forward again."""
-        self.numbers = False
-        """Whether numbers are noted."""
+        self.notes = False
+        """Whether what operators are given is noted."""
+        self.noted: set[int] = set()
+        """Ordinals of the tensors that are held when they are."""
         self.shape = False
         """Whether of an input only the shape is held once the call is over."""
 
@@ -58,10 +71,10 @@ def actions_for(
 
     for address, node in {**dict.fromkeys(offload, OFFLOAD), **remake}.items():
         call, mark, place = re.split(r"([:@])(?=\d+$)", address)
-        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(
-            node.removesuffix(NUMBERS), address
-        )
-        of(call).numbers |= node.endswith(NUMBERS)
+        name, notes, ordinals = node.partition(NOTED)
+        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(name, address)
+        of(call).notes |= bool(notes)
+        of(call).noted.update(map(int, filter(None, ordinals.strip().split(","))))
         of(call).shape |= node == SHAPE
     for call in replay:
         of(call).replay = True

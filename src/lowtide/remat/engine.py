@@ -21,16 +21,19 @@ from lowtide.errors import LowtideError
 from lowtide.remat import values
 from lowtide.remat.actions import OFFLOAD, SHAPE, SIGNS, Actions, Decision, actions_for
 from lowtide.remat.advance import Advance
+from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.reads import PACKINGS, packed, saved_for_shape, saves_signs
-from lowtide.remat.remake import Builder, CannotRemake, Owners
+from lowtide.remat.recipes import CannotRemake
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowtide.remat.noting import Place
 
 __all__ = ["Actions", "Decision", "Engine", "Pass", "actions_for"]
 
@@ -66,6 +69,8 @@ class Engine:
             frame.count += 1
         decision = scope.actions.remake.get(ordinal)
         handle = self.hold(tensor, decision, frame)
+        if scope.held:
+            scope.held = [value for value in scope.held if not value.readers]
         if values.probe is not None:
             values.probe.packed(handle, tensor)
         return handle
@@ -87,10 +92,10 @@ class Engine:
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
         if found is not None and shared(found, base, frame):
-            found.passing = False
+            passing, found.passing = found.passing, False
             if decision is None and not (found.kept or isinstance(found.maker, Advance)):
                 if frame is not None:
-                    frame.adopt(found, tensor, base)
+                    frame.adopt(found, tensor, base, passing=passing)
                 elif leaves is None:
                     found.keep(base.detach())
                 elif isinstance(found.maker, Frame):
@@ -140,8 +145,13 @@ class Engine:
         return value
 
     def notes(self, scope: Scope) -> bool:
-        """Whether a call may be told to remake what takes a number that autograd does not record."""
-        return scope.actions.numbers
+        """Whether a call may be told to remake what takes something that autograd does not record."""
+        return scope.actions.notes
+
+    def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
+        """An operator was given a tensor that autograd does not record: a value that holds it, if one is needed."""
+        assert self.scope is not None
+        return Value(operand.detach()) if place.ordinal in self.scope.actions.noted else None
 
     def drift(self, address: str) -> None:
         self.drifted.add(address)

@@ -14,7 +14,7 @@ from lowtide._torch import saved_tensor_hooks
 from lowtide.remat import values
 from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
 from lowtide.remat.advance import left_to_advance
-from lowtide.remat.numbers import Numbers
+from lowtide.remat.noting import Noting, Place
 from lowtide.remat.offload import Departures
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Handle, Value, unpack
@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 class Scope:
     """A module call in progress."""
 
-    __slots__ = ("actions", "number", "ordinal", "path")
+    __slots__ = ("actions", "held", "noted", "number", "ordinal", "path")
 
     def __init__(self, path: str, number: int, actions: Actions) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.ordinal = 0
         """Tensors saved by the call itself, not by calls inside of it."""
+        self.noted = 0
+        """Tensors that operators in it were given and autograd did not record."""
+        self.held: list[Value] = []
+        """Those of them that something will be made of: held until somebody has claimed them."""
 
     @property
     def id(self) -> str:
@@ -103,10 +107,10 @@ class Pass:
         return seam.inner(*args, **kwargs)
 
     def noting(self, run: Callable[..., Any], seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call in which the numbers that operators are given are noted, those in calls inside of it too."""
+        """A call in which it is noted what operators are given, those in calls inside of it too."""
         self.notes = True
         try:
-            with Numbers(self.where):
+            with Noting(self):
                 return run(seam, args, kwargs)
         finally:
             self.notes = False
@@ -115,6 +119,21 @@ class Pass:
         """The call in progress."""
         assert self.scope is not None
         return self.scope.id
+
+    def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
+        """An operator in it was given a tensor that autograd does not record."""
+        scope = self.scope
+        assert scope is not None
+        place = Place(scope.id, scope.noted)
+        if self.engine.here.now is not self:  # a trial run inside of it
+            return place, None
+        scope.noted += 1
+        value = self.engine.unrecorded(place, operand)
+        if value is not None:
+            scope.held.append(value)
+        if values.probe is not None:
+            values.probe.noted(place, operand)
+        return place, value
 
     def framed(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that the plan may want replayed: then everything it saves is left to that. Or advanced: its result."""

@@ -106,9 +106,14 @@ class Frame:
         self._bring_back(value, tensor, base)
         return value
 
-    def adopt(self, value: Value, tensor: Tensor, base: Tensor) -> None:
-        """Bring back what was left to the replay of a call inside, and is now saved outside of that."""
-        if isinstance(value.maker, Frame) and value.maker is not self and self.encloses(value.maker):
+    def adopt(self, value: Value, tensor: Tensor, base: Tensor, *, passing: bool) -> None:
+        """Bring back what was left to the replay of a call inside, and is now saved outside of that.
+
+        Or what so far was only made on the way to something else.
+        """
+        inside = isinstance(value.maker, Frame) and value.maker is not self and self.encloses(value.maker)
+        if passing or inside:
+            value.version = base._version
             self._bring_back(value, tensor, base)
 
     def _bring_back(self, value: Value, tensor: Tensor, base: Tensor) -> None:

@@ -8,15 +8,16 @@ import torch
 
 from lowtide._torch import SAVED, output_metadata, saved_slot
 from lowtide.remat.layout import contiguous_stride
-from lowtide.remat.numbers import Number, noted
+from lowtide.remat.noting import Number, Place, noted
 from lowtide.remat.recipes import FILLED, OUTPUT_CONSTANTS, CannotRemake, Recipe
+from lowtide.remat.scores import added_to_scores
 from lowtide.remat.values import Handle, Value
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from lowtide.remat.remake import Builder
+    from lowtide.remat.builder import Builder
 
 
 class NodeSource:
@@ -29,8 +30,8 @@ class NodeSource:
     ) -> None:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
         self.output, self.like = output, like
-        self.noted = ""
-        """The call in which a number was noted that has been asked for."""
+        self.noted: set[Place] = set()
+        """Where that was noted which has been asked for and autograd does not record."""
 
     def operand(self, name: str) -> Handle | Number | None:
         saved = self.saved(name)
@@ -41,23 +42,17 @@ class NodeSource:
             value = self.builder.on_edge(self.node.next_functions[edge], self.depth)
             if value is not None:
                 return Handle(value)
-        number = self.number(name)
-        if number is not None:
-            return Handle(Value(number)) if isinstance(number, torch.Tensor) else number
+        found = noted(self.node, name) or added_to_scores(self.node, name)
+        if found is not None:
+            place, what = found
+            self.noted.add(place)
+            return what if isinstance(what, Number) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
             return Handle(Value(owned.detach()))
         if self.absent(name):
             return None
         raise CannotRemake(f"{self.node.name()} does not record {name}")
-
-    def number(self, name: str) -> Number | Tensor | None:
-        """The number that the op was given for an operand, if that was noted."""
-        found = noted(self.node)
-        if found is None or name not in found.numbers:
-            return None
-        self.noted = found.call
-        return found.numbers[name]
 
     def operands(self, name: str) -> list[Handle | None]:
         """A list of tensors: as saved, or what flowed along every input edge."""

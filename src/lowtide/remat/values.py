@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
+    from lowtide.remat.noting import Place
     from lowtide.remat.seam import Seam
 
 Geometry = tuple["torch.Size", tuple[int, ...], int]
@@ -248,6 +249,9 @@ class Probe(Protocol):
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         """`tensor` was saved for backward, as `handle`."""
+
+    def noted(self, place: Place, operand: Tensor) -> None:
+        """An operator was given a tensor that autograd does not record."""
 
     def reading(self, handle: Handle) -> None:
         """Backward is about to read a saved tensor."""

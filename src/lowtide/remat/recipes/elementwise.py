@@ -1,7 +1,7 @@
 """Arithmetic on each element.
 
-What was added or subtracted is not recorded, nor is there an edge to it unless it is a tensor that needs a gradient. A
-number is noted when the operator is called (`remat/numbers.py`); where a tensor needs no gradient the result is kept.
+What was added or subtracted is not recorded, nor is there an edge to it unless it is a tensor that needs a gradient. Of
+others it is noted when the operator is called (`remat/noting.py`).
 A factor that needs no gradient makes the other one unsaved: it is found on the edge.
 """
 

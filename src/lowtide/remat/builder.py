@@ -1,0 +1,82 @@
+"""Finds how a tensor that is being saved can be made again, and what from: a value whose maker is a `Remake`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide._torch import is_plain, output_metadata
+from lowtide.remat.noting import Number
+from lowtide.remat.recipes import RECIPES, CannotRemake
+from lowtide.remat.remake import Remake
+from lowtide.remat.source import NodeSource
+from lowtide.remat.values import Handle, Value, register, registered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+MAX_CHAIN = 32
+"""Nodes that one remake may go through before it meets a value that somebody holds."""
+
+Owners = dict[int, tuple[torch.nn.Module, ...]]
+"""`id` of a parameter -> the modules that own it."""
+
+
+class Builder:
+    """Finds what a recipe needs: on the node, on its input edges, among what was noted, or on a parameter's module."""
+
+    __slots__ = ("owners",)
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners = owners
+
+    def remake(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
+        """A value that a recipe makes from what is upstream of it. Raises CannotRemake, saying why.
+
+        `like` is the output itself where it is at hand: the result will have its strides. Without it the value is only
+        passed through by the remakes of others; it is registered if its strides are certain all the same.
+        """
+        found = RECIPES.get(node.name())
+        if found is None:
+            raise CannotRemake(f"no recipe for {node.name()}")
+        if output and not found.several:
+            raise CannotRemake(f"no recipe for output {output} of {node.name()}")
+        if found.device is not None and found.device != (device := output_metadata(node, output).device.type):
+            raise CannotRemake(f"no recipe for {node.name()} on {device}")
+        if depth > MAX_CHAIN:
+            raise CannotRemake(f"more than {MAX_CHAIN} nodes in a row hold nothing")
+        if like is not None and not is_plain(like):
+            raise CannotRemake(f"it is a {type(like).__name__} of layout {like.layout}")
+        if like is not None and like.storage_offset():
+            raise CannotRemake("it does not begin where its storage does")
+        source = NodeSource(self, node, found, output, like, depth)
+        for name, wanted in found.when.items():
+            if source.constant(name) != wanted:
+                raise CannotRemake(f"{node.name()} with {name}={source.constant(name)} is not made again")
+        constants = {name: source.constant(name) for name in found.constants}
+        arguments: dict[str, Handle | list[Handle | None] | None] = {}
+        for name in found.operands:
+            operand = source.operands(name) if name in found.lists else source.operand(name)
+            if isinstance(operand, Number):
+                constants[name] = operand
+            else:
+                arguments[name] = operand
+        stride = None if like is None else like.stride()
+        remake = Remake(found, arguments, constants, stride, frozenset(source.noted))
+        value = Value(maker=remake, output=output)
+        value.passing = like is None
+        if remake.certain:
+            register(node, output, value)
+        return value
+
+    def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
+        """The value that flowed along an edge of the graph; None where the edge needs no gradient."""
+        node, output = edge
+        if node is None:
+            return None
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return Value(leaf.detach())
+        return registered(node, output) or self.remake(node, output, depth=depth + 1)
