@@ -46,6 +46,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Groups of tests that one worker runs alone come first, so that no other waits for it in the end.
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -25,9 +25,14 @@ def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
     return Fingerprint(
         torch=torch.__version__.partition("+")[0],
         model=model_signature(model),
-        batch=", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch)),
+        batch=in_words(tensors_in(batch)),
         device=device_of(model),
     )
+
+
+def in_words(tensors: Iterable[Tensor]) -> str:
+    """Shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`."""
+    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
 
 
 def model_signature(model: nn.Module) -> str:

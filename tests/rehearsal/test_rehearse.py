@@ -1,6 +1,7 @@
 """A rehearsal finds what is saved, predicts the peak of the plain step, and leaves nothing behind."""
 
 import copy
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 import lowtide
+from budgets import step_of, within
+from lowtide.errors import RehearsalError
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 from models import MODELS, Case, build, same, state
@@ -321,6 +324,40 @@ def test_a_step_that_differs_each_time_is_refused():
             model(batch).sum().backward()
 
     assert "the same work each time" in _refused(model, step, batch)
+
+
+def test_a_step_that_draws_its_own_batch_is_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).train()
+    batches = itertools.cycle([torch.randn(rows, 32) for rows in (512, 300, 700)])
+    before = copy.deepcopy(model.state_dict())
+
+    def step(batch):
+        model(next(batches)).square().mean().backward()
+
+    said = r"with \[512, 32\] float32 in one run and with \[300, 32\] float32 .*pass it in"
+    with pytest.raises(RehearsalError, match=said):
+        lowtide.rehearse(model, step, torch.randn(512, 32))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * torch.sigmoid(x) + x
+
+
+def test_torchscript_is_rehearsed_as_it_is_from_its_second_run_on():
+    torch.manual_seed(0)
+    model = nn.Sequential(torch.jit.script(Gated()), Gated(), torch.jit.script(Gated())).train()
+    step = step_of(model)
+    profile, plan, verdict = within(model, step, torch.randn(256, 64), 0)
+    assert verdict.identical
+    assert verdict.measured_peak_bytes == plan.predicted.peak_bytes < profile.measured_plain_peak_bytes
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])

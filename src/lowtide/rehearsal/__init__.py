@@ -15,7 +15,7 @@ from lowtide.memory.measuring import recorder_for
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, check, check_uncompiled
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, check, check_same_work, check_uncompiled, is_specialised
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
@@ -47,6 +47,9 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     check(model, step)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
+        if is_specialised(model):
+            step(batch)
+            unchanged.rewind()
         frugal = False
         try:
             audit = _audit(model, step, batch, frugal=False)
@@ -69,11 +72,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         measured = None
         if plain is not None:
             measured = with_left(there, places, plain).total + Timeline(plain.stream).peak_bytes
-    if trace.packs != len(audit.slots):
-        raise RehearsalError(
-            f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
-            "work each time that it is given the same batch and random numbers."
-        )
+    check_same_work(model, audit, trace)
     profile = assemble(
         values=audit.values,
         slots=audit.slots,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide._clock import now_ms
+from lowtide.identity import in_words
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.profile import transients
@@ -22,6 +23,7 @@ from lowtide.rehearsal.readers import settle
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
 from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical
 from lowtide.remat import values
+from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
@@ -42,6 +44,8 @@ class Audit(Remakes):
     ) -> None:
         super().__init__(model, static, mark, frugal=frugal)
         self.calls: list[CallDraft] = []
+        self.inputs: list[list[str]] = []
+        """What tensors each call of the model from outside was given, in words."""
         self.reads = 0
         self._blocks = repeated_blocks(model)
         self._around_blocks = frozenset(
@@ -77,6 +81,7 @@ class Audit(Remakes):
         self.calls.append(call)
         self._open.append((len(self.calls) - 1, None))
         if parent is None:
+            self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
             call.refused = "it is the whole model"
         elif not worth_a_replay(seam.module):
             call.refused = "what it saves has recipes"

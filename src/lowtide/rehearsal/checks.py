@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide._torch import CALL, is_compiled
 from lowtide.errors import RehearsalError
 from lowtide.remat.seam import Front, Seam
+
+if TYPE_CHECKING:
+    from lowtide.rehearsal.audit import Audit
+    from lowtide.rehearsal.trace import Trace
 
 SEVERAL_STREAMS = (
     "the model computes in several CUDA streams. What is made again for one of them in backward could be used by "
@@ -59,3 +63,24 @@ def check_uncompiled(model: torch.nn.Module, *, wrapped: bool = True) -> None:
                 "the model as it was before torch.compile, or give the compiled code a budget of its own: "
                 "torch._functorch.config.activation_memory_budget = 0.5."
             )
+
+
+def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
+    """Refuse a step that does other work when it is run again. Raises RehearsalError."""
+    for one, other in zip(audit.inputs, trace.inputs, strict=False):
+        if one != other and len(one) == len(other):  # else it may be a state that the first run begins
+            raise RehearsalError(
+                f"the step called {type(model).__name__} with {', '.join(one)} in one run and with {', '.join(other)} "
+                "in the next. It must do the same work each time that it is given the same batch: draw the batch "
+                "outside of the step, and pass it in."
+            )
+    if trace.packs != len(audit.slots):
+        raise RehearsalError(
+            f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
+            "work each time that it is given the same batch and random numbers."
+        )
+
+
+def is_specialised(model: torch.nn.Module) -> bool:
+    """Whether parts of the model are TorchScript, which saves other tensors once it has seen what it is given."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())

@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch import backward_number, running_node
+from lowtide.identity import in_words
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.holding import Holding
@@ -60,6 +61,8 @@ class Trace:
         self.engine = engine
         self._mark = mark
         self._holding = Holding()
+        self.inputs: list[list[str]] = []
+        """What tensors each call of the model from outside was given, in words."""
         self.packs = 0
         self.kept: set[int] = set()
         """Slots that were kept."""
@@ -103,8 +106,10 @@ class Trace:
         self.mark("gradients", tuple(address(g) for g in gradients if g is not None))
 
     def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = tuple(address(tensor) for tensor in tensors_in_call(args, kwargs))
-        self.mark("enter", (self._calls, inputs))
+        tensors = tensors_in_call(args, kwargs)
+        if not self._open:
+            self.inputs.append([in_words([tensor]) for tensor in tensors])
+        self.mark("enter", (self._calls, tuple(map(address, tensors))))
         self._open.append(self._calls)
         self._calls += 1
 
