@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from lowtide.planner import plan
-from lowtide.report.text import extra_time
+from lowtide.report.text import extra_time, proof
+from lowtide.verification import Verdict
 from planner.profiles import chain, transformer
 
 
@@ -18,3 +19,18 @@ def test_a_plan_that_keeps_everything_has_no_bound() -> None:
 
 def test_without_a_time_of_the_step_nothing_is_said() -> None:
     assert extra_time(replace(plan(transformer(2), "70%"), step_ms=0.0)) == ""
+
+
+def test_a_step_that_is_never_the_same_has_no_proof() -> None:
+    kinds = ("loss", "gradients", "random numbers")
+    verdict = Verdict(
+        budget_bytes=2,
+        predicted_peak_bytes=1,
+        measured_peak_bytes=1,
+        planned_ms=1.0,
+        plain_ms=1.0,
+        differences=dict.fromkeys(kinds, ("0",)),
+        unsteady=kinds,
+    )
+    assert "bit-identical" not in proof(verdict)
+    assert proof(verdict).startswith("the plain step is not deterministic, so that nothing can be compared with it")

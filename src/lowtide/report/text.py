@@ -61,15 +61,18 @@ def proof(verdict: Verdict) -> str:
         found = (verdict.relative_differences or {}).items()
         apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in found)
         apart = f"; relative differences from the plain step: {apart}" if apart else ""
+    audited = "every recipe and replay was compared with the true tensors, bit by bit"
     if verdict.differences is None:
-        return "the plain step does not fit; every recipe and replay was compared with the true tensors, bit by bit"
+        return f"the plain step does not fit; {audited}"
     kinds = list(verdict.differences)
     differing = [kind for kind in kinds if verdict.differences[kind] and kind not in verdict.unsteady]
     if differing:
         return f"not bit-identical to {base}: {_listed(differing)}"
-    same = _listed([kind for kind in kinds if kind not in verdict.unsteady])
+    same = [kind for kind in kinds if kind not in verdict.unsteady]
+    if not same:
+        return f"{base} is not deterministic, so that nothing can be compared with it; {audited}"
     unsteady = f"; it is not deterministic in its {_listed([*verdict.unsteady])}" if verdict.unsteady else ""
-    return f"bit-identical to {base}: {same}{unsteady}{apart}"
+    return f"bit-identical to {base}: {_listed(same)}{unsteady}{apart}"
 
 
 _OPS = {
