@@ -25,7 +25,7 @@ from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.reads import PACKINGS, packed, saved_for_shape, saves_signs
-from lowtide.remat.recipes import CannotRemake
+from lowtide.remat.recipes import CannotRemake, TooSmall
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
@@ -82,6 +82,8 @@ class Engine:
         if decision is not None and decision.node in PACKINGS:
             try:
                 return self.hold_what_is_read(tensor, decision)
+            except TooSmall:
+                decision = None
             except CannotRemake:
                 self.drift(decision.address)
                 decision = None

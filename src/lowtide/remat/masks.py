@@ -18,7 +18,7 @@ import torch
 
 from lowtide._torch import base_of, is_fake, is_plain
 from lowtide.remat.actions import MASK
-from lowtide.remat.recipes import CannotRemake, Recipe
+from lowtide.remat.recipes import CannotRemake, Recipe, TooSmall
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,9 +72,9 @@ def _is_positive(flat: Tensor) -> Tensor:
 
 
 def room_for_bits(tensor: Tensor) -> Tensor:
-    """Memory for a bit of each element. Raises CannotRemake if that is not worth it."""
+    """Memory for a bit of each element. Raises TooSmall if that is not worth it."""
     if tensor.nbytes < LEAST_BYTES:
-        raise CannotRemake("too small to gain anything")
+        raise TooSmall("too small to gain anything")
     return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
 
 

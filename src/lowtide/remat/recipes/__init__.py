@@ -27,6 +27,7 @@ from lowtide.remat.recipes.registry import (
     CannotRemake,
     Recipe,
     Source,
+    TooSmall,
     recipe,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "CannotRemake",
     "Recipe",
     "Source",
+    "TooSmall",
     "activations",
     "attention",
     "convolution",

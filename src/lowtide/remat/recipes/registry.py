@@ -44,6 +44,10 @@ class CannotRemake(Exception):
     """Why a value has to be kept; never leaves the package."""
 
 
+class TooSmall(CannotRemake):
+    """It could be done without, but little is gained: in a smaller batch than the rehearsed one, nothing is amiss."""
+
+
 EVERY: Final = -1
 """All input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
 
