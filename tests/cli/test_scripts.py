@@ -197,6 +197,14 @@ def test_what_was_not_there_is_said_in_words(
     assert says in done.err
 
 
+def test_a_plan_without_a_step_under_it_is_said(script: Callable[[str], str], run: Run) -> None:
+    done = run("run", "--budget", "90%", script(TRAIN), "--steps", "2")
+    assert done.code == 2
+    assert "in force from the next step on" in done.err
+    assert "ended after 2 optimizer steps, before Sequential took a step under its plan" in done.err
+    assert "was rehearsed" not in done.err
+
+
 FAILS = TRAIN.replace("    print(step", "    if step == 0:\n        raise KeyError('mine')\n    print(step")
 
 

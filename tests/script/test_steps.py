@@ -16,6 +16,8 @@ Log = list[str]
 class Notes:
     """A crew that writes down what it is told."""
 
+    awaits = "was written down"
+
     def __init__(self) -> None:
         self.done = False
         self.log: Log = []

@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Plan, Profile, Pulled, Static
 
+TWO_STEPS = "was rehearsed: that takes two steps in a row on batches of one size"
+
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
 
 
 class Rehearsing:
     """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
+
+    awaits = TWO_STEPS
 
     def __init__(self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = ()) -> None:
         self.done = False
@@ -113,6 +117,12 @@ class Fitting:
         self._passed_over = 0
         self._open: tuple[Static, frozenset[int], Recorder, contextlib.ExitStack] | None = None
 
+    @property
+    def awaits(self) -> str:
+        if self.plan is None:
+            return self._rehearsing.awaits
+        return "took a step under its plan, which is for that one object: another of its class runs without"
+
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         if self.plan is None:
@@ -189,6 +199,8 @@ class Fitting:
 
 class Applying:
     """Puts a plan that was made before in force on the model it was made for, before its first forward."""
+
+    awaits = "was called as its plan has it"
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self.done = False

@@ -38,6 +38,8 @@ class Foreseeing:
     model is called with, and those in variables of the functions that call it.
     """
 
+    awaits = "was rehearsed: that takes two steps"
+
     def __init__(self, card: Card, size: int | None = None) -> None:
         self.done = False
         self.foresight: CardForesight | None = None

@@ -38,6 +38,11 @@ class Crew(Protocol):
     done: bool
     """Nothing is left to do: the steps need not be watched any longer."""
 
+    @property
+    def awaits(self) -> str:
+        """What has to happen to the model before that, in words."""
+        ...
+
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
 

@@ -20,11 +20,11 @@ def run_watched(script: Script, crew: Crew) -> int:
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
     if code == 0 and not crew.done:
-        raise RehearsalError(_why_not(script, steps))
+        raise RehearsalError(_why_not(script, steps, crew))
     return code
 
 
-def _why_not(script: Script, steps: Steps) -> str:
+def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
     ended = f"{script.target} ended"
     if steps.model is None:
         return (
@@ -38,6 +38,6 @@ def _why_not(script: Script, steps: Steps) -> str:
             "updated it.\n  Let the script run at least one step of its training loop to the end."
         )
     return (
-        f"{ended} after {steps.n_updates} optimizer steps, before {name} was rehearsed: that takes two steps in a row "
-        "on batches of one size.\n  Let the script train for longer."
+        f"{ended} after {steps.n_updates} optimizer steps, before {name} {crew.awaits}.\n"
+        "  Let the script train that model for longer."
     )
