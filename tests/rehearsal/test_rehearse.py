@@ -204,23 +204,24 @@ _carried: torch.Tensor | None = None
 
 
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("kind", ["global", "nonlocal", "attribute", "in a dict", "a pair"])
+@pytest.mark.parametrize("kind", ["global", "nonlocal", "attribute", "in a dict", "a pair", "a list"])
 def test_a_state_that_is_carried_on_begins_anew(kind, begun):
     global _carried
     model, batch = nn.RNN(64, 64), torch.randn(16, 8, 64)
     first = torch.zeros(1, 8, 64) if begun else None
-    where, cell, _carried = {"state": (first, first) if begun and kind == "a pair" else first}, first, first
+    several = {"a pair": tuple, "a list": list}.get(kind)
+    where, cell, _carried = {"state": several((first, first)) if begun and several else first}, first, first
     model.state = first
 
     def step(batch):
         global _carried
         nonlocal cell
-        pair = where["state"] if isinstance(where["state"], tuple) else [where["state"]]
+        pair = where["state"] if isinstance(where["state"], tuple | list) else [where["state"]]
         state = {"global": _carried, "nonlocal": cell, "attribute": model.state}.get(kind, pair[-1])
         output, state = model(batch, state)
         output.square().mean().backward()
         cell = _carried = model.state = state.detach()
-        where["state"] = (cell, cell.clone()) if kind == "a pair" else cell
+        where["state"] = several((cell, cell.clone())) if several else cell
 
     known = where["state"]
     lowtide.rehearse(model, step, batch)

@@ -12,7 +12,7 @@ import functools
 import itertools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Reached:
     def __init__(self, *roots: Any) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
-        self.places: list[tuple[Any, Any, Tensor | tuple[Tensor, ...] | None]] = []
-        """Dicts, lists and variables that hold a tensor or a tuple of them, or nothing yet: container, key, content."""
+        self.places: list[tuple[Any, Any, Tensor | tuple[Tensor, ...] | list[Tensor] | None]] = []
+        """Dicts, lists and variables that hold a tensor or several, or nothing yet: container, key, content."""
         self.stateful: list[Any] = []
         """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
         seen: dict[int, Any] = {}  # holds them, so that no address is used twice
@@ -96,13 +96,17 @@ def is_state(tensor: Tensor) -> bool:
 
 
 def _are_tensors(content: Any) -> bool:
-    """Whether `content` is a tensor, or a tuple of them, as of an LSTM."""
-    found = content if type(content) is tuple else (content,)
-    return bool(found) and all(isinstance(tensor, Tensor) for tensor in found)
+    """Whether `content` is a tensor, a tuple of them, as of an LSTM, or a list, as of one for each layer."""
+    found = _several(content)
+    return 0 < len(found) <= LARGEST and all(isinstance(tensor, Tensor) for tensor in found)
 
 
 def _are_state(content: Any) -> bool:
-    return _are_tensors(content) and all(map(is_state, content if type(content) is tuple else (content,)))
+    return _are_tensors(content) and all(map(is_state, _several(content)))
+
+
+def _several(content: Any) -> Sequence[Any]:
+    return content if type(content) in (tuple, list) else (content,)
 
 
 def _has_state(kind: type) -> bool:
