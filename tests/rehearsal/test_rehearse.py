@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import lowtide
 from budgets import step_of, within
@@ -204,19 +205,19 @@ _carried: torch.Tensor | None = None
 
 
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("kind", ["global", "nonlocal", "attribute", "in a dict", "a pair", "a list"])
+@pytest.mark.parametrize("kind", ["global", "nonlocal", "attribute", "in a dict", "a pair", "a list", "a dict"])
 def test_a_state_that_is_carried_on_begins_anew(kind, begun):
     global _carried
     model, batch = nn.RNN(64, 64), torch.randn(16, 8, 64)
     first = torch.zeros(1, 8, 64) if begun else None
-    several = {"a pair": tuple, "a list": list}.get(kind)
+    several = {"a pair": tuple, "a list": list, "a dict": lambda pair: dict(zip("hc", pair, strict=True))}.get(kind)
     where, cell, _carried = {"state": several((first, first)) if begun and several else first}, first, first
     model.state = first
 
     def step(batch):
         global _carried
         nonlocal cell
-        pair = where["state"] if isinstance(where["state"], tuple | list) else [where["state"]]
+        pair = tree_leaves(where["state"], is_leaf=lambda x: x is None)
         state = {"global": _carried, "nonlocal": cell, "attribute": model.state}.get(kind, pair[-1])
         output, state = model(batch, state)
         output.square().mean().backward()

@@ -12,7 +12,7 @@ import functools
 import itertools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Reached:
     def __init__(self, *roots: Any) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
-        self.places: list[tuple[Any, Any, Tensor | tuple[Tensor, ...] | list[Tensor] | None]] = []
+        self.places: list[tuple[Any, Any, Any]] = []
         """Dicts, lists and variables that hold a tensor or several, or nothing yet: container, key, content."""
         self.stateful: list[Any] = []
         """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
@@ -96,7 +96,7 @@ def is_state(tensor: Tensor) -> bool:
 
 
 def _are_tensors(content: Any) -> bool:
-    """Whether `content` is a tensor, a tuple of them, as of an LSTM, or a list, as of one for each layer."""
+    """Whether `content` is a tensor or several: a tuple, as of an LSTM, a list or a dict, as of one for each layer."""
     found = _several(content)
     return 0 < len(found) <= LARGEST and all(isinstance(tensor, Tensor) for tensor in found)
 
@@ -105,7 +105,9 @@ def _are_state(content: Any) -> bool:
     return _are_tensors(content) and all(map(is_state, _several(content)))
 
 
-def _several(content: Any) -> Sequence[Any]:
+def _several(content: Any) -> Collection[Any]:
+    if type(content) is dict:
+        return content.values()
     return content if type(content) in (tuple, list) else (content,)
 
 
