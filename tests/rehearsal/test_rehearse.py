@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
 import lowtide
@@ -342,6 +343,23 @@ def test_a_step_that_draws_its_own_batch_is_refused():
         lowtide.rehearse(model, step, torch.randn(512, 32))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_two_calls_of_the_model_pass_through_is_one_tensor():
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(parametrizations.weight_norm(nn.Linear(64, 64)), nn.GELU()) for _ in range(3))
+    model, x = nn.Sequential(*(layer for block in blocks for layer in block)).train(), torch.randn(64, 64)
+
+    def step(x):
+        with parametrize.cached():
+            loss = model(x).square().mean() + model(2 * x).mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    _, plan, verdict = within(model, step, x, 0)
+    assert verdict.identical
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes
 
 
 class Gated(nn.Module):

@@ -65,7 +65,6 @@ class Audit(Remakes):
             self.remove()
             self._open.clear()
             self.let_go_of_all()
-            self._unrecorded.clear()
 
     def settle(self, stream: EventStream) -> None:
         """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
@@ -119,8 +118,6 @@ class Audit(Remakes):
                     if self._frugal:
                         self.let_go(call, frame)
         self._open.pop()
-        if not self._open:
-            self.let_go_of_all()
 
     def try_replay(self, call: CallDraft, frame: Frame) -> str | None:
         """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""
@@ -176,7 +173,8 @@ class Audit(Remakes):
         """Nothing: `unrecorded` itself takes notes."""
 
     def reading(self, handle: Handle) -> None:
-        self.withdraw_overwritten()
+        if not self._open:
+            self.let_go_of_all()
         self.reads += 1
 
     def given(self, handle: Handle, tensor: Tensor) -> None:

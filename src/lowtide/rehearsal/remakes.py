@@ -76,7 +76,8 @@ class Remakes(Engine):
         """By slot, what is enough of a tensor for it."""
 
     def let_go_of_all(self) -> None:
-        """Hold no tensor any longer: backward begins, or the step has failed."""
+        """Hold no tensor any longer: backward begins, or the step is over."""
+        self.withdraw_overwritten()
         self._handles.clear()
         self._passed_through.clear()
         self._meter.forget()
@@ -144,7 +145,7 @@ class Remakes(Engine):
         return self._unrecorded.take(place, operand)
 
     def withdraw_overwritten(self) -> None:
-        """Backward begins: keep what is made of an operand that has changed since it was looked at."""
+        """Keep what is made of an operand that has changed since it was looked at."""
         lost = self._unrecorded.overwritten()
         self._unrecorded.clear()
         for index, places in self._noted.items() if lost else ():
