@@ -205,6 +205,26 @@ def test_a_plan_without_a_step_under_it_is_said(script: Callable[[str], str], ru
     assert "was rehearsed" not in done.err
 
 
+def test_models_that_are_trained_after_the_first_are_said_to_have_no_plan(
+    script: Callable[[str], str], run: Run
+) -> None:
+    head, loop = TRAIN.split("model = nn")
+    loop = "".join(f"    {line}\n" for line in ("model = nn" + loop).splitlines())
+    done = run("run", "--budget", "90%", script(f"{head}for fold in range(3):\n{loop}"))
+    assert done.code == 0
+    assert done.err.count("within the budget") == 1
+    assert done.err.count("another model is trained now, without a plan") == 1
+
+
+def test_a_loop_in_another_thread_is_said_not_to_be_watched(script: Callable[[str], str], run: Run) -> None:
+    head, loop = TRAIN.split("for step in")
+    loop = "".join(f"    {line}\n" for line in ("for step in" + loop.split("bits =")[0]).splitlines())
+    thread = "import threading\nthread = threading.Thread(target=train)\nthread.start()\nthread.join()"
+    done = run("run", "--budget", "90%", script(f"{head}def train():\n{loop}\n{thread}"))
+    assert done.code == 2
+    assert "it trains in another thread, where nothing was watched" in done.err
+
+
 FAILS = TRAIN.replace("    print(step", "    if step == 0:\n        raise KeyError('mine')\n    print(step")
 
 

@@ -1,5 +1,7 @@
 """Which module is trained, and from which call to which update a step goes, in loops of different kinds."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +35,9 @@ class Notes:
 
     def gives_up(self, model: nn.Module) -> None:
         self.log.append("gives up")
+
+    def passes_over(self) -> None:
+        self.log.append("passes over")
 
     def leaves(self) -> None:
         self.log.append("leaves")
@@ -227,15 +232,46 @@ def test_calls_that_no_training_follows_begin_nothing(how: str) -> None:
         assert watched(lambda: model(X)).log == []
 
 
+class Once(Notes):
+    def ends(self, model: nn.Module) -> None:
+        super().ends(model)
+        self.models.clear()
+        self.done = True
+
+
+def test_who_is_trained_after_the_crew_is_done_is_said_once_and_nobody_is_held() -> None:
+    def loop() -> None:
+        gone = []
+        for _ in range(3):
+            model = net()
+            optimizer = sgd(model)
+            for _ in range(3):
+                model(X).sum().backward()
+                optimizer.step()
+            gone.append((weakref.ref(model), weakref.ref(optimizer)))
+        del model, optimizer
+        gc.collect()
+        assert not [reference for pair in gone for reference in pair if reference() is not None]
+
+    assert watched(loop, Once()).log == ["begins 0", "ends", "passes over"]
+
+
+def test_several_optimizers_of_the_model_are_its_own() -> None:
+    one, other = net(), net()
+    optimizers = sgd(one), sgd(other)
+
+    def loop() -> None:
+        for _ in range(4):
+            other(one(X)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    assert "passes over" not in watched(loop, Once()).log
+
+
 def test_nothing_is_watched_once_the_crew_is_done() -> None:
     model = net()
     optimizer = sgd(model)
-
-    class Once(Notes):
-        def ends(self, model: nn.Module) -> None:
-            super().ends(model)
-            self.done = True
-
     calls: list[bool] = []
     before = nn.Module.__call__
 

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 TWO_STEPS = "was rehearsed: that takes two steps in a row on batches of one size"
 
+PASSED_OVER = (
+    "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
+    "each in a process of its own, or call lowtide.fit in the script"
+)
+
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
 
@@ -86,6 +91,9 @@ class Rehearsing:
         self.leaves()
         self._observed = None
 
+    def passes_over(self) -> None:
+        """Nothing: another model was not asked for."""
+
     def leaves(self) -> None:
         """Take everything out."""
         if self._observed is not None:
@@ -137,7 +145,8 @@ class Fitting:
             self._open = static, addresses, stack.enter_context(recorder_for(place_of(model))), stack
         else:
             self._passed_over += 1
-            self.done = self._passed_over == MOST_UNUSABLE
+            if self._passed_over == MOST_UNUSABLE:
+                self._finish()
 
     def ends(self, model: nn.Module) -> None:
         """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
@@ -156,11 +165,19 @@ class Fitting:
         """That model is not the one."""
         self._rehearsing.gives_up(model)
 
+    def passes_over(self) -> None:
+        """Say that there is no plan for what is trained."""
+        self._say(PASSED_OVER)
+
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""
         self._rehearsing.leaves()
         if self._open is not None:
             self._open[3].close()
+
+    def _finish(self) -> None:
+        """The plan stays in force; nobody here holds the model any longer."""
+        self.done, self._applied, self._rehearsing = True, None, Rehearsing()
 
     def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:
@@ -183,7 +200,7 @@ class Fitting:
             share = format_ratio(measured_bytes / made.plain.peak_bytes)
             self._say(f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget")
             self.when_kept(made)
-            self.done = True
+            self._finish()
             return
         self._measured.append(measured_bytes)
         over = measured_bytes - made.budget_bytes
@@ -220,6 +237,10 @@ class Applying:
                 f"(budget {format_bytes(self._plan.budget_bytes)})"
             )
             self.done = True
+
+    def passes_over(self) -> None:
+        """Say that there is no plan for what is trained."""
+        self._say(PASSED_OVER)
 
     def ends(self, model: nn.Module) -> None:
         """The trained model is not the plan's. Raises StalePlan."""

@@ -79,6 +79,9 @@ class Foreseeing:
         self.leaves()
         self._n_steps = 0
 
+    def passes_over(self) -> None:
+        """Nothing: by then the script has ended."""
+
     def leaves(self) -> None:
         """Put everything back."""
         if self._rehearsal is not None:

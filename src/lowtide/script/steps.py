@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -52,6 +53,9 @@ class Crew(Protocol):
     def gives_up(self, model: nn.Module) -> None:
         """`model` began a step, but it is another one that is trained."""
 
+    def passes_over(self) -> None:
+        """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
+
     def leaves(self) -> None:
         """The watch is over: take everything out that is in force for a step only."""
 
@@ -74,6 +78,12 @@ class Steps:
         self._called: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
+        self.in_other_thread = False
+        """Whether a model was trained in a thread that is not watched."""
+        self._watched: list[weakref.ref[nn.Module]] = []
+        """The model's modules, when the crew is done: nothing is held any longer."""
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Its optimizers that were seen since."""
         self._is_open = False
         self._depth = 0
         self._where = (os.getpid(), threading.get_ident())
@@ -93,12 +103,18 @@ class Steps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        self._hook.remove()
         self.crew.leaves()
 
     def stop(self) -> None:
-        """Watch no longer. May be called again, but not from a hook of an optimizer."""
+        """Watch no calls any longer, and hold nothing. May be called again."""
         self._replace_call(self._plain_call)
-        self._hook.remove()
+        if self.crew.done and self.model is not None:
+            self._watched = [weakref.ref(module) for module in self.model.modules()]
+            self.model = None
+            self._called.clear()
+            self._optimizers.clear()
+            self._stepped.clear()
 
     def _replace_call(self, call: Callable[..., Any]) -> None:
         nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -116,14 +132,17 @@ class Steps:
 
     def _begins_training(self, module: nn.Module) -> bool:
         """Whether this call is one that a backward of training will follow."""
-        return (
+        if not (
             module.training
             and torch.is_grad_enabled()
             and not in_backward()
-            and (os.getpid(), threading.get_ident()) == self._where
             and any(p.requires_grad for p in module.parameters())
             and not any(is_lazy(p) for p in module.parameters())
-        )
+        ):
+            return False
+        is_here = (os.getpid(), threading.get_ident()) == self._where
+        self.in_other_thread |= not is_here
+        return is_here
 
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:
@@ -147,14 +166,28 @@ class Steps:
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         self.n_updates += 1
+        if self.crew.done:
+            self._look_elsewhere(optimizer)
+            return
         self._optimizers[id(optimizer)] = optimizer
-        if not self._is_open or self.crew.done or self.failed is not None:
+        if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
         gradients = {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
         if not gradients - self._updated() and self._all_stepped():
             with self._noting():
                 self._close()
+
+    def _look_elsewhere(self, optimizer: Optimizer) -> None:
+        """Say once if what it updates is not of the model, which alone was watched."""
+        if not self._watched or optimizer in self._known:
+            return
+        there = [module for reference in self._watched if (module := reference()) is not None]
+        if any(_held_by(optimizer) & _ids(module.parameters(recurse=False)) for module in there):
+            self._known.add(optimizer)
+        else:
+            self._watched.clear()
+            self.crew.passes_over()
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

@@ -26,6 +26,11 @@ def run_watched(script: Script, crew: Crew) -> int:
 
 def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
     ended = f"{script.target} ended"
+    if steps.model is None and steps.in_other_thread:
+        return (
+            f"{ended}; it trains in another thread, where nothing was watched.\n  Let the script call its training loop "
+            "in the main thread."
+        )
     if steps.model is None:
         return (
             f"{ended}, and no model was trained: no module with trainable parameters was called in training mode with "
