@@ -150,11 +150,7 @@ def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, res
         step(x)
     except RuntimeError:  # what is saved is changed in place
         return
-    profile, plan, verdict = within(model, step, x, part)
+    _, plan, verdict = within(model, step, x, part)
     assert verdict.identical
     assert not verdict.drifted
-    # Random numbers and buffers for a replay inside of another one are there from the first forward on.
-    replayed = [call for call in profile.calls if call.id in plan.replay]
-    paths = [f"{call.id.split('#')[0]}." for call in replayed]
-    nested = sum(call.state_bytes for call in replayed if call.id.startswith(tuple(paths)))
-    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes + nested
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes

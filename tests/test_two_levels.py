@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
 from lowtide.planner import smallest_peak
-from lowtide.planner.records import Profile
+from lowtide.planner.records import Decisions, Profile
+from parts import Swish
 
 
 def gpt2():
@@ -84,3 +85,34 @@ def test_two_levels_reach_a_measured_peak_that_one_does_not(build):
             assert not verdict.drifted
             assert abs(verdict.predicted_peak_bytes / verdict.measured_peak_bytes - 1) < 0.01
             assert fitted.plan.advance or build is groups
+
+
+class Swishes(nn.Module):
+    def forward(self, x):
+        for _ in range(3):
+            x = Swish.apply(nn.functional.dropout(x, 0.1) + 0.1)
+        return x
+
+
+def test_random_numbers_for_a_replay_inside_another_one_are_held_from_the_first_forward_on():
+    """5 KB for each of 16 calls inside of 4. The peak is where backward begins, and predicted to the byte."""
+    torch.manual_seed(0)
+    groups = (nn.Sequential(*(Swishes() for _ in range(4))) for _ in range(4))
+    model, batch = nn.Sequential(nn.Linear(8, 8), *groups, nn.Linear(8, 400)), torch.randn(256, 8)
+
+    def step(batch):
+        model.zero_grad(set_to_none=True)
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    profile = lowtide.rehearse(model, step, batch)
+    calls = {call.id: call for call in profile.calls if call.refused is None}
+    peaks = {}
+    for replay in (frozenset(calls), frozenset(id_ for id_ in calls if "." not in id_)):
+        plan = lowtide.plan(profile, "99%", solver=lambda *_, replay=replay: Decisions(replay=replay))
+        verdict = lowtide.verify(model, step, batch, plan)
+        assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
+        assert verdict.identical
+        peaks[len(replay)] = verdict.measured_peak_bytes
+    assert peaks[20] - peaks[4] == 16 * calls["1.0#0"].state_bytes

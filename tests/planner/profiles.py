@@ -48,17 +48,22 @@ class Tape:
 
     @contextmanager
     def call(
-        self, id_: str, *inputs: int, ms: float = 1.0, flops: int = 0, refused: str | None = None
+        self, id_: str, *inputs: int, ms: float = 1.0, flops: int = 0, refused: str | None = None, state: int = 0
     ) -> Iterator[None]:
-        """A module call around the ops in the `with` block; a replay of it would hold `inputs`."""
+        """A module call around the ops in the `with` block; a replay of it would hold `inputs` and `state` bytes."""
         index = len(self.calls)
         parent = self.open[-1] if self.open else None
         at = self.now
         call = Call(id=id_, cls="Block", parent=parent, enter=at, exit=at, cost_ms=ms, flops=flops, refused=refused)
-        self.calls.append(call)
+        self.calls.append(replace(call, state_bytes=state))
         self.open.append(index)
         for place, value in enumerate(inputs):
             self._slot(value, f"{id_}@{place}", is_input=True)
+        if state:
+            self.storages.append(Storage(bytes=state, born=at, dies=at, label=id_))
+            self.values.append(Value(storage=len(self.storages) - 1, bytes=state, node=""))
+            slot = self._slot(len(self.values) - 1, f"{id_}@{len(inputs)}", is_input=True)
+            self.slots[slot] = replace(self.slots[slot], is_state=True)
         yield
         self.open.pop()
         self.calls[index] = replace(self.calls[index], exit=self.now)
@@ -259,7 +264,8 @@ def _body(tape: Tape, shape: Random, detail: Random, live: list[int], n_ops: int
             child = f"{path}.{children}"
             cost = shape.choice([0.0, 1.0, inside * 1.5])
             number = len(tape.calls)
-            with tape.call(f"{child}#0", *inputs, ms=cost, flops=int(cost), refused=refused):
+            state = shape.choice([0, 0, 4])
+            with tape.call(f"{child}#0", *inputs, ms=cost, flops=int(cost), refused=refused, state=state):
                 _body(tape, shape, detail, live, inside, child)
             if detail.random() < 0.5:
                 tape.calls[number] = replace(

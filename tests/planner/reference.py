@@ -71,8 +71,13 @@ class Step(Fates):
     def is_given(self, storage: int, position: int) -> bool:
         """Whether a call that holds its inputs is running and was given what is in `storage`."""
         calls = self.profile.calls
-        frames = {c for c in self.replayed | self.advanced if self.around(calls[c].parent) is None}
-        given = [slot for slot in self.slots if slot.is_input and slot.call in frames and slot.storage == storage]
+        again = self.replayed | self.advanced
+        frames = {call for call in again if self.around(calls[call].parent) is None}
+        given = [
+            slot
+            for slot in self.slots
+            if slot.is_input and slot.storage == storage and slot.call in (again if slot.is_state else frames)
+        ]
         return any(position < calls[slot.call].exit and self.is_kept(slot.value) for slot in given)
 
     # --- what happens
@@ -184,7 +189,10 @@ class Step(Fates):
         return self.fate[value] == "remake" or self.advances(value) is not None
 
     def forward_again(self, call: int, left: set[int | None]) -> list[int]:
-        """What a forward of `call` allocates, position by position, if it leaves the storages in `left`."""
+        """What a forward of `call` allocates, position by position, if it leaves the storages in `left`.
+
+        From the beginning on as much as its state takes: the call gets a copy, or what is there waits.
+        """
         enter, exit_ = self.profile.calls[call].enter, self.profile.calls[call].exit
         base = self.profile.base_bytes
         level = min(base[max(enter - 1, 0) : exit_], default=0)
@@ -197,7 +205,7 @@ class Step(Fates):
                 for index, storage in enumerate(self.profile.storages)
                 if enter <= storage.born <= position and (position < storage.dies or index in left)
             ]
-            found.append(base[position] - level + sum(there))
+            found.append(self.profile.calls[call].state_bytes + base[position] - level + sum(there))
         return found
 
     def trips(self) -> list[int]:

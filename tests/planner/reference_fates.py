@@ -68,6 +68,8 @@ class Fates:
 
     def action(self, slot: Slot) -> str | int:
         """keep, remake, or the call that brings it back."""
+        if slot.is_state:
+            return "keep"
         outer = self.around(self.profile.calls[slot.call].parent if slot.is_input else slot.call)
         call = outer
         while call is not None:

@@ -289,7 +289,7 @@ def test_a_saved_tensor_that_is_the_calls_input_follows_the_input() -> None:
     assert remade.extra_ms == 6.0
 
 
-def nested(groups: int = 3, blocks: int = 2) -> Profile:
+def nested(groups: int = 3, blocks: int = 2, *, state: int = 0) -> Profile:
     """Groups of blocks of x -> h -> x with 10 and 40 bytes; the ops of `chain(inner=1)`, in calls of calls."""
     tape = Tape()
     with tape.call("model#0", refused="the model itself"):
@@ -297,7 +297,7 @@ def nested(groups: int = 3, blocks: int = 2) -> Profile:
         for group in range(groups):
             with tape.call(f"groups.{group}#0", x, ms=10.0):
                 for block in range(blocks):
-                    with tape.call(f"groups.{group}.{block}#0", x, ms=5.0):
+                    with tape.call(f"groups.{group}.{block}#0", x, ms=5.0, state=state):
                         h = tape.op(40, x, saves=[x])
                         x = tape.op(10, h, saves=[h])
         tape.op(1, x, saves=[x])
@@ -319,6 +319,16 @@ def test_a_replay_inside_a_replay_leaves_its_input_to_the_outer_one() -> None:
     single = predict(profile, Decisions(replay=frozenset(inner)))
     assert single.held_bytes == 70
     assert prediction.peak_bytes < single.peak_bytes
+
+
+def test_a_replay_inside_a_replay_keeps_its_state() -> None:
+    outer = [f"groups.{group}#0" for group in range(3)]
+    inner = [f"groups.{group}.{block}#0" for group in range(3) for block in range(2)]
+    without = usage(nested(), replay=outer + inner)[:14]
+    # The first block is called at position 1; each takes two positions.
+    more = [0, 3, 3, 6, 6, 9, 9, 12, 12, 15, 15, 18, 18, 18]
+    assert usage(nested(state=3), replay=outer + inner)[:14] == [a + b for a, b in zip(without, more, strict=True)]
+    assert usage(nested(state=3), replay=outer) == usage(nested(), replay=outer)
 
 
 def with_results(profile: Profile, *blocks: int) -> Profile:

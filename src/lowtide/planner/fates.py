@@ -4,7 +4,8 @@
 
 **Replayed.** Else the innermost replayed call around it brings it back. A replay holds its inputs, which are slots of
 the call around it: a replayed call inside another one leaves its inputs to the outer replay, which brings them back
-and leaves what the inner call saved to the inner one's own. A tensor that is an input of several replayed calls around
+and leaves what the inner call saved to the inner one's own. Its state, random numbers and buffers, every replayed call
+keeps from its forward on. A tensor that is an input of several replayed calls around
 it shares what happens to it as an input of the outermost. What one replayed call saves and another around that one
 saves or gives on is brought back by the outer.
 
@@ -64,8 +65,9 @@ class Fates(NamedTuple):
     foreign: Ints
     """Indices of values that are saved in a replayed call but born elsewhere, and not as an input: somebody else holds
     them, so they cost no memory, but reading them runs the replay."""
-    frames: Flags
-    """The calls that hold their inputs, at least while they run: replayed and advanced ones, but in a replayed one."""
+    given: Ints
+    """The inputs, as rows of slots, that calls hold at least while they run: replayed and advanced ones, of those in a
+    replayed one only the state."""
     trips: list[int]
     """The storages of offloaded values, in the order in which they leave."""
 
@@ -88,14 +90,14 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     active = ~index.slot_is_input | holds_inputs[index.slot_call]
     around = owner[np.where(index.slot_is_input, index.parent[index.slot_call], index.slot_call)]
     remake = active & choice.remake[index.slot_address] & index.slot_remakeable
-    replay = (around >= 0) & ~remake
+    replay = (around >= 0) & ~remake & ~index.slot_is_state
     follows = is_replayed[index.followed_in]
     follower, followed = index.follower[follows], index.followed[follows]
     # The outermost call comes last for each row, and the last is what stays.
     remake[follower], replay[follower], around[follower] = remake[followed], replay[followed], around[followed]
     offload = np.zeros_like(active)
     if index.can_offload:
-        offload = active & ~remake & ~replay & choice.offload[index.slot_address]
+        offload = active & ~(remake | replay | index.slot_is_state) & choice.offload[index.slot_address]
         offload[follower] = offload[followed]
 
     state = np.where(index.shared, REMADE, PASSED)
@@ -126,6 +128,8 @@ def fates_of(index: Index, choice: Choice) -> Fates:
         state=np.concatenate((state, calls)),
         by_call=np.concatenate((by_call, np.full_like(calls, -1))),
         foreign=foreign,
-        frames=holds_inputs & (owner[index.parent] < 0),
+        given=np.flatnonzero(
+            active & index.slot_is_input & ((owner[index.parent[index.slot_call]] < 0) | index.slot_is_state)
+        ),
         trips=trips,
     )

@@ -44,6 +44,7 @@ class Index:
         self.slot_storage = np.array([slot.storage for slot in slots], np.int64)
         self.slot_call = np.array([slot.call for slot in slots], np.int64)
         self.slot_is_input = np.array([slot.is_input for slot in slots], np.bool_)
+        self.slot_is_state = np.array([slot.is_state for slot in slots], np.bool_)
         self.slot_order = self._order_of_slots()
         """Goes up with the moment at which a slot is filled. Inputs are taken when their call begins."""
         self.can_offload = profile.offload_bytes_per_ms is not None
@@ -156,7 +157,7 @@ class Index:
             for call in self.around[slot.call][1:] if slot.is_input else self.around[slot.call]:
                 if (call, slot.value) in input_row:
                     follows.append((row, input_row[call, slot.value], call))
-                elif calls[call].enter <= self.born[self.slot_storage[row]] < calls[call].exit:
+                elif not slot.is_state and calls[call].enter <= self.born[self.slot_storage[row]] < calls[call].exit:
                     self.caught[call].add(slot.value)
         self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
         """Tensors that are also an input of a call around them: row of the slot, row of the input, the call. For each

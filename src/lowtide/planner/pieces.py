@@ -133,7 +133,7 @@ def advances_of(index: Index) -> list[Advance]:
 
 def offloads_of(index: Index, n_groups: int) -> list[Group]:
     """What can be offloaded, joined as remakes are; numbered after those, of which there are `n_groups`."""
-    rows = range(len(index.slot_address)) if index.can_offload else ()
+    rows = np.flatnonzero(~index.slot_is_state).tolist() if index.can_offload else ()
     found: list[Group] = []
     for members in _joined(index, rows).sets():
         storages = frozenset(number for kind, number in members if kind == "storage")

@@ -113,6 +113,8 @@ class Slot(Record):
     """Position at which its node lets go of it."""
     is_input: bool = False
     """Not a saved tensor but an argument that a replay of `call` has to hold; exists only where `call` is replayed."""
+    is_state: bool = False
+    """An input that nobody gives and nothing makes again: random numbers and buffers. Held by every call replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

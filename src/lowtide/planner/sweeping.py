@@ -120,9 +120,7 @@ class Sweeper:
         rows = np.flatnonzero(fates.state[index.slot_value] == KEPT)
         ends = index.dies.copy()
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
-        rows = np.flatnonzero(
-            fates.frames[index.slot_call] & index.slot_is_input & (fates.state[index.slot_value] == KEPT)
-        )
+        rows = fates.given[fates.state[index.slot_value[fates.given]] == KEPT]
         np.maximum.at(ends, index.slot_storage[rows], index.exit[index.slot_call[rows]])
         storages, until = _joined((visit.holds for visit in visits), 2)
         np.maximum.at(ends, storages, until)

@@ -140,6 +140,7 @@ def assemble(
                 call=k,
                 label=f"{call.id}: random numbers and buffers",
                 is_input=True,
+                is_state=True,
             )
             for k, call in enumerate(calls)
             if call.state is not None

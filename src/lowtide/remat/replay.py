@@ -58,9 +58,9 @@ class Frame:
         "_listening",
         "_static",
         "arguments",
+        "around",
         "count",
         "nested",
-        "outer",
         "seam",
         "surroundings",
         "values",
@@ -75,7 +75,8 @@ class Frame:
         outer: Frame | None = None,
     ) -> None:
         self.seam = seam
-        self.outer = outer
+        self.around: tuple[weakref.ref[Frame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
+        """The frames of the calls around it, which it does not hold: they lead to tensors of their own."""
         self.arguments = Arguments(args, kwargs, hold)
         self.surroundings = Surroundings(seam.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
@@ -125,9 +126,7 @@ class Frame:
 
     def encloses(self, frame: Frame | None) -> bool:
         """Whether `frame` is this one or one of a call inside of this one's."""
-        while frame is not None and frame is not self:
-            frame = frame.outer
-        return frame is self
+        return frame is self or (frame is not None and any(outer() is self for outer in frame.around))
 
     def is_static(self, tensor: Tensor) -> bool:
         """Whether a tensor without history is a parameter or a buffer of the module: there anyway."""
