@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import lowtide
 from budgets import step_of, within
+from lowtide.planner.records import Decisions
 
 CHANNELS, SIDE = 8, 16
 
@@ -154,3 +156,18 @@ def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, res
     assert verdict.identical
     assert not verdict.drifted
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes
+
+
+def test_a_replay_that_begins_with_less_than_there_was_just_before() -> None:
+    """What `x + block(x)` added is gone when the next block begins: it is no part of what that one started from."""
+    torch.manual_seed(0)
+    model = Network([[("gelu", 0, 0), ("max_pool", 1, 0)]] * 3, hasty=0b011, residual=True)
+    step, x = step_of(model), torch.randn(2, 3, SIDE, SIDE)
+    profile = lowtide.rehearse(model, step, x)
+    decisions = Decisions(
+        remake=frozenset(f"blocks.{block}#0:1" for block in range(3)), replay=frozenset({"blocks.2#0"})
+    )
+    plan = lowtide.plan(profile, "99%", solver=lambda *_: decisions)
+    verdict = lowtide.verify(model, step, x, plan)
+    assert plan.predicted.peak_position > profile.phases["backward"]
+    assert verdict.measured_peak_bytes == plan.predicted.peak_bytes

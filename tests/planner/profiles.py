@@ -247,8 +247,12 @@ def random_profile(seed: int, n_ops: int) -> Profile:
         replace(slot, release=None) if not slot.is_input and detail.random() < 0.05 else slot for slot in profile.slots
     )
     storages = (replace(storage, dies=storage.dies + detail.choice([0, 0, 0, 3, 9])) for storage in profile.storages)
+    calls = (
+        replace(call, begins_at=detail.choice([None, profile.base_bytes[call.enter - 1] // 2])) if call.enter else call
+        for call in profile.calls
+    )
     rate = detail.choice([None, None, 4.0])
-    return replace(profile, slots=tuple(slots), storages=tuple(storages), offload_bytes_per_ms=rate)
+    return replace(profile, slots=tuple(slots), storages=tuple(storages), calls=tuple(calls), offload_bytes_per_ms=rate)
 
 
 def _body(tape: Tape, shape: Random, detail: Random, live: list[int], n_ops: int, path: str) -> None:

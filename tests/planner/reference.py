@@ -198,6 +198,8 @@ class Step(Fates):
         level = min(base[max(enter - 1, 0) : exit_], default=0)
         if enter == 0:
             level = min(level, 0)
+        begins_at = self.profile.calls[call].begins_at
+        level = level if begins_at is None else begins_at
         found = []
         for position in range(enter, exit_):
             there = [

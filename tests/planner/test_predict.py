@@ -259,6 +259,16 @@ def test_a_replay_brings_a_block_back_at_its_first_read() -> None:
     assert (prediction.extra_ms, prediction.extra_flops) == (5.0, 50)
 
 
+def test_a_replay_allocates_all_that_its_forward_had_beyond_what_was_there() -> None:
+    """8 bytes at each position of forward; when block 0 began, 3 of them were there."""
+    profile = block_with_spike()
+    levels = tuple(level + 8 * (position < 8) for position, level in enumerate(profile.base_bytes))
+    known = (profile.calls[0], replace(profile.calls[1], begins_at=3), profile.calls[2])
+    before, after = (replace(profile, base_bytes=levels, calls=calls) for calls in (profile.calls, known))
+    assert usage(before, replay=["blocks.0#0"])[12] == 10 + 180
+    assert usage(after, replay=["blocks.0#0"])[12] == 10 + 180 + 5
+
+
 def test_inside_a_replay_a_remake_is_not_caught() -> None:
     """With h2 remade from h1, the replay has to leave h1 alone."""
     tape = Tape()

@@ -32,8 +32,9 @@ class Forwards:
         """What the forward of `call` allocates, position by position, when nothing in it is kept."""
         if call not in self._windows:
             index, enter, exit_ = self.index, int(self.index.enter[call]), int(self.index.exit[call])
-            # The level at entry is in both neighbouring positions; the smallest around it never understates the rest.
-            level = index.base[max(enter - 1, 0) : exit_].min() if enter else min(0, index.base[:exit_].min())
+            level = index.profile.calls[call].begins_at
+            if level is None:  # it is no higher than the positions around it
+                level = index.base[max(enter - 1, 0) : exit_].min() if enter else min(0, index.base[:exit_].min())
             inside = (index.born >= enter) & (index.born < exit_)
             changes = np.zeros(exit_ - enter + 1, np.int64)
             np.add.at(changes, index.born[inside] - enter, index.storage_bytes[inside])

@@ -140,6 +140,8 @@ class Call(Record):
     advance_flops: int = 0
     state_bytes: int = 0
     """Random numbers and buffers that it holds so that it can run again; when it does, as much is set aside."""
+    begins_at: int | None = None
+    """What is there of `base_bytes` when it begins; None where nobody looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

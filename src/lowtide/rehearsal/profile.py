@@ -74,7 +74,7 @@ def assemble(
         labels.setdefault(block, "operand")
     states = [i for i, draft in enumerate(values) if draft.state_of is not None]
     storage_of_value |= {i: len(blocks) + n for n, i in enumerate(states)}
-    base, gradients = levels(stream, cuts, set(blocks), seen)
+    base, gradients, first = levels(stream, cuts, set(blocks), seen)
     found = Profile(
         fingerprint=fingerprint,
         static=static,
@@ -160,6 +160,7 @@ def assemble(
                 advance_ms=call.advance_ms,
                 advance_flops=call.advance_flops,
                 state_bytes=0 if call.state is None else values[call.state].bytes,
+                begins_at=first[position(seen.enter[k])],
             )
             for k, call in enumerate(calls)
         ),

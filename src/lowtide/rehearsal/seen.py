@@ -124,10 +124,13 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
 
 def levels(
     stream: EventStream, cuts: list[int], storages: set[int], seen: Seen
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients."""
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients.
+
+    And how many there are when it begins.
+    """
     level = gradients = 0
-    base, gradient = [0] * len(cuts), [0] * len(cuts)
+    base, gradient, first = [0] * len(cuts), [0] * len(cuts), [0] * len(cuts)
     p = -1
     for i, event in enumerate(stream.events):
         if type(event) is Allocate and event.block not in storages and event.block not in seen.copies:
@@ -138,12 +141,12 @@ def levels(
             gradients -= event.bytes if event.block in seen.gradients else 0
         if p + 1 < len(cuts) and cuts[p + 1] == i:
             p += 1
-            base[p], gradient[p] = level, gradients
+            base[p], gradient[p], first[p] = level, gradients, level
         elif level > base[p]:
             base[p], gradient[p] = level, gradients
     for q in range(p + 1, len(cuts)):
-        base[q], gradient[q] = level, gradients
-    return tuple(base), tuple(gradient)
+        base[q], gradient[q], first[q] = level, gradients, level
+    return tuple(base), tuple(gradient), tuple(first)
 
 
 def phases(seen: Seen, at: Callable[[int], int]) -> dict[str, int]:

@@ -64,6 +64,11 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
                 flops=whole(a.flops, b.flops),
                 advance_ms=line(a.advance_ms, b.advance_ms),
                 advance_flops=whole(a.advance_flops, b.advance_flops),
+                begins_at=(
+                    None
+                    if a.begins_at is None or b.begins_at is None
+                    else math.floor(line(a.begins_at, b.begins_at) + 1e-6)
+                ),
             )
             for a, b in calls
         ),
