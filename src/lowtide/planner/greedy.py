@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +32,10 @@ MOST_TRIED = 6
 """Moves that are simulated for one choice, unless none of them helps."""
 MANY = 600
 """With more moves than this the smallest peak is looked for from one start only."""
+
+
+MANY_DETOURS, SOME = 64, 16
+"""With more detours than the first not all are simulated, but about as many as the second, a few times over."""
 
 
 class Search:
@@ -82,7 +86,7 @@ class Search:
             move = (
                 self._best(*here, [pair for pair in likely if pair[1] not in in_vain], in_vain)
                 or self._best(*here, [pair for pair in likely if pair[1] in in_vain], set())
-                or self._best(*here, [(math.inf, move) for move in self.moves.detours(choice, sweep)], set())
+                or self._best_detour(*here, self.moves.detours(choice, sweep))
             )
             if move is None:
                 break
@@ -108,6 +112,24 @@ class Search:
             if worth > most:
                 best, most = move, worth
         return best
+
+    def _best_detour(self, choice: Choice, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
+        """Of `moves` one that is worth most; of very many the best of some, and then of those around it, and so on.
+
+        What is kept again of a long chain takes the more off its peak the closer it is to the middle.
+        """
+
+        def best(numbers: Iterable[int]) -> Move | None:
+            return self._best(choice, sweep, limit, [(math.inf, moves[n]) for n in numbers], set())
+
+        apart = len(moves) // SOME if len(moves) > MANY_DETOURS else 1
+        found = best(range(apart // 2, len(moves), apart))
+        if found is None and apart > 1:
+            return best(range(len(moves)))
+        while found is not None and apart > 1:
+            at, reach, apart = moves.index(found), apart, max(1, 2 * apart // SOME)
+            found = best(sorted({at, *range(max(0, at - reach), min(len(moves), at + reach + 1), apart)}))
+        return found
 
     def pruned(self, choice: Choice, limit: int) -> Choice:
         """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones.

@@ -1,0 +1,29 @@
+"""Greedy searches: what they find, and how much they look at for it."""
+
+from lowtide.planner.greedy import Search
+from lowtide.planner.moves import Moves
+from lowtide.planner.predict import Simulator
+from planner.profiles import chain
+
+
+class Counting(Search):
+    """Counts what is looked at."""
+
+    swept = 0
+
+    def sweep(self, choice):
+        self.swept += 1
+        return super().sweep(choice)
+
+
+def test_what_to_keep_of_a_long_chain_is_found_without_trying_everything() -> None:
+    """400 remakes of 40 bytes, one from the other, all wait for the last of them. To keep the middle one halves that."""
+    simulator = Simulator(chain(1, inner=400))
+    search = Counting(Moves(simulator))
+    everything = search.moves.remade(expensive=False)
+    assert search.sweep(everything).peak > 400 * 40
+    some = search.reduced(everything, 202 * 40)
+    kept = [simulator.index.addresses[n] for n in (everything.remake & ~some.remake).nonzero()[0]]
+    assert len(kept) == 1
+    assert abs(int(kept[0].split(":")[1]) - 200) <= 2
+    assert search.swept < 100
