@@ -17,7 +17,7 @@ class Counting(Search):
 
 
 def test_what_to_keep_of_a_long_chain_is_found_without_trying_everything() -> None:
-    """400 remakes of 40 bytes, one from the other, all wait for the last of them. To keep the middle one halves that."""
+    """400 remakes of 40 bytes, one from the other, wait for the last of them. To keep the middle one halves that."""
     simulator = Simulator(chain(1, inner=400))
     search = Counting(Moves(simulator))
     everything = search.moves.remade(expensive=False)
