@@ -14,6 +14,7 @@ from lowtide.errors import BudgetError, Infeasible
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Plan, Profile
+from lowtide.planner.solve import Ladder
 from lowtide.units import format_bytes
 from planner import bruteforce
 from planner.profiles import chain, profiles, random_profile, transformer
@@ -164,6 +165,23 @@ def test_what_was_planned_before_changes_nothing() -> None:
     asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51)]
     for made in asked:
         assert plan(Profile.from_json(TRANSFORMER.to_json()), made.budget_bytes) == made
+
+
+def test_where_rows_are_no_guide_at_a_small_budget_they_may_be_one_at_a_larger_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ladder, given = Ladder(Simulator(transformer(6))), list[tuple[int, dict[int, float]]]()
+
+    def search(_: object, limit: int, __: object, left_out: dict[int, float], *___: object) -> object:
+        given.append((limit, left_out))
+        return 0.0, {0: float(limit)}  # as much as there is
+
+    monkeypatch.setattr(ladder.exact, "search", search)
+    low, high = ladder.bottom.peak, ladder.top.peak
+    for part in (30, 60, 90):
+        ladder.best(low + (high - low) * part // 100)
+    assert len(given) > 5
+    assert all(bytes_ > limit for limit, left_out in given for bytes_ in left_out.values())
 
 
 def test_offloading_is_for_those_who_ask() -> None:

@@ -68,7 +68,7 @@ class Exact:
         the same for this limit; and the least that any choice costs which fits, FLOPs included, if as much is left out
         as then: infinite if none does, 0 where that is too much to tell. Ends early at `until`.
         """
-        if _is_rough(left_out, limit):
+        if is_rough(left_out, limit):
             return 0.0, left_out
         programme = Programme(self.covering, limit, self.cost, list(left_out), rows=list(self._together), until=until)
         programme.more = dict(left_out)
@@ -105,7 +105,7 @@ class Exact:
                 if (over := float(sweep.usage[position])) > limit:
                     more = programme.more.get(position, 0.0) + over - answer.usage[position]
                     programme.more[position] = max(more, 0.0)
-            if _is_rough(programme.more, limit):
+            if is_rough(programme.more, limit):
                 left_out |= programme.more
                 break
             programme.add(sweep.usage.astype(np.float64))
@@ -157,6 +157,6 @@ class Exact:
         return found
 
 
-def _is_rough(left_out: Bytes, limit: int) -> bool:
+def is_rough(left_out: Bytes, limit: int) -> bool:
     """Whether the rows leave out so much that solving them is in vain."""
     return max(left_out.values(), default=0.0) > ROUGH * limit

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.errors import Infeasible
-from lowtide.planner.exact import Bytes, Exact
+from lowtide.planner.exact import Bytes, Exact, is_rough
 from lowtide.planner.fates import Choice
 from lowtide.planner.greedy import MANY, Search
 from lowtide.planner.moves import Moves
@@ -47,6 +47,8 @@ DEEP = 1.1
 """Below so many times the smallest peak branch and bound takes long and gains little: greedy searches, if quick."""
 GOOD = 1.05
 """Branch and bound that comes this close to its bound is not compared with greedy searches."""
+POOR = 1.2
+"""The same where greedy searches take long: they begin only where the rung above ended."""
 NEAR_PLAIN = 0.5
 """Above this share of the plain peak greedy searches also begin with nothing, from where few steps lead to it."""
 NOTHING_NEW = 1e-3
@@ -102,6 +104,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
 class Rung:
     """The plan for one limit, what was seen in looking for it, and what `exact.py` has to know for the next one."""
 
+    limit: int
     found: Found
     pool: Pool
     left_out: Bytes
@@ -125,7 +128,7 @@ class Ladder:
         search.sweep(simulator.nothing())
         self.bottom = min(search.seen.found, key=lambda found: (found.peak, found.cost))
         self.top = min(search.seen.found, key=lambda found: (found.cost, found.peak))
-        self._first = Rung(self.bottom, search.seen, {})
+        self._first = Rung(self.bottom.peak, self.bottom, search.seen, {})
         self._halvings = HALVINGS
         storages = len(simulator.index.storage_bytes)
         while storages > DEPTH and self._halvings > 1:
@@ -176,20 +179,26 @@ class Ladder:
     def _solved(self, limit: int, span: Span, way: list[Rung], until: float | None) -> Rung:
         """The rung `limit`, whose cost is to be in `span`; `way` leads to it. Ends early at `until`."""
         search, seen = Search(self.moves), [rung.pool for rung in way]
-        bound, left_out = 0.0, way[-1].left_out
+        # Where the rows leave out too much to be a guide, they may still be one for a larger limit.
+        guides = (rung for rung in reversed(way) if rung.limit > limit or not is_rough(rung.left_out, rung.limit))
+        bound, left_out = 0.0, next(guides).left_out
         if self.exact is not None and limit > DEEP * self.bottom.peak:
             bound, left_out = self.exact.search(search, limit, span, left_out, until)
         found = _cheapest(limit, span, [*seen, search.seen])
-        if self._quick and not is_over(until) and (self.exact is None or self.exact.cost_of(found) > GOOD * bound):
-            begin = [span.least.choice]
-            if limit > NEAR_PLAIN * self.top.peak:
-                begin += [self.simulator.nothing(), self.moves.remade(expensive=False)]
-            starts = [*search.attempts(limit, *begin), found.choice]
+        enough = GOOD if self._quick else POOR
+        if not is_over(until) and (self.exact is None or self.exact.cost_of(found) > enough * bound):
+            if self._quick:
+                begin = [span.least.choice]
+                if limit > NEAR_PLAIN * self.top.peak:
+                    begin += [self.simulator.nothing(), self.moves.remade(expensive=False)]
+                starts = [*search.attempts(limit, *begin), found.choice]
+            else:
+                starts = [search.reduced(span.least.choice, limit)]
             for choice in {choice.key: choice for choice in starts}.values():
-                if not is_over(until):
+                if not is_over(until) and search.fits(choice, limit):
                     search.pruned(choice, limit)
             found = _cheapest(limit, span, [*seen, search.seen])
-        return Rung(found, search.seen, left_out)
+        return Rung(limit, found, search.seen, left_out)
 
 
 def _cheapest(limit: int, span: Span, seen: Sequence[Pool]) -> Found:
