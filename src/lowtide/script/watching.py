@@ -28,8 +28,8 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
     ended = f"{script.target} ended"
     if steps.model is None and steps.in_other_thread:
         return (
-            f"{ended}; it trains in another thread, where nothing was watched.\n  Let the script call its training loop "
-            "in the main thread."
+            f"{ended}; it trains in another thread, where nothing was watched.\n  Let the script call its training "
+            "loop in the main thread."
         )
     if steps.model is None:
         return (
