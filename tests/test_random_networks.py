@@ -123,6 +123,11 @@ MADE_OF_A_SHAPE = [
     [("noisy", 0, 0), ("avg_pool", 0, 1)],
     [("pool layer", 1, 1), ("tanh", 1, 4), ("noisy", 1, 0)],
 ]
+# Made, in a layout of its own, on the way to what is saved before it.
+SAVED_LATER = [
+    [("larger", 1, 3)],
+    [("contiguous", 0, 3), ("pool layer", 2, 3), ("softmax", 1, 0), ("turned", 2, 2), ("larger", 1, 3)],
+]
 OVERWRITTEN_VIEW = [[("turned", 1, 4), ("relu_", 0, 1), ("pool layer", 1, 3), ("gated", 1, 4)]]
 # Saved by a branch that is dropped before what is made from it is read.
 DROPPED = [
@@ -141,6 +146,7 @@ DROPPED = [
 @example(blocks=ADDED_TO_A_NUMBER, hasty=0b010, residual=True, part=0)
 @example(blocks=MADE_ON_THE_WAY, hasty=0, residual=False, part=0)
 @example(blocks=MADE_OF_A_SHAPE, hasty=0, residual=False, part=0)
+@example(blocks=SAVED_LATER, hasty=0, residual=False, part=0)
 @example(blocks=OVERWRITTEN_VIEW, hasty=0, residual=False, part=0)
 @example(blocks=DROPPED, hasty=0b11, residual=False, part=30)
 def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int) -> None:

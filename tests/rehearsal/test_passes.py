@@ -1,5 +1,7 @@
 """Backward that runs through a graph more than once: what is made again is made in each pass, and gone in between."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,12 +44,17 @@ def test_each_pass_takes_as_long_and_none_holds_what_another_made():
     replay = Decisions(replay=frozenset(c.id for c in once.calls if c.cls == "Sequential" and c.refused is None))
     for decisions in (remake, replay):
         assert decisions != Decisions()
-        assert predict(often, decisions).extra_flops == PASSES * predict(once, decisions).extra_flops
-    plain = often.measured_plain_peak_bytes or 0
-    step = _step_of(model, PASSES)
-    with lowtide.fit(model, step, batch, budget=int(0.7 * plain), profile=often) as fitted:
-        assert fitted.verdict.identical
-        assert fitted.verdict.measured_peak_bytes == pytest.approx(fitted.plan.predicted.peak_bytes, rel=0.001)
+        predicted = predict(often, decisions)
+        assert predicted.extra_flops == PASSES * predict(once, decisions).extra_flops
+        plan = replace(
+            lowtide.plan(often, "100%"),
+            remake=dict.fromkeys(decisions.remake, "GeluBackward0"),
+            replay=tuple(decisions.replay),
+            predicted=predicted,
+        )
+        verdict = lowtide.verify(model, _step_of(model, PASSES), batch, plan)
+        assert verdict.identical
+        assert verdict.measured_peak_bytes <= predicted.peak_bytes <= 1.01 * verdict.measured_peak_bytes
 
 
 class Heads(nn.Module):

@@ -14,7 +14,7 @@ from lowtide.remat.builder import Builder
 from lowtide.remat.layout import producer
 from lowtide.remat.noting import Noting, Place
 from lowtide.remat.recipes import CannotRemake
-from lowtide.remat.remake import Remake
+from lowtide.remat.remake import Remake, certain
 from lowtide.remat.values import Handle, Value, register, registered, unpack
 
 
@@ -74,6 +74,10 @@ class Dropping:
         base, node, output, view = producer(tensor)
         name = "" if node is None else node.name()
         value = None if node is None else registered(node, output)
+        if value is not None and not certain(value):
+            assert node is not None
+            value.maker = self.builder.remake(node, output, base).maker
+            register(node, output, value)
         if value is None and node is not None:
             try:
                 value = self.builder.remake(node, output, base)

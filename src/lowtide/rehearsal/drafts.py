@@ -22,6 +22,8 @@ class ValueDraft:
     needs: tuple[int, ...] = ()
     over: int | None = None
     """The one of them that is written over if nobody holds it."""
+    own_strides: bool = False
+    """Whether its strides are known only where it is saved, and not on the way to something else."""
     cost_ms: float = 0.0
     flops: int = 0
     transient_bytes: int = 0

@@ -25,7 +25,7 @@ from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.reads import packed, saved_for_shape, saves_signs
 from lowtide.remat.recipes import CannotRemake
-from lowtide.remat.remake import Remake
+from lowtide.remat.remake import Remake, certain
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Geometry, Handle, Value, register, registered
 
@@ -124,6 +124,8 @@ class Remakes(Engine):
             self.try_recipe(self.add(value, base, node.name()), node, output, base)
         else:  # so far only passed through in the remakes of others
             value = there
+            if not certain(value):
+                value.maker = self.builder.remake(node, output, base).maker
             self.compare(self._index[value], value, base)
             value.keep(base.detach())
         register(node, output, value)
@@ -218,12 +220,11 @@ class Remakes(Engine):
         if node is None or draft.recipe is None or NOTED in draft.node:  # which is so where it is saved
             return False
         try:
-            self.builder.remake(node, output)
+            return certain(self.builder.remake(node, output))
         except CannotRemake:
             return False
         finally:
             register(node, output, value)
-        return True
 
     def compare(self, index: int, value: Value, base: Tensor) -> None:
         """Remake `value` and compare it with what it should be."""
@@ -246,6 +247,7 @@ class Remakes(Engine):
         draft.bytes = base.numel() * base.element_size()
         spent = self._meter.of(maker)
         draft.needs = self.operands(maker)
+        draft.own_strides = "out_stride" in maker.recipe.constants
         draft.over = self.over(maker)
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.needs)):
@@ -273,11 +275,11 @@ class Remakes(Engine):
         return found
 
     def only_given(self, index: int) -> bool:
-        """Whether a value is there, so far, because it was given to a call, or is made of such a one."""
+        """Whether a value is there, as it is, because it was given to a call, so far, or is made of such a one."""
         draft = self.values[index]
         if index in self._saved or draft.noted is not None:
             return False
-        return draft.recipe is None or any(map(self.only_given, draft.needs))
+        return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.needs))
 
     def operands(self, maker: Remake) -> tuple[int, ...]:
         """Indices of a remake's operands, without what is always there; those only passed through are added here."""

@@ -36,7 +36,7 @@ class Builder:
         """A value that a recipe makes from what is upstream of it. Raises CannotRemake, saying why.
 
         `like` is the output itself where it is at hand: the result will have its strides. Without it the value is only
-        passed through by the remakes of others; it is registered if its strides are certain all the same.
+        passed through by the remakes of others, maybe with other strides: `certain`.
         """
         found = RECIPES.get(node.name())
         if found is None:
@@ -67,8 +67,7 @@ class Builder:
         remake = Remake(found, arguments, constants, stride, frozenset(source.noted))
         value = Value(maker=remake, output=output)
         value.passing = like is None
-        if remake.certain:
-            register(node, output, value)
+        register(node, output, value)
         return value
 
     def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:

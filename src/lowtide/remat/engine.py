@@ -26,12 +26,14 @@ from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.layout import producer
 from lowtide.remat.reads import PACKINGS, packed, saved_for_shape, saves_signs
 from lowtide.remat.recipes import CannotRemake, TooSmall
+from lowtide.remat.remake import certain
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
 from lowtide.remat.values import Handle, Value, register, registered, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.autograd.graph import Node
 
     from lowtide.remat.noting import Place
 
@@ -93,7 +95,7 @@ class Engine:
             value = without_history(tensor, base, frame)
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
-        if found is not None and shared(found, base, frame):
+        if found is not None and shared(found, base, frame) and (decision is None or certain(found)):
             passing, found.passing = found.passing, False
             if decision is None and not (found.kept or isinstance(found.maker, Advance)):
                 if frame is not None:
@@ -106,9 +108,7 @@ class Engine:
         if decision is not None:
             try:
                 if node.name() == decision.node:
-                    value = self.builder.remake(node, output, base)
-                    value.version = base._version
-                    return Handle(value, view)
+                    return Handle(self.remade(node, output, base, found), view)
             except CannotRemake:
                 pass
             self.drift(decision.address)
@@ -116,6 +116,15 @@ class Engine:
         value.output = output
         register(node, output, value)
         return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+
+    def remade(self, node: Node, output: int, base: Tensor, found: Value | None) -> Value:
+        """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""
+        value = self.builder.remake(node, output, base)
+        if found is not None and found.passing:
+            found.maker, found.passing, value = value.maker, False, found
+            register(node, output, found)
+        value.version = base._version
+        return value
 
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
         """A handle on what is enough of `tensor` for who reads it. Raises CannotRemake if the reader is another one."""
