@@ -320,6 +320,24 @@ def test_a_tensor_that_changes_from_step_to_step(name):
     assert not engine.drifted
 
 
+def test_a_tensor_made_in_inference_mode_is_not_held():
+    """It has no version: nobody could tell whether it was overwritten."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        shift = MASK * 0.5
+    model = Model(lambda x, number: (x.tanh() + shift) * x).train()
+    profile = rehearsed(model)
+    assert not found(profile)
+    assert any("does not record" in (value.refused or "") for value in profile.values)
+
+
+def test_a_wrong_call_of_attention_fails_as_it_does_without_a_plan():
+    torch.manual_seed(0)
+    model = Model(lambda x, number: nn.functional.scaled_dot_product_attention(x)).train()
+    with pytest.raises(TypeError, match="scaled_dot_product_attention"):
+        lowtide.rehearse(model, step_of(model), {"x": x()})
+
+
 def test_causal_attention_goes_without_its_scores():
     torch.manual_seed(0)
     model = Model(lambda x, number: attend(x, is_causal=True)).train()

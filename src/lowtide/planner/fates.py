@@ -5,9 +5,9 @@
 **Replayed.** Else the innermost replayed call around it brings it back. A replay holds its inputs, which are slots of
 the call around it: a replayed call inside another one leaves its inputs to the outer replay, which brings them back
 and leaves what the inner call saved to the inner one's own. Its state, random numbers and buffers, every replayed call
-keeps from its forward on. A tensor that is an input of several replayed calls around
-it shares what happens to it as an input of the outermost. What one replayed call saves and another around that one
-saves or gives on is brought back by the outer.
+keeps from its forward on. A tensor that is an input of several replayed calls around it shares what happens to it as an
+input of the outermost. What one replayed call saves and another around that one saves or gives on is brought back by
+the outer.
 
 **Advanced.** A call that is advanced runs forward once more for its result, from its inputs, and saves nothing: the
 result is held by nobody, whoever saves it or is given it. Except where a slot in the call itself keeps or remakes it;

@@ -128,7 +128,7 @@ class Noting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and not torch.compiler.is_compiling():
-            here.attention = self._attention(**dict(zip(_ATTENTION, args, strict=False)), **kwargs)
+            here.attention = self._attention(dict(zip(_ATTENTION, args, strict=False)) | kwargs)
             try:
                 return func(*args, **kwargs)
             finally:
@@ -143,7 +143,8 @@ class Noting(TorchFunctionMode):
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and _is_of(node, edges):
             found = {name: self._note(operand, out) for name, operand in unrecorded.items()}
-            node_metadata(node)["lowtide", "noted"] = {name: it for name, it in found.items() if it is not None}
+            known = node_metadata(node).setdefault(("lowtide", "noted"), {})  # by the plan of another model around it
+            known.update({name: it for name, it in found.items() if it is not None})
         return out
 
     def _note(self, operand: Number | Tensor, out: Tensor) -> Noted | None:
@@ -157,23 +158,18 @@ class Noting(TorchFunctionMode):
         place, value = self._listener.unrecorded(operand)
         return None if value is None else Noted(place, weakref.ref(value))
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **others: Any,
-    ) -> Attention | None:
+    def _attention(self, given: dict[str, Any]) -> Attention | None:
         """What is known of the mask of a call; None without one, and for one that can't be held."""
-        if attn_mask is None:
+        query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+            return None
+        if mask is None:
+            is_causal = bool(given.get("is_causal"))
             return Attention(next_sequence_number(), Place(self._listener.where()), None) if is_causal else None
         scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
-        if not (_is_unrecorded(attn_mask) and _is_worth_it(attn_mask, scores)):
+        if not (isinstance(mask, Tensor) and _is_unrecorded(mask) and _is_worth_it(mask, scores)):
             return None
-        place, held = self._listener.unrecorded(attn_mask)
+        place, held = self._listener.unrecorded(mask)
         return None if held is None else Attention(next_sequence_number(), place, held)
 
 
@@ -188,7 +184,7 @@ def noted(node: Node, name: str) -> tuple[Place, Number | Tensor | Value] | None
 
 def _is_worth_it(operand: Tensor, size: int) -> bool:
     """Whether an operand can be held, and that is less than to hold a result of `size` elements."""
-    return is_plain(operand) and 2 * operand.numel() <= size
+    return is_plain(operand) and not operand.is_inference() and 2 * operand.numel() <= size
 
 
 def _edge(operand: object) -> tuple[Any, int] | None:
