@@ -20,6 +20,8 @@ from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 from models import MODELS, Case, build, same, state
 
+pytestmark = pytest.mark.xdist_group("rehearse")  # in one worker, for `rehearsed`
+
 
 @pytest.fixture(scope="module", params=MODELS)
 def rehearsed(request: pytest.FixtureRequest) -> tuple[Case, Profile]:

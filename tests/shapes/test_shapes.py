@@ -21,6 +21,8 @@ from lowtide.shapes.switching import Switched, Switching
 from models import build, same, state
 from remat.plans import Ops
 
+pytestmark = pytest.mark.xdist_group("shapes")  # in one worker, for `fitted`
+
 
 def cut(batch, rows, length):
     return {name: tensor[:rows, :length].clone() for name, tensor in batch.items()}
