@@ -92,11 +92,14 @@ def test_the_budget_that_infeasible_offers_is_enough_to_the_byte() -> None:
 
 
 def test_over_budget_says_by_how_much() -> None:
-    error = errors.OverBudget(budget_bytes=8 * GIB, measured_peak_bytes=9 * GIB, nearest=["a smaller batch"])
+    error = errors.OverBudget(
+        budget_bytes=8 * GIB, measured_peak_bytes=9 * GIB, nearest=["a smaller batch"], notes=["it may differ"]
+    )
     assert str(error).splitlines() == [
         "the measured peak stayed above the budget of 8 GiB.",
         "  Measured: 9 GiB, 1 GiB too much.",
         '  Nearest: budget="9GiB", or a smaller batch.',
+        "  Note: it may differ.",
     ]
 
 

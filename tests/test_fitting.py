@@ -319,3 +319,29 @@ def test_a_budget_that_the_device_has_no_room_for_is_refused_in_words():
     with pytest.raises(lowtide.RehearsalError, match=r"under a plan for 1 GiB ran out of memory(.|\n)*smaller budget"):
         lowtide.fit(model, step, batch, budget="1GiB", profile=profile, levers=())
     assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
+
+
+class Dropping(nn.Module):
+    """Layers of which every second run passes over the first half."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(8))
+        self.short = True
+
+    def forward(self, x):
+        for layer in self.layers[4:] if self.short else self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_a_step_that_does_more_than_the_rehearsed_one_is_said_to_be_over_the_budget_and_what_may_be_behind_it():
+    model, x = Dropping(), torch.randn(4096, 32)
+
+    def step(x):
+        model(x).backward()
+
+    profile = lowtide.rehearse(model, step, x)
+    model.short = False
+    with pytest.raises(lowtide.OverBudget, match="LayerDrop"):
+        lowtide.fit(model, step, x, budget="70%", profile=profile)

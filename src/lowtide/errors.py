@@ -87,11 +87,21 @@ class Infeasible(LowtideError, ValueError):
 
 
 class OverBudget(LowtideError, RuntimeError):
-    """The step ran under its plan and its measured peak stayed above the budget, whatever was repaired."""
+    """The step ran under its plan and its measured peak stayed above the budget, whatever was repaired.
+
+    `notes` say what may be behind it.
+    """
 
     exit_code = 1
 
-    def __init__(self, *, budget_bytes: int, measured_peak_bytes: int, nearest: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        measured_peak_bytes: int,
+        nearest: Iterable[str] = (),
+        notes: Iterable[str] = (),
+    ) -> None:
         from lowtide import units  # not above: units raises BudgetError
 
         self.budget_bytes = budget_bytes
@@ -101,6 +111,7 @@ class OverBudget(LowtideError, RuntimeError):
             f"the measured peak stayed above the budget of {budget}.\n"
             f"  Measured: {measured}, {units.format_bytes(measured_peak_bytes - budget_bytes)} too much.\n"
             f"  Nearest: {', or '.join((_as_budget(measured_peak_bytes), *nearest))}."
+            + "".join(f"\n  Note: {note}." for note in notes)
         )
 
 

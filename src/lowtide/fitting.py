@@ -17,7 +17,7 @@ from lowtide.levers.lever import Site
 from lowtide.planner import plan
 from lowtide.planner.planning import simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.rehearsal import rehearse
+from lowtide.rehearsal import OTHER_WORK, rehearse
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.shapes.buckets import Bucket, buckets_for
 from lowtide.shapes.sizes import Range
@@ -140,7 +140,8 @@ def fit(
             made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
         except Infeasible:
             break
-    raise OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured))
+    notes = choice.profile.notes or (OTHER_WORK,)
+    raise OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), notes=notes)
 
 
 def _chosen(

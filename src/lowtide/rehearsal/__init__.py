@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from lowtide.memory.events import Recorder
 
-__all__ = ["rehearse"]
+__all__ = ["OTHER_WORK", "rehearse"]
 
 Step = Callable[[Any], Any]
 
@@ -40,6 +40,12 @@ DOUBTFUL: Final = 0.02
 """Share of the plain peak by which two runs may differ without a word."""
 DOUBTFUL_BYTES: Final = 2**19
 """And bytes: the trace packs bits and holds random numbers, which is much beside a model of some KiB."""
+
+
+OTHER_WORK: Final = (
+    "if the work depends on random numbers, as with LayerDrop, or on counts and iterators of the step's own, plans "
+    "hold only for what was done in the rehearsal"
+)
 
 
 def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None) -> Profile:
@@ -97,8 +103,7 @@ def doubted(profile: Profile) -> Profile:
         return profile
     note = (
         f"of two runs without a plan one has a peak of {format_bytes(predicted)}, one of {format_bytes(measured)}: "
-        "if the work depends on random numbers, as with LayerDrop, or on counts and iterators of the step's own, plans "
-        "hold only for what was done in the rehearsal"
+        f"{OTHER_WORK}"
     )
     return replace(profile, notes=(*profile.notes, note))
 

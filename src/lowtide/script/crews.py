@@ -17,6 +17,7 @@ from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
+from lowtide.rehearsal import OTHER_WORK
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.observed import Observed
 from lowtide.script.steps import Enough
@@ -211,7 +212,8 @@ class Fitting:
                 lower = plan(self._rehearsing.profile, max(1, made.predicted.peak_bytes - over))
                 self.plan = replace(lower, budget_bytes=made.budget_bytes)
                 return
-        raise OverBudget(budget_bytes=made.budget_bytes, measured_peak_bytes=min(self._measured))
+        notes = self._rehearsing.profile.notes or (OTHER_WORK,)
+        raise OverBudget(budget_bytes=made.budget_bytes, measured_peak_bytes=min(self._measured), notes=notes)
 
 
 class Applying:
