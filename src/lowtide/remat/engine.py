@@ -23,7 +23,7 @@ from lowtide.remat.actions import OFFLOAD, SHAPE, SIGNS, Actions, Decision, acti
 from lowtide.remat.advance import Advance
 from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
-from lowtide.remat.layout import producer
+from lowtide.remat.layout import producer, whole
 from lowtide.remat.reads import PACKINGS, packed, saved_for_shape, saves_signs
 from lowtide.remat.recipes import CannotRemake, TooSmall
 from lowtide.remat.remake import certain
@@ -79,6 +79,8 @@ class Engine:
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:
         """A handle on `tensor`: on a value that is held already, or one that is remade, replayed by `frame` or kept."""
+        if decision is None and frame is None and (kept := self.keep(tensor)) is not None:
+            return kept
         base, node, output, view = producer(tensor)
         leaves = None
         if decision is not None and decision.node in PACKINGS:
@@ -116,6 +118,21 @@ class Engine:
         value.output = output
         register(node, output, value)
         return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+
+    def keep(self, tensor: Tensor) -> Handle | None:
+        """A handle on `tensor`, of which nothing is decided and which no replay is around; None if it is made again.
+
+        So are most of a step's tensors: what reads them is given a view that was taken here.
+        """
+        base, node, output = whole(tensor)
+        value = without_history(tensor, base, None) if node is None else registered(node, output)
+        if value is not None and not value.kept:
+            return None
+        if node is not None and (value is None or value.version != base._version):
+            value = Value(base.detach(), output=output)
+            register(node, output, value)
+        assert value is not None
+        return Handle(value, None if base is tensor else tensor.detach())
 
     def remade(self, node: Node, output: int, base: Tensor, found: Value | None) -> Value:
         """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""

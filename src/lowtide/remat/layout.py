@@ -15,12 +15,19 @@ if TYPE_CHECKING:
     from lowtide.remat.values import Geometry
 
 
-def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """The base tensor behind views, the node that made it, which output it is, and the geometry of `tensor` in it."""
+def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
+    """The base tensor behind views, the node that made it, and which output of that it is."""
     base = base_of(tensor)
     if base is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() or not is_plain(tensor):
-        return tensor, tensor.grad_fn, tensor.output_nr, None
-    return base, base.grad_fn, base.output_nr, (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        base = tensor
+    return base, base.grad_fn, base.output_nr
+
+
+def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
+    """The same, and the geometry of `tensor` in it; None where that is the tensor itself."""
+    base, node, output = whole(tensor)
+    view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return base, node, output, view
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

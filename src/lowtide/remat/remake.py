@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Remake:
     """A pending run of a recipe. As long as it is pending its operands know that somebody waits for them."""
 
-    __slots__ = ("certain", "constants", "noted", "operands", "over", "places", "recipe", "stride")
+    __slots__ = ("__weakref__", "certain", "constants", "noted", "operands", "over", "places", "recipe", "stride")
 
     def __init__(
         self,

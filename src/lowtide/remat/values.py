@@ -110,20 +110,23 @@ class Handle:
 
     __slots__ = ("__weakref__", "seen", "value", "view")
 
-    def __init__(self, value: Value, view: Geometry | None = None) -> None:
+    def __init__(self, value: Value, view: Geometry | Tensor | None = None) -> None:
         self.value = value
         self.view = view
+        """Where it is in the value; for a kept one also the view itself, which is quicker to hold than to take."""
         self.seen = _NEVER
         """The backward pass that read it last."""
         value.readers += 1
 
     def get(self) -> Tensor:
         """The tensor with the geometry it was saved with. May be called any number of times."""
-        value = self.value
+        value, view = self.value, self.view
         tensor = value.get()
         if value.maker is not None:
             self._read(value)
-        return tensor if self.view is None else tensor.as_strided(*self.view)
+        if view is None:
+            return tensor
+        return tensor.as_strided(*view) if isinstance(view, tuple) else view
 
     def become(self, value: Value) -> None:
         """Claim another value. Not for a handle that has been read."""
