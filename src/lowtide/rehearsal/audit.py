@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide._clock import now_ms
+from lowtide._torch import in_backward
 from lowtide.identity import in_words
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
@@ -65,6 +66,7 @@ class Audit(Remakes):
             self.remove()
             self._open.clear()
             self.let_go_of_all()
+            self._late.clear()
 
     def settle(self, stream: EventStream) -> None:
         """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
@@ -176,6 +178,7 @@ class Audit(Remakes):
         if not self._open:
             self.let_go_of_all()
         self.reads += 1
+        self.time_late(handle)
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
         """Nothing."""
@@ -186,3 +189,5 @@ class Audit(Remakes):
     def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
         if isinstance(maker, Remake):
             self._meter.made(maker, outputs[0])
+            if in_backward():
+                self.timed(maker)

@@ -5,6 +5,7 @@ The result is compared with the true tensor bit by bit; what differs on this mod
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -72,6 +73,10 @@ class Remakes(Engine):
         self._noted: dict[int, set[Place]] = {}
         """By value, where what it is made of was noted: in no other call a plan has that noted."""
         self._unrecorded = Unrecorded(static)
+        self._late: dict[int, tuple[Remake, int]] = {}
+        """By value, the remake that will be timed once more where backward reads it, and which output it gives."""
+        self._timed: weakref.WeakKeyDictionary[Remake, int] = weakref.WeakKeyDictionary()
+        """The values of these remakes, and of those that they pass through."""
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
 
@@ -260,8 +265,28 @@ class Remakes(Engine):
             if draft.cost_ms < SHORT_MS:
                 maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
                 draft.cost_ms = self._meter.of(maker).cost_ms
+            if maker.operands and not self._frugal:
+                self._late[index] = maker, value.output
+                self._timed[maker] = index
         else:
             draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
+
+    def time_late(self, handle: Handle) -> None:
+        """Backward is about to read a slot: what does its remake take here?
+
+        In forward its operands have just been made, and are in the caches of a processor: in backward they come from
+        memory. The first run of an op may also pay for what its library sets up.
+        """
+        n = self._slot_of.get(handle)
+        maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
+        if maker is not None:
+            with contextlib.suppress(RuntimeError):  # an operand was changed in place
+                maker.make(Value(maker=maker, output=output))
+
+    def timed(self, maker: Remake) -> None:
+        """A remake has run in backward."""
+        if maker in self._timed:
+            self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
 
     def places_of(self, maker: Remake) -> set[Place]:
         """Where that was noted what a remake takes, or one of those that it may pass through."""
@@ -288,7 +313,7 @@ class Remakes(Engine):
             if value not in self._index and isinstance(value.maker, Remake):
                 upstream = self.operands(value.maker)
                 spent = self._meter.of(value.maker)
-                self._index[value] = len(self.values)
+                self._index[value] = self._timed[value.maker] = len(self.values)
                 over = self.over(value.maker)
                 self.values.append(replace(spent, needs=upstream, over=over, recipe=spent.node))
                 self._passed_through.append(value)

@@ -1,0 +1,67 @@
+"""What a remake is said to cost is what it takes where it will run: in backward."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide._torch import in_backward
+from lowtide.remat.recipes import RECIPES
+
+SLOW_MS = 40
+
+
+class Curves(nn.Module):
+    """Two saved tensors, of which the second is made on the way through one that nobody saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return (self.linear(x).relu() * 2).tanh().sum()
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes the recipe of a node slow where `here()` holds."""
+
+    def make(node, here):
+        recipe = RECIPES[node]
+
+        def function(**operands):
+            if here():
+                time.sleep(SLOW_MS / 1000)
+            return recipe.function(**operands)
+
+        monkeypatch.setitem(RECIPES, node, replace(recipe, function=function))
+
+    return make
+
+
+def costs():
+    model = Curves()
+    profile = lowtide.rehearse(model, lambda x: model(x).backward(), torch.randn(64, 64))
+    return {value.node: value.cost_ms for value in profile.values if value.recipe is not None}
+
+
+def test_a_remake_costs_what_it_takes_in_backward(slow):
+    slow("TanhBackward0", in_backward)
+    found = costs()
+    assert found["TanhBackward0"] >= SLOW_MS
+    assert found["ReluBackward0"] < SLOW_MS
+
+
+def test_what_the_first_run_pays_for_in_forward_does_not_count(slow):
+    slow("TanhBackward0", lambda: not in_backward())
+    assert costs()["TanhBackward0"] < SLOW_MS
+
+
+def test_so_does_what_is_only_passed_through(slow):
+    slow("MulBackward0", in_backward)
+    found = costs()
+    assert found["MulBackward0"] >= SLOW_MS
+    assert found["TanhBackward0"] < SLOW_MS
