@@ -265,7 +265,7 @@ class Remakes(Engine):
             if draft.cost_ms < SHORT_MS:
                 maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
                 draft.cost_ms = self._meter.of(maker).cost_ms
-            if maker.operands and not self._frugal:
+            if maker.operands:
                 self._late[index] = maker, value.output
                 self._timed[maker] = index
         else:
@@ -279,7 +279,7 @@ class Remakes(Engine):
         """
         n = self._slot_of.get(handle)
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
-        if maker is not None:
+        if maker is not None and not needs_a_replay(maker):
             with contextlib.suppress(RuntimeError):  # an operand was changed in place
                 maker.make(Value(maker=maker, output=output))
 
