@@ -9,44 +9,72 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
 from lowtide._torch import WeakStorage, storage_id
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lowtide.remat.values import Handle, Value
+
+
+class _Memory:
+    """What kept values are in, and how many tensors of ours have it."""
+
+    __slots__ = ("ours", "storage")
+
+    def __init__(self, storage: WeakStorage) -> None:
+        self.storage = storage
+        self.ours = 0
 
 
 class Holding:
     """The memory of kept values that somebody else holds, too."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[WeakStorage, weakref.WeakSet[Value]]] = {}
-        """By the address: the memory, and our values in it."""
+        self._held: dict[int, _Memory] = {}
+        """By the address."""
+        self._counted: dict[int, weakref.ref[Value | Handle]] = {}
+        """By `id`, who has a tensor of ours."""
         self._made: weakref.WeakSet[Value] = weakref.WeakSet()
         """What is to be made again, of which the operands are watched."""
 
     def watch(self, handle: Handle) -> None:
         """Watch the memory of what `handle` claims, and of what that is made of."""
-        pending = [handle.value]
+        pending = [handle]
         while pending:
-            value = pending.pop()
+            handle = pending.pop()
+            value = handle.value
+            if value.leaf:
+                continue
+            if isinstance(handle.view, torch.Tensor):
+                self._count(handle, handle.view)
             if value.maker is None:
-                self._watch(value)
+                if value.tensor is not None:
+                    self._count(value, value.tensor)
             elif value not in self._made:
                 self._made.add(value)
-                pending += [operand.value for operand in value.maker.operands if operand is not None]
+                pending += [operand for operand in value.maker.operands if operand is not None]
 
-    def _watch(self, value: Value) -> None:
-        if value.tensor is not None and not value.leaf and storage_id(value.tensor):
-            storage = WeakStorage(value.tensor)
-            self._held.setdefault(storage.address, (storage, weakref.WeakSet()))[1].add(value)
+    def _count(self, holder: Value | Handle, tensor: Tensor) -> None:
+        """`holder` has `tensor` for as long as it lives."""
+        key = id(holder)
+        if key in self._counted or not storage_id(tensor):
+            return
+        storage = WeakStorage(tensor)
+        memory = self._held.setdefault(storage.address, _Memory(storage))
+        memory.ours += 1
+
+        def gone(_: object) -> None:
+            memory.ours -= 1
+            del self._counted[key]
+
+        self._counted[key] = weakref.ref(holder, gone)
 
     def let_go(self) -> tuple[int, ...]:
         """Addresses of memory that has nobody left but our values, each once."""
-        found = []
-        for address, (storage, ours) in list(self._held.items()):
-            owners = storage.owners()
-            if owners <= sum(value.tensor is not None for value in ours):
-                del self._held[address]
-                if owners:
-                    found.append(address)
-        return tuple(found)
+        ended = [(address, owners) for address, it in self._held.items() if (owners := it.storage.owners()) <= it.ours]
+        for address, _ in ended:
+            del self._held[address]
+        return tuple(address for address, owners in ended if owners)

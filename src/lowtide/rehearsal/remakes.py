@@ -28,7 +28,7 @@ from lowtide.remat.reads import packed, saved_for_shape, saves_signs
 from lowtide.remat.recipes import CannotRemake
 from lowtide.remat.remake import Remake, certain
 from lowtide.remat.replay import Frame
-from lowtide.remat.values import Geometry, Handle, Value, register, registered
+from lowtide.remat.values import Geometry, Handle, Value, register, registered, rootless
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,9 +116,7 @@ class Remakes(Engine):
         """The kept value of a tensor, audited when it is first seen."""
         base, node, output, view = producer(tensor)
         if node is None:
-            value = Value(base.detach())
-            if isinstance(base, nn.Parameter):
-                value.leaf = id(base)
+            value = rootless(base)
             self.add(value, base, "")
             return value, view
         there = registered(node, output)

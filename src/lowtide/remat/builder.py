@@ -11,7 +11,7 @@ from lowtide.remat.noting import Number
 from lowtide.remat.recipes import RECIPES, CannotRemake
 from lowtide.remat.remake import Remake
 from lowtide.remat.source import NodeSource
-from lowtide.remat.values import Handle, Value, register, registered
+from lowtide.remat.values import Handle, Value, register, registered, rootless
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,5 +77,5 @@ class Builder:
             return None
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            return Value(leaf.detach())
+            return rootless(leaf)
         return registered(node, output) or self.remake(node, output, depth=depth + 1)

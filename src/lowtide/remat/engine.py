@@ -29,7 +29,7 @@ from lowtide.remat.recipes import CannotRemake, TooSmall
 from lowtide.remat.remake import certain
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
-from lowtide.remat.values import Handle, Value, register, registered, unpack
+from lowtide.remat.values import Handle, Value, register, registered, rootless, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -277,10 +277,7 @@ def without_history(tensor: Tensor, base: Tensor, frame: Frame | None) -> Value:
     """The value behind a tensor that no node made: kept, unless a replay is given it or makes it again."""
     if frame is not None and not frame.is_static(base):
         return frame.arguments.given(base) or frame.value(tensor, base)
-    value = Value(base.detach())
-    if isinstance(base, nn.Parameter):
-        value.leaf = id(base)
-    return value
+    return rootless(base)
 
 
 def shared(found: Value, base: Tensor, frame: Frame | None) -> bool:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+
 from lowtide._torch import backward_number, node_metadata, saved_slot
 
 if TYPE_CHECKING:
@@ -103,6 +105,14 @@ class Value:
             self.seen, self.reads = number, 0
         if self.tensor is None and self.readers > self.reads:
             self.tensor = tensor
+
+
+def rootless(tensor: Tensor) -> Value:
+    """A value that keeps a tensor that no node made."""
+    value = Value(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        value.leaf = id(tensor)
+    return value
 
 
 class Handle:
