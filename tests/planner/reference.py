@@ -63,10 +63,19 @@ class Step(Fates):
 
     def _is_held(self, kind: str, node: int, position: int) -> bool:
         """Whether somebody may still read it at `position`, or what is made from it, or from that, and so on."""
-        if kind == "call":
-            return any(self.is_held("value", value, position) for value, fate in self.fate.items() if fate == node)
-        readers = self.readers(node)
-        return self.is_read(node, position) or any(self.is_held(*reader, position) for reader in readers)
+        pending, seen = [(kind, node)], set[tuple[str, int]]()
+        while pending:
+            kind, node = pending.pop()
+            if (kind, node) in seen:  # a call may hold what it is to bring back itself, if that is born elsewhere
+                continue
+            seen.add((kind, node))
+            if kind == "call":
+                pending += [("value", value) for value, fate in self.fate.items() if fate == node]
+            elif self.is_read(node, position):
+                return True
+            else:
+                pending += self.readers(node)
+        return False
 
     def is_given(self, storage: int, position: int) -> bool:
         """Whether a call that holds its inputs is running and was given what is in `storage`."""

@@ -465,6 +465,53 @@ def test_a_profile_that_contradicts_itself_is_refused(broken: object) -> None:
         predict(broken(chain(1)), Decisions())
 
 
+# --- replays that save what is born elsewhere and is not their input
+
+
+def test_what_is_made_of_a_tensor_holds_the_replay_that_saves_it_too() -> None:
+    """F (20 bytes) is saved in a block that is given x (10), and makes g (40), which backward reads after f."""
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        x = tape.op(10)
+        f = tape.op(20)
+        g = tape.op(40, f, recipe="gelu")
+        tape.op(1, g, saves=[g])
+        with tape.call("block#0", x):
+            tape.op(1, f, saves=[f])
+    # g could be asked for again, and f with it: until then the block holds x.
+    assert usage(tape.profile(), ["model#0:0"], ["block#0"])[5:] == [10 + 20, 10 + 20 + 40, 0, 0, 0, 0]
+
+
+def test_what_is_made_of_a_tensor_holds_a_replay_around_the_one_that_saves_it_too() -> None:
+    """The same where the block (given f1, 20 bytes) that saves f2 (30) is in another one (given x, 10)."""
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        x = tape.op(10)
+        f1 = tape.op(20)
+        f2 = tape.op(30)
+        g = tape.op(40, f2, recipe="gelu")
+        tape.op(1, g, saves=[g])
+        with tape.call("outer#0", x), tape.call("inner#0", f1):
+            tape.op(1, f2, saves=[f2])
+    levels = usage(tape.profile(), ["model#0:0"], ["outer#0", "inner#0"])
+    assert levels[6:] == [10 + 20 + 30, 10 + 20 + 30 + 40, 0, 0, 0, 0, 0]
+
+
+def test_a_replay_may_hold_what_its_input_is_made_of() -> None:
+    """F (20 bytes) is saved in a block, and makes what the block is given (10): each holds the other."""
+    tape = Tape()
+    with tape.call("model#0", refused="the model itself"):
+        f = tape.op(20)
+        given = tape.op(10, f, recipe="gelu")
+        with tape.call("block#0", given):
+            tape.op(1, f, saves=[f])
+    profile = tape.profile()
+    decisions = Decisions(remake=frozenset({"block#0@0"}), replay=frozenset({"block#0"}))
+    simulator = Simulator(profile)
+    levels = simulator.sweep(simulator.choice(decisions)).usage.tolist()
+    assert levels == reference.Step(profile, decisions).usage() == [20, 30, 21, 20 + 10 + 1, 0, 0, 0]
+
+
 # --- any step
 
 

@@ -62,9 +62,9 @@ class Fates(NamedTuple):
     """KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED; of calls KEPT or REPLAYED."""
     by_call: Ints
     """The call that is replayed or advanced for a value, or -1."""
-    foreign: Ints
-    """Indices of values that are saved in a replayed call but born elsewhere, and not as an input: somebody else holds
-    them, so they cost no memory, but reading them runs the replay."""
+    elsewhere: list[tuple[int, int]]
+    """Values that are saved in a replayed call but born elsewhere, and not as an input, and these calls: somebody else
+    holds them, so they cost no memory, but reading them runs the replay, which is held as long as they are."""
     given: Ints
     """The inputs, as rows of slots, that calls hold at least while they run: replayed and advanced ones, of those in a
     replayed one only the state."""
@@ -127,7 +127,7 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     return Fates(
         state=np.concatenate((state, calls)),
         by_call=np.concatenate((by_call, np.full_like(calls, -1))),
-        foreign=foreign,
+        elsewhere=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),
         given=np.flatnonzero(
             active & index.slot_is_input & ((owner[index.parent[index.slot_call]] < 0) | index.slot_is_state)
         ),

@@ -51,7 +51,7 @@ class Visit:
     waits: Ints
     """Positions, and bytes that are there until all has run."""
     holds: Ints
-    """Kept storages, and until when what is made from them holds them."""
+    """Kept values, and until when what is made from them holds them."""
     returns: Ints
     """Offloaded storages, by when they are to be back, until when they are wanted, and values in them."""
 
@@ -117,10 +117,29 @@ class Stretches:
         ]
 
     def visits(self, fates: Fates) -> list[Visit]:
-        """One visit to each stretch under `fates` in which something is made again."""
-        asked, n_values = Asked(self._by_backward.copy()), self.index.n_values
-        for value, call in zip(fates.foreign.tolist(), fates.by_call[fates.foreign].tolist(), strict=True):
-            asked.by_node[n_values + call] = both(asked.by_node[n_values + call], self._by_backward[value])
+        """One visit to each stretch under `fates` in which something is made again.
+
+        A replay that saves a value of somebody else's is held as long as that is, and may itself hold what tells how
+        long that is: stretches are visited until nothing is held longer than before.
+        """
+        by_node, n_values = self._by_backward.copy(), self.index.n_values
+        elsewhere = [(value, n_values + call) for value, call in fates.elsewhere]
+        for value, call in elsewhere:
+            by_node[call] = both(by_node[call], by_node[value])
+        while True:
+            found = self._visited(fates, Asked(by_node.copy()))
+            if not elsewhere:
+                return found
+            held = np.zeros(n_values, np.int64)
+            for visit in found:
+                np.maximum.at(held, *visit.holds)
+            longer = [(call, int(held[value])) for value, call in elsewhere if held[value] > by_node[call][2]]
+            if not longer:
+                return found
+            for call, until in longer:
+                by_node[call] = both(by_node[call], (self.index.end, 0, until, 0))
+
+    def _visited(self, fates: Fates, asked: Asked) -> list[Visit]:
         found = []
         is_busy = np.logical_or.reduceat(fates.state[self.index.order] >= REMADE, self._starts)
         for number in np.flatnonzero(is_busy).tolist():
@@ -183,7 +202,7 @@ class _Visiting:
             if self._state[operand] >= REMADE:
                 self._ask(operand, (when, when + 1 if is_made else until, held, after))
             else:  # kept; or nobody's and without a recipe, then it is held like what is kept
-                self._holds.append((index.storage_of[operand], held))
+                self._holds.append((operand, held))
 
     def _ask(self, node: int, wanted: Wanted) -> None:
         known = self._asked.get(node)

@@ -122,8 +122,8 @@ class Sweeper:
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
         rows = fates.given[fates.state[index.slot_value[fates.given]] == KEPT]
         np.maximum.at(ends, index.slot_storage[rows], index.exit[index.slot_call[rows]])
-        storages, until = _joined((visit.holds for visit in visits), 2)
-        np.maximum.at(ends, storages, until)
+        values, until = _joined((visit.holds for visit in visits), 2)
+        np.maximum.at(ends, index.value_storage[values], until)
         leave, returning = self._away(fates.trips, _joined((visit.returns for visit in visits), 4))
         ends[fates.trips] = np.maximum(ends[fates.trips], leave)
         running = self._running(
