@@ -97,7 +97,7 @@ class Exact:
                 if usage > TIGHT * limit
             }
             fits = sweep.peak <= limit
-            if fits and span.holds(sweep.extra_ms, sweep.extra_flops):
+            if fits and span.holds((sweep.extra_ms, sweep.extra_flops)):
                 break
             if fits:
                 programme.rows += self._within(span)
@@ -139,22 +139,15 @@ class Exact:
         return choice
 
     def _within(self, span: Span) -> list[Row]:
-        """Rows that keep to `span`, each in parts of the most that there can be."""
-        found: list[Row] = []
-        costs = (
-            (self.covering.ms, span.least.extra_ms, span.most.extra_ms),
-            (
-                self.covering.flops,
-                span.least.extra_flops,
-                span.most.extra_flops,
-            ),
-        )
-        for cost, least, most in costs:
-            total = float(cost.sum())
-            if total:
-                row = {variable: float(cost[variable]) / total for variable in cost.nonzero()[0].tolist()}
-                found += [(row, most / total), ({v: -share for v, share in row.items()}, -least / total)]
-        return found
+        """Rows that keep to the times in `span`, in parts of the most that there can be."""
+        total = float(self.covering.ms.sum())
+        if not total:
+            return []
+        row = {
+            variable: float(self.covering.ms[variable]) / total for variable in self.covering.ms.nonzero()[0].tolist()
+        }
+        less = {variable: -share for variable, share in row.items()}
+        return [(row, span.most.extra_ms / total), (less, -span.least.extra_ms / total)]
 
 
 def is_rough(left_out: Bytes, limit: int) -> bool:

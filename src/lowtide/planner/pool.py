@@ -26,49 +26,42 @@ class Found:
 
 
 class Span(NamedTuple):
-    """What a plan may cost: between two others, in time and in FLOPs."""
+    """What a plan may cost: no less than one and no more than another."""
 
     least: Found
     most: Found
 
-    def holds(self, extra_ms: float, extra_flops: int) -> bool:
-        return (
-            self.least.extra_ms <= extra_ms <= self.most.extra_ms
-            and self.least.extra_flops <= extra_flops <= self.most.extra_flops
-        )
+    def holds(self, cost: tuple[float, int]) -> bool:
+        return self.least.cost <= cost <= self.most.cost
 
     def is_narrow(self, share: float) -> bool:
-        """Whether the two ends differ by no more than `share` of what they cost."""
-        least, most = self.least, self.most
-        return (most.extra_ms - least.extra_ms <= share * most.extra_ms) and (
-            most.extra_flops - least.extra_flops <= share * most.extra_flops
-        )
+        """Whether the times of the two ends differ by no more than `share` of the longer one."""
+        return self.most.extra_ms - self.least.extra_ms <= share * self.most.extra_ms
 
 
 class Pool:
-    """Choices of which none is beaten by another in peak, time and FLOPs at once. Of equal ones the first stays."""
+    """Choices of which none is beaten by another in both peak and cost. Of equal ones the first stays."""
 
     def __init__(self) -> None:
         self.found: list[Found] = []
 
     def add(self, choice: Choice, sweep: Sweep) -> None:
-        """Take `choice` in unless one in here is as good in all, and drop those that it beats."""
-        peak, ms, flops = sweep.peak, sweep.extra_ms, sweep.extra_flops
-        if not any(f.peak <= peak and f.extra_ms <= ms and f.extra_flops <= flops for f in self.found):
-            self.found = [f for f in self.found if f.peak < peak or f.extra_ms < ms or f.extra_flops < flops]
-            self.found.append(Found(peak, ms, flops, choice))
+        """Take `choice` in unless one in here is as good in both, and drop those that it beats."""
+        new = Found(sweep.peak, sweep.extra_ms, sweep.extra_flops, choice)
+        if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.found):
+            self.found = [f for f in self.found if f.peak < new.peak or f.cost < new.cost]
+            self.found.append(new)
 
     def best(self, limit: int, span: Span) -> Found | None:
         """The cheapest choice in here with a peak of at most `limit` that costs what `span` allows, or None."""
-        fitting = (f for f in self.found if f.peak <= limit and span.holds(f.extra_ms, f.extra_flops))
+        fitting = (f for f in self.found if f.peak <= limit and span.holds(f.cost))
         return min(fitting, key=lambda found: found.cost, default=None)
 
 
 def staircase(found: Iterable[Found], span: Span) -> list[Found]:
-    """Of `found` and `span` a chain with ever larger peaks and ever lower costs, in time and in FLOPs."""
+    """Of `found` and `span` a chain with ever larger peaks and ever lower costs."""
     chain = [span.most]
     for each in sorted(found, key=lambda each: (each.peak, each.cost)):
-        less = Span(span.least, chain[-1])
-        if each.peak > chain[-1].peak and each.cost < chain[-1].cost and less.holds(each.extra_ms, each.extra_flops):
+        if each.peak > chain[-1].peak and span.least.cost <= each.cost < chain[-1].cost:
             chain.append(each)
     return chain

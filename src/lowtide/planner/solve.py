@@ -3,15 +3,16 @@
 Branch and bound (`exact.py`) and, where it leaves a gap or is not asked for, greedy searches (`greedy.py`); the
 cheapest of all that was simulated on the way wins.
 
-**More budget never costs more**, neither time nor FLOPs. A search alone may have bad luck with the larger of two
-budgets. So it is run on the rungs of a ladder that the asked budget has no part in: the smallest peak, the plain peak,
-and the middles between them, halved again and again towards the asked budget for as long as the costs on both sides of
-it differ. A rung is solved once the rungs on both sides of it are, and takes the cheapest choice seen that fits it and
-costs no less than the rung above and no more than the rung below. That choice is the plan of every budget from its
-own peak to the rung, and halving goes on below it. By induction costs fall from rung to rung, and a rung's plan is the
-same whichever budget led to it. A budget between two rungs is given a step of the staircase between them: choices seen
-on the way to those two rungs, each with a larger peak and lower costs than the last. That is the same staircase for
-every budget between the two.
+**More budget never costs more** time, nor more FLOPs for the same time. A search alone may have bad luck with the
+larger of two budgets. So it is run on the rungs of a ladder that the asked budget has no part in: the smallest peak,
+the plain peak, and the middles between them, halved again and again towards the asked budget for as long as the costs
+on both sides of it differ. A rung is solved once the rungs on both sides of it are, and takes the cheapest choice seen
+that fits it and costs no less than the rung above and no more than the rung below. That choice is the plan of every
+budget from its own peak to the rung, and halving goes on below it. By induction costs fall from rung to rung, and a
+rung's plan is the same whichever budget led to it. A budget between two rungs is given a step of the staircase between
+them: choices seen on the way to those two rungs, each with a larger peak and lower costs than the last. That is the
+same staircase for every budget between the two. FLOPs by themselves may rise: the smallest peaks take replays that are
+slow and count few, and whoever was held to as few would be as slow with much more memory.
 
 Greedy searches begin where the rung above ended, with what a little more room needs; elsewhere only if that is near.
 
