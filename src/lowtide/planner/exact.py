@@ -112,9 +112,9 @@ class Exact:
         if is_over(until):
             return relaxed.bound, left_out
         if not fits:
-            search.reduced(choice, limit)
-        elif any(programme.more.values()):  # more than was needed may have been taken off the room
-            search.pruned(choice, limit)
+            choice = search.reduced(choice, limit)
+        if search.fits(choice, limit) and (not fits or any(programme.more.values())):
+            search.pruned(choice, limit)  # more than was needed may have been taken off the room
         return relaxed.bound, left_out
 
     def cost_of(self, found: Found) -> float:

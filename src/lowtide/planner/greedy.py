@@ -203,6 +203,7 @@ class Search:
             for start in starts
             for move in (*(Move(replay=level) for level in moves.levels()), *moves.deep())
         ]
+        starts += sorted(moves.chains(), key=lambda choice: self.simulator.sweep(choice).peak)[:1]
         best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
         other, step = self.simulator.nothing(), (peak - self._floor()) // 2
         while step > peak // 200:

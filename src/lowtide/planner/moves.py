@@ -193,6 +193,12 @@ class Moves:
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
         return Move(remake=groups).after(self.simulator.nothing())
 
+    def chains(self) -> list[Choice]:
+        """Everything remade but every n-th group, in the order of the forward pass: small peaks of long chains."""
+        groups = sorted(self.groups, key=lambda group: min(self.simulator.index.born[list(group.storages)]))
+        everything = self.remade(expensive=True)
+        return [Move(keep=tuple(groups[every - 1 :: every])).after(everything) for every in _strides(len(groups))]
+
     def levels(self) -> list[tuple[Replay, ...]]:
         """Sets of calls that can be replayed together, the outermost first; each in the order of the forward pass."""
         replays = sorted(self.replays.values(), key=lambda replay: (replay.start, replay.id))
