@@ -44,9 +44,7 @@ NEAR = 0.01
 """Between two rungs whose costs are this close no further ones are solved."""
 DEPTH = 400
 """With more storages than this it is one less, and one less again each time that there are twice as many."""
-DEEP = 1.1
-"""Below so many times the smallest peak branch and bound takes long and gains little: greedy searches, if quick."""
-GOOD = 1.05
+GOOD = 1.01
 """Branch and bound that comes this close to its bound is not compared with greedy searches."""
 POOR = 1.2
 """The same where greedy searches take long: they begin only where the rung above ended."""
@@ -183,7 +181,7 @@ class Ladder:
         # Where the rows leave out too much to be a guide, they may still be one for a larger limit.
         guides = (rung for rung in reversed(way) if rung.limit > limit or not is_rough(rung.left_out, rung.limit))
         bound, left_out = 0.0, next(guides).left_out
-        if self.exact is not None and limit > DEEP * self.bottom.peak:
+        if self.exact is not None:
             bound, left_out = self.exact.search(search, limit, span, left_out, until)
         found = _cheapest(limit, span, [*seen, search.seen])
         enough = GOOD if self._quick else POOR
