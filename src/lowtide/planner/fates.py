@@ -88,7 +88,8 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     holds_inputs[advanced] = True
 
     active = ~index.slot_is_input | holds_inputs[index.slot_call]
-    around = owner[np.where(index.slot_is_input, index.parent[index.slot_call], index.slot_call)]
+    around = owner[index.slot_within]
+    given = active & index.slot_is_input & ((around < 0) | index.slot_is_state)
     remake = active & choice.remake[index.slot_address] & index.slot_remakeable
     replay = (around >= 0) & ~remake & ~index.slot_is_state
     follows = is_replayed[index.followed_in]
@@ -128,8 +129,6 @@ def fates_of(index: Index, choice: Choice) -> Fates:
         state=np.concatenate((state, calls)),
         by_call=np.concatenate((by_call, np.full_like(calls, -1))),
         elsewhere=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),
-        given=np.flatnonzero(
-            active & index.slot_is_input & ((owner[index.parent[index.slot_call]] < 0) | index.slot_is_state)
-        ),
+        given=np.flatnonzero(given),
         trips=trips,
     )

@@ -52,6 +52,8 @@ class Index:
         """For each storage what copying it to the host and back takes."""
 
         self._index_calls(profile)
+        self.slot_within = np.where(self.slot_is_input, self.parent[self.slot_call], self.slot_call)
+        """For each slot the call whose replay would bring it back: of an input the one around its own, or -1."""
         self._index_values(profile, slots)
         self._index_inputs(slots)
         self.order = self._dependents_first()
