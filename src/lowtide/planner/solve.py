@@ -44,7 +44,7 @@ NEAR = 0.01
 """Between two rungs whose costs are this close no further ones are solved."""
 DEPTH = 400
 """With more storages than this it is one less, and one less again each time that there are twice as many."""
-GOOD = 1.03
+GOOD = 1.05
 """Branch and bound that comes this close to its bound is not compared with greedy searches."""
 POOR = 1.2
 """The same where greedy searches take long: they begin only where the rung above ended."""
