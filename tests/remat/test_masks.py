@@ -339,6 +339,15 @@ def test_what_is_no_mask():
             packed(MASK, tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_what_was_looked_at_can_be_resized_as_before(dtype):
+    mask, activation = torch.ones(5000, dtype=dtype), torch.randn(5000)
+    packed(MASK, mask)
+    masks.signs_of(activation)
+    for tensor in (mask, activation):
+        tensor.resize_(10_000)
+
+
 @pytest.mark.gpu
 def test_booleans_on_a_device():
     mask = torch.rand(1000, 77, device="cuda") < 0.3

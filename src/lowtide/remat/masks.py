@@ -67,7 +67,7 @@ def _is_positive(flat: Tensor) -> Tensor:
     """Where `flat` is above 0 or not a number."""
     if flat.device.type != "cpu" or flat.dtype is torch.bfloat16:
         return (flat <= 0).logical_not_()
-    is_not = flat.numpy() <= 0  # numpy's own memory, an eighth of a MiB at most
+    is_not = _read(flat) <= 0  # numpy's own memory, an eighth of a MiB at most
     return torch.from_numpy(np.logical_not(is_not, out=is_not))
 
 
@@ -99,7 +99,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
         for elements, eighths in _parts(flat):
             _gather(flat[elements], bits[eighths])
         return 1
-    numbers, into = flat.view(_INTEGERS[mask.element_size()]).numpy(), bits.numpy()
+    numbers, into = _read(flat.view(_INTEGERS[mask.element_size()])), bits.numpy()
     for elements, eighths in _parts(flat):
         part = numbers[elements]
         number = number or _first_number(part[:64]) or _first_number(part)
@@ -110,6 +110,15 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     if not number:
         raise CannotRemake("it is all zeros")
     return number
+
+
+def _read(tensor: Tensor) -> NDArray[Any]:
+    """The memory of a tensor on a CPU, to be read.
+
+    Not by `Tensor.numpy`: what that was called on, here a tensor of the model's, can't be resized any more (torch
+    2.13), and a recording takes it for memory of somebody else.
+    """
+    return np.from_dlpack(tensor)
 
 
 def _first_number(part: NDArray[Any]) -> int:
@@ -167,7 +176,7 @@ def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
 def _gather(stays: Tensor, bits: Tensor) -> None:
     """Eight booleans into each byte, the first one into its lowest bit."""
     if stays.device.type == "cpu":
-        bits.numpy()[:] = np.packbits(stays.numpy(), bitorder="little")
+        bits.numpy()[:] = np.packbits(_read(stays), bitorder="little")
         return
     if missing := -len(stays) % 8:
         stays = torch.cat((stays, stays.new_zeros(missing)))
