@@ -91,8 +91,8 @@ class Ledger:
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         entry.n_inspections += 1
 
-    def findings(self, stats: Iterable[Stats]) -> list[Finding]:
-        """All that is sure, the largest first."""
+    def findings(self, stats: Iterable[Stats], *, least_bytes: int) -> list[Finding]:
+        """All that is sure, the largest first; of graphs that nobody needed those that are not smaller."""
         found: list[Finding] = []
         told: set[int] = set()
         for key, entry in self.entries.items():
@@ -102,7 +102,7 @@ class Ledger:
             found.append(finding)
             if entry.rule is BACKWARD_SKIPPED and entry.stats is not None:
                 told.add(id(entry.stats))
-        found += [_never_needed(s) for s in stats if id(s) not in told and _is_never_needed(s)]
+        found += [_never_needed(s) for s in stats if id(s) not in told and _is_never_needed(s, least_bytes)]
         return sorted(found, key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _carrier(self, group: list[Survivor]) -> str | None:
@@ -175,9 +175,10 @@ def _text(group: list[Survivor]) -> str:
     return " and ".join(dict.fromkeys(h.text for h in main.holders if h.kind == "variable"))
 
 
-def _is_never_needed(stats: Stats) -> bool:
+def _is_never_needed(stats: Stats, least_bytes: int) -> bool:
     """Whether graphs are made there and no backward pass ever comes to one; where one does, others may be dropped."""
-    return bool(stats.n_unreached and not stats.n_reached and not stats.n_explained and stats.unreached_bytes)
+    is_unneeded = stats.n_unreached and not stats.n_reached and not stats.n_explained
+    return bool(is_unneeded) and stats.unreached_bytes >= least_bytes
 
 
 def _never_needed(stats: Stats) -> Finding:

@@ -70,7 +70,7 @@ class Watch:
         """What is sure by now, the largest first."""
         if self._findings is not None:
             return self._findings
-        return tuple(self._ledger.findings(self._calls.stats.values()))
+        return tuple(self._ledger.findings(self._calls.stats.values(), least_bytes=self._least_bytes))
 
     @property
     def n_steps(self) -> int:
@@ -92,7 +92,7 @@ class Watch:
         finally:
             self._events.remove()
         self._calls.settle_all()
-        self._findings = tuple(self._ledger.findings(self._calls.stats.values()))
+        self._findings = self.findings
         if self._batches is not None and self._findings:
             _log.warning("%s", self)
 
