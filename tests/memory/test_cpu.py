@@ -327,3 +327,13 @@ def test_gradients_that_only_parameters_hold_lower_the_level_when_they_are_freed
     with CpuRecorder() as recorder:
         model.zero_grad()
     assert Timeline(recorder.stream).curve[-1] == -4 * (512 * 512 + 512)
+
+
+def test_the_allocator_warns_of_nothing_in_recording_after_recording(capfd):
+    for _ in range(60):
+        before = [torch.ones(1) for _ in range(24)]
+        with CpuRecorder(watch=()):
+            after = [torch.empty(1) for _ in range(50)]
+            del before
+        del after
+    assert capfd.readouterr().err == ""

@@ -36,7 +36,9 @@ NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profi
 the allocator warns by the second of the first block, and then of each thousandth, that is freed under a profiler
 without having been allocated under one."""
 _MARK = "lowtide#"  # begins the name of each annotation; its number follows
-_SPARE_BLOCKS = 1000  # the allocator warns at every thousandth free of a block that it does not know
+_SPARE_BLOCKS = 4000
+"""The allocator warns at every thousandth free of a block that it does not know, and some of these lie where an earlier
+recording saw one: they are known. So many take 5 ms."""
 
 _claim = threading.Lock()
 _recording: CpuRecorder | None = None
