@@ -192,6 +192,29 @@ def test_a_script_that_raises(tmp_path: Path, run_python: RunPython) -> None:
     assert "lowtide/" not in done.stderr
 
 
+INTERRUPTED = """
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(5):
+    loss = model(torch.randn(256, 64)).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+raise KeyboardInterrupt
+"""
+
+
+def test_what_was_found_before_an_interrupt_is_said(tmp_path: Path, run_python: RunPython) -> None:
+    script, report = tmp_path / "train.py", tmp_path / "found.json"
+    script.write_text(INTERRUPTED, encoding="utf-8")
+    done = run_python("-m", "lowtide", "watch", "--json", str(report), str(script))
+    assert done.returncode == 130
+    assert "lowtide watch: LT003 retain_graph keeps the graph" in done.stderr
+    assert [finding["code"] for finding in json.loads(report.read_text(encoding="utf-8"))["findings"]] == ["LT003"]
+
+
 def re_joined(text: str) -> str:
     """A traceback without the source lines and their markers."""
     return "\n".join(line for line in text.splitlines() if not line.startswith("    "))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from lowtide.cli.source import OWN_OPTIONS_FIRST, script_arguments
+
+if TYPE_CHECKING:
+    from lowtide.watching.watch import Watch
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
@@ -22,17 +26,26 @@ def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bo
     """Run SCRIPT with its ARGS, and say what it leaves in memory.
 
     Finds graphs and tensors that stay although nobody needs them: bytes, since which step, who holds them, which line
-    made them, and how to mend it. The findings go to stderr. Exit code 1: there are some; 2: the script failed.
+    made them, and how to mend it. The findings go to stderr, also when the script is interrupted. Exit code 1: there
+    are some; 2: the script failed.
     """
     from lowtide.script.running import Script
     from lowtide.watching.watch import Watch
 
     watched = Watch(None, None)
-    exit_code = Script(target=target, args=args, is_module=is_module).run(within=watched)
-    click.echo(f"\nlowtide watch: {watched}", err=True)
-    if json_to is not None:
-        watched.to_json(Path(json_to))
+    try:
+        exit_code = Script(target=target, args=args, is_module=is_module).run(within=watched)
+    except KeyboardInterrupt:  # by somebody who has seen enough of it
+        _report(watched, json_to)
+        raise
+    _report(watched, json_to)
     if exit_code:
         click.echo(f"the script ended with exit code {exit_code}", err=True)
         return 2
     return 1 if watched.findings else 0
+
+
+def _report(watched: Watch, json_to: str | None) -> None:
+    click.echo(f"\nlowtide watch: {watched}", err=True)
+    if json_to is not None:
+        watched.to_json(Path(json_to))
