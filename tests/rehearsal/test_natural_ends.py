@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lowtide
 from budgets import step_of, within
+from lowtide.planner.predict import predict
+from lowtide.planner.records import Decisions
 
 
 class InAList(nn.Module):
@@ -57,3 +60,35 @@ def test_the_prediction_knows(cls, part):
     step(x)
     _, plan, verdict = within(model, step, x, part)
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
+
+
+class Looked(nn.Module):
+    """Saves indices of its own, which become the indices of its weight's gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.EmbeddingBag(1000, 64, mode="sum", sparse=True), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.last(F.gelu(self.table(x % 1000)))
+
+
+@pytest.mark.parametrize("letting_go", ["first", "last"])
+def test_what_a_sparse_gradient_shares_is_there_as_long_as_the_gradient(letting_go):
+    torch.manual_seed(0)
+    model, x = Looked(), torch.randint(10_000, (256, 40))
+    dense = torch.optim.Adam(model.last.parameters())
+    sparse = torch.optim.SparseAdam(model.table.parameters())
+
+    def step(x):
+        if letting_go == "first":
+            model.zero_grad()
+        model(x).square().mean().backward()
+        dense.step()
+        sparse.step()
+        if letting_go == "last":
+            model.zero_grad()
+
+    step(x)
+    profile = lowtide.rehearse(model, step, x)
+    assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -105,7 +106,10 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
     """Blocks that the trace held: say where they would have ended by themselves.
 
     Between two marks nobody looks. If the last call that a block was given to ended in between, the block ended then.
+    What backward hands on, as the indices that become those of a sparse gradient, ends when nobody has it any longer.
     """
+    over = max(seen.release.values(), default=0)
+    after_backward = min((born for born in seen.born.values() if born > over), default=math.inf)
     held: dict[int, int] = {}
     for n in kept & seen.block_of_slot.keys():
         block = seen.block_of_slot[n]
@@ -117,6 +121,8 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
         if noted is not None:
             held[noted] = max(held.get(noted, 0), seen.leave[call])
     for block in held.keys() & seen.alone.keys():  # the others ended by themselves
+        if seen.dies.get(block, math.inf) > after_backward:
+            continue
         last, first = seen.alone[block]
         end = held[block] if last <= held[block] <= first else first
         seen.dies[block] = min(end, seen.dies.get(block, end))
