@@ -4,8 +4,11 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from lowtide import cli
+from lowtide.identity import tensors_in
+from lowtide.script import foreseeing
 
 TRAIN = """
 import argparse, torch
@@ -83,6 +86,19 @@ def test_a_sweep_gives_what_the_script_does_at_those_sizes(rehearse) -> None:
         _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-", args=("--rows", str(found["batch"])))
         (by_itself,) = json.loads(alone)
         assert found["peak_requested_bytes"] == pytest.approx(by_itself["peak_requested_bytes"], rel=0.02)
+
+
+def test_a_sweep_looks_for_tensors_in_the_script_and_not_around_it(rehearse, monkeypatch) -> None:
+    around, seen = [torch.zeros(256, 64)], []
+
+    def looking(value):
+        seen.append(value)
+        return tensors_in(value)
+
+    monkeypatch.setattr(foreseeing, "tensors_in", looking)
+    assert rehearse("--device", "RTX 3060", "--batch", "64")[0] == 0
+    assert seen
+    assert not any(value is around for value in seen)
 
 
 def test_a_script_that_fails_has_exit_code_2(rehearse) -> None:

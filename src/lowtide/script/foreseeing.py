@@ -139,8 +139,11 @@ def _as_it_is(model: Any = None, **options: Any) -> Any:
 
 
 def _in_variables(frame: FrameType | None) -> Iterator[Tensor]:
-    """The tensors in variables of the functions that call, from the inside out, but for torch's and this package's."""
-    while frame is not None:
+    """The tensors in variables of the functions that call, from the inside out, but for torch's and this package's.
+
+    As far as the script: who runs it, a test say, may have as many variables as it likes.
+    """
+    while frame is not None and frame.f_globals.get("__name__") != Script.__module__:
         if not frame.f_globals.get("__name__", "").startswith(("torch.", "lowtide.", "importlib")):
             for value in [*frame.f_locals.values()]:
                 found = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
