@@ -137,6 +137,37 @@ def test_a_plan_holds_for_smaller_batches_and_shorter_sequences():
     assert same(state(plain), state(planned))
 
 
+@pytest.mark.filterwarnings("error:.*the peak may be above the budget")
+def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_unfrozen_are_said_once(tmp_path):
+    case = build("gpt2")
+    model, step = case.model, case.step
+    larger = {key: tensor.repeat(2, 1) for key, tensor in case.batch.items()}
+    with lowtide.fit(model, step, case.batch, budget="70%") as fitted:
+        fitted.plan.to_json(tmp_path / "plan.json")
+        model.eval()
+        model(**larger)  # nothing is saved for backward there
+        model.train()
+        with pytest.warns(
+            UserWarning, match=r"given \[8, 64\] int64, .*plan is for \[4, 64\] int64, .*peak may be above"
+        ):
+            step(larger)
+        step(larger)  # another warning would be an error
+    model.transformer.wte.requires_grad_(False)
+    with lowtide.fit(model, step, case.batch, budget="70%"):
+        model.transformer.wte.requires_grad_(True)
+        with pytest.warns(UserWarning, match=r"has 40 parameters that are trained, and the plan is for 39"):
+            step(case.batch)
+        step(larger)
+    said = []
+    with lowtide.apply(model, Plan.from_json(tmp_path / "plan.json"), say=said.append):
+        step(case.batch)
+        assert not said
+        step(larger)
+        step(larger)
+    assert len(said) == 1
+    step(larger)
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [({"offload": True}, "on the CPU"), ({"shapes": "auto", "levers": ["loss head"]}, "neither levers nor offload")],

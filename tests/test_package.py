@@ -24,7 +24,7 @@ LAYERS = [
     ["lowtide.accumulation"],
     ["lowtide.rehearsal"],
     ["lowtide.levers"],
-    ["lowtide.applying"],
+    ["lowtide.lookout", "lowtide.applying"],
     ["lowtide.foresight"],
     ["lowtide.rehearsing", "lowtide.verification"],
     ["lowtide.shapes"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
+from lowtide.lookout import lookout
 from lowtide.planner.records import Plan
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
@@ -24,15 +27,16 @@ if TYPE_CHECKING:
 class Applied(Removable):
     """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._engine = Engine(model, actions_for(plan.remake, plan.replay, plan.advance, plan.offload))
         with contextlib.ExitStack() as undo:
+            undo.callback(lookout(model, plan, say).remove)  # behind the levers, as the rehearsal was
             try:
                 undo.callback(put_on(model, plan.levers, optimizer).remove)
             except NoUse as why:
                 raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
-            if any(self._engine.tables):  # a plan that changes nothing costs nothing
+            if any(self._engine.tables):
                 undo.callback(self._engine.remove)
                 self._engine.install()
             self._undo = undo.pop_all()
@@ -47,11 +51,21 @@ class Applied(Removable):
         self._undo.close()
 
 
-def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None) -> Applied:
+def warn(what: str) -> None:
+    """What is said of a plan in force, where nobody else says it."""
+    warnings.warn(f"{what}. Plan for the largest batch, and for all that is trained.", stacklevel=2)
+
+
+def apply(
+    model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None, say: Callable[[str], None] = warn
+) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
-    `optimizer` is needed where one of the plan's levers changes it. Raises StalePlan if the plan was made for another
-    model, device or version of torch, and LowtideError for a lever that can't be put on; then nothing is in force.
+    `optimizer` is needed where one of the plan's levers changes it. `say` is called, once, when the model is trained on
+    a larger batch than the plan is for, or more of its parameters are.
+
+    Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
+    that can't be put on; then nothing is in force.
     """
     _check(plan)
     found = fingerprint(model, None)
@@ -60,7 +74,7 @@ def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None) -
         raise StalePlan(
             f"this plan is not for this {type(model).__name__}: rehearse and plan again.", differences=differences
         )
-    return Applied(model, plan, optimizer)
+    return Applied(model, plan, optimizer, say)
 
 
 def _check(plan: object) -> None:

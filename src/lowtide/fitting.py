@@ -140,8 +140,7 @@ def fit(
             made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
         except Infeasible:
             break
-    notes = choice.profile.notes or (OTHER_WORK,)
-    raise OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), notes=notes)
+    raise over_budget(choice.profile, budget_bytes, measured)
 
 
 def _chosen(
@@ -168,6 +167,12 @@ def _chosen(
             nearest=advice(site, levers, error),
         ) from None
     return choice, budget_bytes
+
+
+def over_budget(profile: Profile, budget_bytes: int, measured: Collection[int]) -> OverBudget:
+    """What is raised when no plan keeps to the budget: `measured` are the peaks of those that were tried."""
+    notes = profile.notes or (OTHER_WORK,)
+    return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), notes=notes)
 
 
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:

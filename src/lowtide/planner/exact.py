@@ -140,12 +140,11 @@ class Exact:
 
     def _within(self, span: Span) -> list[Row]:
         """Rows that keep to the times in `span`, in parts of the most that there can be."""
-        total = float(self.covering.ms.sum())
+        ms = self.covering.ms
+        total = float(ms.sum())
         if not total:
             return []
-        row = {
-            variable: float(self.covering.ms[variable]) / total for variable in self.covering.ms.nonzero()[0].tolist()
-        }
+        row = {variable: float(ms[variable]) / total for variable in ms.nonzero()[0].tolist()}
         less = {variable: -share for variable, share in row.items()}
         return [(row, span.most.extra_ms / total), (less, -span.least.extra_ms / total)]
 

@@ -85,6 +85,7 @@ def plan(
         step_ms=profile.step_ms,
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
+        given=profile.given,
         notes=profile.notes,
     )
 

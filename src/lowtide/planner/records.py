@@ -182,6 +182,8 @@ class Profile(Record):
     step_ms: float
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None where it did not fit."""
+    given: tuple[str, ...] = ()
+    """Shapes and dtypes of what the model, or a part of it by itself, was called with, each kind once."""
     levers: tuple[Pulled, ...] = ()
     """Levers that were on while all this was measured; the plain step is one with them."""
     offload_bytes_per_ms: float | None = None
@@ -244,6 +246,8 @@ class Plan(Record):
     """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
     levers: tuple[Pulled, ...] = ()
     """Put on together with the plan; what they cost is part of `predicted.extra_ms`."""
+    given: tuple[str, ...] = ()
+    """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 

@@ -90,6 +90,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         static=with_left(static, addresses, recorder),
         step_ms=step_ms,
         measured_plain_peak_bytes=measured,
+        given=audit.inputs,
         offload_bytes_per_ms=bytes_per_ms(place_of(model)),
         notes=("the plain step ran out of memory: its peak is predicted",) if measured is None else (),
     )

@@ -150,6 +150,7 @@ class Observed:
             static=watch.seen_static,
             step_ms=step_ms,
             measured_plain_peak_bytes=plain_peak_bytes,
+            given=audit.inputs,
             offload_bytes_per_ms=bytes_per_ms(place_of(self.model)),
             notes=() if plain_peak_bytes is not None else (NOT_RUN,),
         )

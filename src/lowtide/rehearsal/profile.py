@@ -29,10 +29,14 @@ def assemble(
     static: Static,
     step_ms: float,
     measured_plain_peak_bytes: int | None,
+    given: list[list[str]],
     offload_bytes_per_ms: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Profile:
-    """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls."""
+    """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls.
+
+    `given` has for each call of the model from outside what it was given, in words.
+    """
     values = _upstream_first(values, slots, calls)
     seen = watch(stream)
     noted = blocks_of(values, seen)
@@ -166,6 +170,7 @@ def assemble(
         ),
         step_ms=step_ms,
         measured_plain_peak_bytes=measured_plain_peak_bytes,
+        given=tuple(dict.fromkeys(map(", ".join, given))),
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
     )

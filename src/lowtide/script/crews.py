@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lowtide.applying import Applied, apply
-from lowtide.errors import Infeasible, OverBudget, RehearsalError, StalePlan
-from lowtide.fitting import REPAIRS
-from lowtide.identity import fingerprint, in_words, place_of, static_bytes, tensors_in
+from lowtide.errors import Infeasible, RehearsalError, StalePlan
+from lowtide.fitting import REPAIRS, over_budget
+from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
+from lowtide.lookout import holds, sizes_of
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
-from lowtide.rehearsal import OTHER_WORK
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.observed import Observed
-from lowtide.remat.seam import Front
 from lowtide.script.steps import Enough
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
@@ -41,7 +37,7 @@ PASSED_OVER = (
     "each in a process of its own, or call lowtide.fit in the script"
 )
 
-OUTGROWN = "the peak may be above the budget. Let the largest step come first, or call lowtide.fit in the script"
+OUTGROWN = "Let the largest step come first, or call lowtide.fit in the script"
 
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
@@ -127,7 +123,6 @@ class Fitting:
         self._budget, self._say = budget, say
         self._rehearsing = Rehearsing(stop=False, levers=levers)
         self._applied: Applied | None = None
-        self._lookout: Front | None = None
         self._measured: list[int] = []
         self._passed_over = 0
         self._open: tuple[Static, frozenset[int], Recorder, contextlib.ExitStack] | None = None
@@ -184,14 +179,12 @@ class Fitting:
 
     def _finish(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
-        self.done, self._applied, self._lookout, self._rehearsing = True, None, None, Rehearsing()
+        self.done, self._applied, self._rehearsing = True, None, Rehearsing()
 
     def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:
             self._applied.remove()
-        if self._lookout is not None:
-            self._lookout.remove()
-        self._applied, self._lookout = apply(model, plan), lookout(model, plan, self._say)
+        self._applied = apply(model, plan, say=lambda what: self._say(f"{what}. {OUTGROWN}"))
 
     def _announce(self, plan: Plan) -> None:
         from lowtide.report.text import decisions, levers
@@ -220,8 +213,7 @@ class Fitting:
                 lower = plan(self._rehearsing.profile, max(1, made.predicted.peak_bytes - over))
                 self.plan = replace(lower, budget_bytes=made.budget_bytes)
                 return
-        notes = self._rehearsing.profile.notes or (OTHER_WORK,)
-        raise OverBudget(budget_bytes=made.budget_bytes, measured_peak_bytes=min(self._measured), notes=notes)
+        raise over_budget(self._rehearsing.profile, made.budget_bytes, self._measured)
 
 
 class Applying:
@@ -237,12 +229,11 @@ class Applying:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if this is its model, on a batch that is not larger than the planned one."""
         planned, found = self._plan.fingerprint, fingerprint(model, batch)
-        if fits_in(found.batch, planned.batch):
+        if holds(sizes_of(planned.batch), sizes_of(found.batch)):
             found = replace(found, batch=planned.batch)
         self._differences = planned.differences(found)
         if not self._differences:
-            apply(model, self._plan)
-            lookout(model, self._plan, self._say)
+            apply(model, self._plan, say=lambda what: self._say(f"{what}. {OUTGROWN}"))
             self._say(
                 f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
                 f"(budget {format_bytes(self._plan.budget_bytes)})"
@@ -264,38 +255,3 @@ class Applying:
 
     def leaves(self) -> None:
         """The plan stays in force."""
-
-
-def lookout(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Front:
-    """Says once, and goes, when `model` is trained on a larger batch than `plan` is for, or more of it is trained."""
-    parameters, planned = tuple(model.parameters()), plan.fingerprint.batch
-    n_trained = sum(p.requires_grad for p in parameters)
-
-    def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if model.training and torch.is_grad_enabled():
-            batch, n_now = in_words(tensors_in((args, kwargs))), sum(p.requires_grad for p in parameters)
-            if not fits_in(batch, planned):
-                front.remove()
-                say(f"a batch of {batch} is not within the one of {planned} that the plan is for: {OUTGROWN}")
-            elif n_now > n_trained:
-                front.remove()
-                say(f"{n_now} parameters are trained now, and the plan is for a step of {n_trained}: {OUTGROWN}")
-        return inner(*args, **kwargs)
-
-    front = Front(model, around)
-    return front
-
-
-def fits_in(batch: str, planned: str) -> bool:
-    """Whether no tensor of `batch`, as a fingerprint says it, is larger than its partner in `planned`."""
-    mine, theirs = _shapes(batch), _shapes(planned)
-    return len(mine) == len(theirs) and all(
-        dtype == other and len(sizes) == len(most) and all(a <= b for a, b in zip(sizes, most, strict=True))
-        for (sizes, dtype), (most, other) in zip(mine, theirs, strict=True)
-    )
-
-
-def _shapes(batch: str) -> list[tuple[list[int], str]]:
-    return [
-        ([int(n) for n in re.findall(r"\d+", sizes)], dtype) for sizes, dtype in re.findall(r"\[(.*?)\] (\w+)", batch)
-    ]
