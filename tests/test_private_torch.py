@@ -248,6 +248,15 @@ def test_backward_is_called_from_one_place() -> None:
 # --- watching -------------------------------------------------------------------------------------------------------
 
 
+def test_set_version() -> None:
+    x = torch.ones(2)
+    view = x.add_(1)[:1]
+    _torch.set_version(x, 0)
+    assert (x._version, view._version) == (0, 0)
+    view.add_(1)
+    assert x._version == 1
+
+
 def test_next_sequence_number() -> None:
     first = _torch.next_sequence_number()
     y = torch.ones(2, requires_grad=True).exp()

@@ -42,6 +42,11 @@ SAVED = "_saved_"
 """Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let `tensor._version` be this number, as if it had been changed in place so many times. 2.13, since 2.6."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def saved_slot(node: Node, attribute: str) -> Any:
     """Where `node` holds the tensor or tensors that it shows as `attribute`; None for constants. Runs no hook. 2.13.
 

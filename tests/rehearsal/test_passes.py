@@ -1,6 +1,7 @@
 """Backward that runs through a graph more than once: what is made again is made in each pass, and gone in between."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -149,3 +150,64 @@ def test_a_graph_made_by_backward_holds_what_it_read(part):
     assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
     assert verdict.identical
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes
+
+
+class Energy(nn.Module):
+    """A force field: backward runs inside of its forward, and its graph is saved for backward as well."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.net(x).sum(1)
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, forces
+
+
+def forces(layers: list[nn.Module]):
+    model = Energy(*layers)
+
+    def loss(x: Tensor) -> Tensor:
+        energy, forces = model(x)
+        return energy.square().mean() + forces.square().mean()
+
+    return model, loss
+
+
+def penalty(layers: list[nn.Module]):
+    model = nn.Sequential(*layers)
+
+    def loss(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        made = model(x)
+        (gradient,) = torch.autograd.grad(made.sum(), x, create_graph=True)
+        return made.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+    return model, loss
+
+
+@pytest.mark.parametrize("part", [0, 50])
+@pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.SiLU, nn.Tanh])
+@pytest.mark.parametrize("made", [forces, penalty])
+def test_what_a_backward_that_makes_a_graph_makes_again_is_made_once_more_by_the_next(made, activation, part):
+    """Both read what forward saved; in between it is gone, or held by that graph, or saved by it."""
+    torch.manual_seed(0)
+    sizes = (WIDTH, 2 * WIDTH, 2 * WIDTH)
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), activation())]
+    model, loss = made([*layers, nn.Linear(sizes[-1], 1)])
+
+    def step(x: Tensor) -> Tensor:
+        found = loss(x)
+        found.backward()
+        model.zero_grad()
+        return found.detach()
+
+    profile, plan, verdict = within(model, step, torch.randn(4 * ROWS, WIDTH), part)
+    assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
+    assert verdict.identical
+    assert not verdict.drifted
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
+    remade = plan.remake or plan.replay
+    assert remade or activation is nn.Tanh  # of which that graph holds everything

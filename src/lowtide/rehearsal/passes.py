@@ -21,13 +21,9 @@ Pass = dict[int, tuple[int, int]]
 def passes(seen: Seen, end: int) -> list[Pass]:
     """The passes that read a slot which others read too, in order; none where each slot is read in one.
 
-    None either where what was read is held on to: it is not gone in between.
-
     What a node has read is there until the node lets go of it; or, if backward is to come again, until another node
-    reads something. `end` is the number of events.
+    reads something; or as long as a graph that the pass made (`create_graph`) holds it. `end` is the number of events.
     """
-    if seen.is_held_on:
-        return []
     found: dict[int, Pass] = {}
     over = following = end
     reader: object = None
@@ -35,7 +31,8 @@ def passes(seen: Seen, end: int) -> list[Pass]:
         if reader != (number, node):
             over, reader = following, (number, node)
         following = event
-        _, last = found.setdefault(number, {}).get(slot, (event, over))
+        held = seen.dies.get(seen.given.get((slot, number), -1), 0)
+        _, last = found.setdefault(number, {}).get(slot, (event, max(over, held)))
         found[number][slot] = event, last
     times = Counter(slot for read in found.values() for slot in read)
     several = [read for read in found.values() if any(times[slot] > 1 for slot in read)]

@@ -42,6 +42,7 @@ def assemble(
     noted = blocks_of(values, seen)
     withdraw_gone(values, slots, seen)
     natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
+    _one_storage_a_value(seen, slots)
     there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
     blocks = sorted(there, key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}
@@ -175,6 +176,15 @@ def assemble(
         notes=notes,
     )
     return in_passes(found, several, position)
+
+
+def _one_storage_a_value(seen: Seen, slots: list[SlotDraft]) -> None:
+    """What a graph made by backward saves of something that was made again is, where that is kept, the kept memory."""
+    first: dict[int, int] = {}
+    for n, block in seen.block_of_slot.items():
+        known = first.setdefault(slots[n].value, block)
+        if block in seen.copies:
+            seen.block_of_slot[n] = known
 
 
 def _state(draft: ValueDraft, calls: list[CallDraft], seen: Seen, position: Callable[[int], int]) -> Storage:

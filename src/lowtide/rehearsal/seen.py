@@ -23,12 +23,10 @@ class Seen:
     """For each slot the first time."""
     reads: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Every one: event, slot, number of the backward pass, and of the node."""
-    is_held_on: bool = False
-    """Whether a backward pass made a graph (`create_graph`), which holds what it read."""
     release: dict[int, int] = field(default_factory=dict)
     """When the last that holds a slot lets go of it: its handle, or a graph that backward made."""
-    given: dict[int, set[int]] = field(default_factory=dict)
-    """For each slot the blocks that such a graph was given."""
+    given: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The block that a graph made by backward (`create_graph`) was given, by slot and pass: it may hold it."""
     enter: dict[int, int] = field(default_factory=dict)
     leave: dict[int, int] = field(default_factory=dict)
     born: dict[int, int] = field(default_factory=dict)
@@ -67,8 +65,9 @@ def watch(stream: EventStream) -> Seen:
             _note(seen, at, i, event.label, event.data)
             last_mark = i
             making += {"making": 1, "made": -1}.get(event.label, 0)
-    for slot in seen.given.keys() & seen.release.keys():
-        seen.release[slot] = max([seen.release[slot], *(seen.dies.get(block, 0) for block in seen.given[slot])])
+    for (slot, _), block in seen.given.items():
+        if slot in seen.release:
+            seen.release[slot] = max(seen.release[slot], seen.dies.get(block, 0))
     return seen
 
 
@@ -80,13 +79,12 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
                 seen.block_of_slot[slot] = at[where]
         case "states", tuple(found):
             seen.copies.update(at[where] for where in found if where in at)
-        case "read", (int(slot), int(number), int(node), bool(makes_graph)):
-            seen.is_held_on |= makes_graph
+        case "read", (int(slot), int(number), int(node)):
             seen.read.setdefault(slot, i)
             seen.reads.append((i, slot, number, node))
-        case "given", (int(slot), int(where)):
+        case "given", (int(slot), int(number), int(where)):
             if where in at:
-                seen.given.setdefault(slot, set()).add(at[where])
+                seen.given[slot, number] = at[where]
         case "noted", (int(call), int(where)):
             seen.noted.append((call, at.get(where)))
         case "release", int(slot):

@@ -52,9 +52,9 @@ class Trace:
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
     `alone` (addresses of what only the trace still holds), `states` (addresses of random numbers and the like that
     something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
-    address of the memory that a graph made by backward holds), `noted` (call, address of the memory of
-    an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`, `gradients` (their
-    addresses).
+    number of the pass, address of the memory that a graph made by backward may hold), `noted` (call, address of the
+    memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`, `gradients`
+    (their addresses).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
@@ -134,11 +134,11 @@ class Trace:
         self.mark("noted", (self._open[-1], address(operand)))
 
     def reading(self, handle: Handle) -> None:
-        self.mark("read", (self._slots[handle], backward_number(), running_node(), torch.is_grad_enabled()))
+        self.mark("read", (self._slots[handle], backward_number(), running_node()))
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
         if torch.is_grad_enabled():  # the graph that backward makes holds it, whatever becomes of the handle
-            self.mark("given", (self._slots[handle], address(tensor)))
+            self.mark("given", (self._slots[handle], backward_number(), address(tensor)))
 
     def making(self, maker: Maker) -> None:
         self.mark("making", None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import any_autocast, has_one_owner, is_fake
+from lowtide._torch import any_autocast, has_one_owner, is_fake, set_version
 from lowtide.remat import values
 from lowtide.remat.layout import laid_out
 from lowtide.remat.recipes import OUT, Recipe
@@ -69,6 +69,8 @@ class Remake:
             result = made[value.output] if isinstance(made, tuple) else made
             if self.stride is not None:
                 result = laid_out(result, self.stride)
+        if value.version not in (-1, result._version):
+            set_version(result, value.version)  # who is given it may save it again, as a backward that makes a graph
         if values.probe is not None:
             values.probe.made(self, (result,))
         value.arrive(result)
