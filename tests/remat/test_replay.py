@@ -19,6 +19,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from budgets import step_of, within
+from lowtide.planner.predict import predict
+from lowtide.planner.records import Decisions
 from lowtide.remat.engine import Engine, actions_for
 from lowtide.remat.replay import ReplayMismatch
 from parts import Block, Language, convolution
@@ -922,3 +925,43 @@ def test_a_call_that_runs_backward_inside(way):
         return nonlinear(force)
 
     same_bits(Around(forces), way=way)
+
+
+class Attending(torch.autograd.Function):
+    """Saves a seed that nobody has written into, as flash attention without dropout does."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Attending.runs += 1
+        result = x.sin()
+        ctx.save_for_backward(x, torch.tensor([Attending.runs, 0]), result)
+        ctx.run = Attending.runs
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, seed, _ = ctx.saved_tensors
+        assert seed[0] == ctx.run
+        return grad * x.cos()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.after(Attending.apply(self.before(x)))
+
+
+def test_seeds_that_nobody_has_written_into_are_kept_and_do_not_keep_their_block_from_being_replayed():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Attention() for _ in range(3)]).train(), torch.randn(256, 64)
+    profile, plan, verdict = within(model, step_of(model), x, 0)
+    assert [call.refused for call in profile.calls if call.cls == "Attention"] == [None] * 3
+    assert plan.replay
+    assert verdict.identical
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
+    assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes

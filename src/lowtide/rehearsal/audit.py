@@ -128,7 +128,8 @@ class Audit(Remakes):
         inside = {self.slots[n].value for n in packed} - inputs
         if not any(self.values[value].bytes >= MIN_BYTES for value in inside):
             return "it saves little besides its arguments"
-        frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in packed}
+        brought_back = [n for n in packed if not self.values[self.slots[n].value].is_seed]
+        frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in brought_back}
         began, flops = now_ms(self._place), self._flops.total
         try:
             with self._flops:
@@ -161,7 +162,8 @@ class Audit(Remakes):
         mine: dict[Value, int] = {}
         for n in range(call.first_slot, call.stop_slot):
             value, _ = self._handles[n]
-            if self._index[value] not in inputs and self.values[self._index[value]].bytes:
+            draft = self.values[self._index[value]]
+            if self._index[value] not in inputs and draft.bytes and not draft.is_seed:
                 value.tensor, value.maker = None, frame
                 mine.setdefault(value, n - call.first_slot)
         frame.values = {place: weakref.ref(value) for value, place in mine.items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowtide.remat.actions import node_name
+from lowtide.remat.values import SEED_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,12 @@ class ValueDraft:
     """The call from which on it is held, for what no node made and no slot holds: random numbers, bits of masks."""
     noted: int | None = None
     """For an operand that autograd does not record: which of those that were noted in the step."""
+
+    @property
+    def is_seed(self) -> bool:
+        """Whether replays leave it alone."""
+        is_saved = self.state_of is None and self.noted is None
+        return not self.node and is_saved and 0 < self.bytes <= SEED_BYTES
 
 
 @dataclass(slots=True, kw_only=True)

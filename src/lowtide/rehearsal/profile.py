@@ -43,6 +43,8 @@ def assemble(
     withdraw_gone(values, slots, seen)
     natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
     _one_storage_a_value(seen, slots)
+    for n in [n for n in seen.block_of_slot if values[slots[n].value].is_seed]:
+        del seen.block_of_slot[n]
     there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
     blocks = sorted(there, key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}

@@ -29,7 +29,7 @@ from lowtide.remat.recipes import CannotRemake, TooSmall
 from lowtide.remat.remake import certain
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
-from lowtide.remat.values import Handle, Value, register, registered, rootless, unpack
+from lowtide.remat.values import SEED_BYTES, Handle, Value, register, registered, rootless, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -276,7 +276,10 @@ def pack_into(now: Pass) -> Callable[[Tensor], Handle]:
 def without_history(tensor: Tensor, base: Tensor, frame: Frame | None) -> Value:
     """The value behind a tensor that no node made: kept, unless a replay is given it or makes it again."""
     if frame is not None and not frame.is_static(base):
-        return frame.arguments.given(base) or frame.value(tensor, base)
+        if (given := frame.arguments.given(base)) is not None:
+            return given
+        if base.numel() * base.element_size() > SEED_BYTES:
+            return frame.value(tensor, base)
     return rootless(base)
 
 

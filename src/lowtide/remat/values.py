@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 Geometry = tuple["torch.Size", tuple[int, ...], int]
 """Size, stride and storage offset of a view, in elements."""
 
+SEED_BYTES = 64
+"""A tensor that no node made and that is no larger is kept where a replay could bring it back: seeds and the like. On a
+GPU attention's kernels save theirs whether they have drawn numbers or not; if not, nobody has written into them."""
+
 _NEVER = -2
 """No pass: backward numbers its passes from 0, and outside of any the number is -1."""
 
