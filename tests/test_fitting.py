@@ -209,6 +209,22 @@ def test_a_budget_that_can_not_be_met_says_the_nearest_that_can():
         assert fitted.verdict.within_budget
 
 
+def test_a_step_that_does_not_even_fit_while_it_is_rehearsed_is_refused_with_what_to_do_next():
+    case = build("gpt2")
+    known = state(case)
+
+    def step(batch):
+        case.step(batch)
+        torch.empty(1 << 50)
+
+    with pytest.raises(
+        lowtide.RehearsalError, match=r"can't allocate memory.*\n  Rehearse it with a smaller batch"
+    ) as caught:
+        lowtide.fit(case.model, step, case.batch, budget="70%")
+    assert caught.value.__context__ is None  # which would hold the failed step's tensors
+    assert same(known, state(case))
+
+
 def test_a_model_that_fits_anyway_is_left_alone():
     case = build("gpt2")
     with lowtide.fit(case.model, case.step, case.batch, budget="100%") as fitted:
@@ -328,6 +344,13 @@ def test_what_no_two_plain_steps_agree_on_is_not_held_against_a_plan():
             fitted
         )
     assert Verdict.from_json(verdict.to_json()) == verdict
+
+
+def test_copies_on_several_devices_are_refused():
+    model = nn.DataParallel(nn.Linear(2, 2))
+    model.device_ids = [0, 1]  # as on a machine with two cards
+    with pytest.raises(lowtide.RehearsalError, match=r"on 2 devices.*CUDA_VISIBLE_DEVICES=0"):
+        lowtide.fit(model, lambda batch: pytest.fail("the step ran"), torch.ones(2), budget="50%")
 
 
 def test_a_model_on_two_devices_is_refused():

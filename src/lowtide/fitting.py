@@ -171,7 +171,7 @@ def _chosen(
 
 def over_budget(profile: Profile, budget_bytes: int, measured: Collection[int]) -> OverBudget:
     """What is raised when no plan keeps to the budget: `measured` are the peaks of those that were tried."""
-    notes = profile.notes or (OTHER_WORK,)
+    notes = profile.notes if any(OTHER_WORK in note for note in profile.notes) else (*profile.notes, OTHER_WORK)
     return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), notes=notes)
 
 

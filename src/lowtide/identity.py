@@ -90,7 +90,8 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     elif hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from parts_of(getattr(tensor, name))
+            if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor names its mesh, too
+                yield from parts_of(part)
     else:
         yield tensor
 

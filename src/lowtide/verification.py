@@ -15,7 +15,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.record import Record
 from lowtide.planner.records import Plan
-from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.checks import check, check_one_process
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-REPEATED = 2
-"""Plain steps that are run at most to see whether what differs under the plan differs without it, too."""
+REPEATED = 5
+"""Plain steps that are run at most to see whether what differs under the plan differs without it, too: some kernels of
+CUDA add up in another order only now and then."""
 
 _FOLLOWING = {
     "loss": ("gradients", "parameters", "buffers", "optimizer state"),
@@ -87,6 +88,7 @@ def verify(
     inexact = tuple(lever.name for lever in plan.levers if not lever.exact)
     place = place_of(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
+        check_one_process(unchanged.modules)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)

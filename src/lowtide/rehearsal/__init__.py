@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lowtide._clock import now_ms
 from lowtide.errors import RehearsalError
@@ -15,7 +15,15 @@ from lowtide.memory.measuring import recorder_for
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, check, check_same_work, check_uncompiled, is_specialised
+from lowtide.rehearsal.checks import (
+    SEVERAL_STREAMS,
+    check,
+    check_one_process,
+    check_same_work,
+    check_uncompiled,
+    doubts,
+    is_specialised,
+)
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["OTHER_WORK", "rehearse"]
 
 Step = Callable[[Any], Any]
+T = TypeVar("T")
 
 
 DOUBTFUL: Final = 0.02
@@ -42,9 +51,10 @@ DOUBTFUL_BYTES: Final = 2**19
 """And bytes: the trace packs bits and holds random numbers, which is much beside a model of some KiB."""
 
 
+NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
 OTHER_WORK: Final = (
-    "if the work depends on random numbers, as with LayerDrop, or on counts and iterators of the step's own, plans "
-    "hold only for what was done in the rehearsal"
+    "if the work depends on random numbers, as with LayerDrop, on the values of parameters, as where experts are "
+    "chosen, or on counts and iterators of the step's own, plans hold only for what was done in the rehearsal"
 )
 
 
@@ -53,6 +63,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     check(model, step)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
+        check_one_process(unchanged.modules)
         if is_specialised(model):
             step(batch)
             unchanged.rewind()
@@ -66,11 +77,11 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         if frugal:  # outside of `except`: the failed step's frames, and all they hold, are gone by now
             gc.collect()
             unchanged.restore()
-            audit = _audit(model, step, batch, frugal=True)
+            audit = _as_it_fits(lambda: _audit(model, step, batch, frugal=True))
         static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
         decisions = most_saving(audit.values, audit.slots, audit.calls)
         unchanged.rewind()
-        trace, recorder = _trace(model, step, batch, audit, decisions)
+        trace, recorder = _as_it_fits(lambda: _trace(model, step, batch, audit, decisions))
         # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
         hopeless = frugal and place_of(model).type == "cpu"
         there, places = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)  # gradients have moved
@@ -92,9 +103,24 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         measured_plain_peak_bytes=measured,
         given=audit.inputs,
         offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-        notes=("the plain step ran out of memory: its peak is predicted",) if measured is None else (),
+        notes=(*doubts(model, place_of(model)), *([NOT_MEASURED] if measured is None else [])),
     )
     return doubted(profile)
+
+
+def _as_it_fits(run: Callable[[], T]) -> T:
+    """What `run` gives. Raises RehearsalError if memory runs out in it, although all that can be is let go of."""
+    try:
+        return run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0]
+    raise RehearsalError(  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+        f"the step runs out of memory even where each repeated block is let go of as soon as it has run: {said}\n"
+        "  Rehearse it with a smaller batch, of which lowtide.accumulate makes a large one, or make room on the "
+        "device. lowtide.foresee(model, step, batch) says what the step needs without taking it."
+    )
 
 
 def doubted(profile: Profile) -> Profile:

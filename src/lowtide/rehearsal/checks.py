@@ -11,6 +11,8 @@ from lowtide.errors import RehearsalError
 from lowtide.remat.seam import Front, Seam
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lowtide.rehearsal.audit import Audit
     from lowtide.rehearsal.trace import Trace
 
@@ -41,12 +43,56 @@ def check(model: Any, step: Any) -> None:
 
 def check_one_device(model: torch.nn.Module) -> None:
     """Refuse a model that is spread over devices: the peak of each would have to be planned. Raises RehearsalError."""
+    if isinstance(model, torch.nn.DataParallel) and len(model.device_ids) > 1:
+        raise RehearsalError(
+            f"torch.nn.DataParallel runs copies of the model on {len(model.device_ids)} devices, and memory is planned "
+            "for one. Let the process see one of them (CUDA_VISIBLE_DEVICES=0), or start a process for each."
+        )
     places = sorted({str(p.device) for p in model.parameters()})
     if len(places) > 1:
         raise RehearsalError(
             f"parameters of {type(model).__name__} are on {' and '.join(places)}: memory is planned for one. Put "
             "the whole model on one device, or fit the part of it that is on the device in need."
         )
+
+
+def check_one_process(modules: Iterable[torch.nn.Module], *, on_trial: bool = True) -> None:
+    """Refuse a step that waits for other processes where it is taken `on_trial`, and a sharded model anywhere.
+
+    Raises RehearsalError.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    for module in modules:
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+            raise RehearsalError(
+                f"{type(module).__name__} is sharded over processes (FSDP), which is not planned for yet: what one of "
+                "them would run again, all would have to."
+            )
+        if on_trial and isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise RehearsalError(
+                f"the step trains {type(module.module).__name__} in {distributed.get_world_size()} processes at once "
+                "(DistributedDataParallel). Each process decides by itself how many steps a rehearsal takes, and would "
+                "wait for the others without end.\n"
+                "  Fit the model in each process before it is wrapped, with a step that does not know the wrapper: the "
+                "plan stays in force inside of it. Leave room in the budget for the buckets that gradients are sent "
+                "in, which are as large as the gradients."
+            )
+
+
+def doubts(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
+    """What may keep bits from being the same although the rehearsal found none that differ: notes for the profile."""
+    cudnn = torch.backends.cudnn
+    convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
+    if place.type == "cuda" and convolves and cudnn.benchmark and not cudnn.deterministic:
+        return (
+            "torch.backends.cudnn.benchmark is on: convolutions that are run again in backward may take another "
+            "algorithm and give other bits, unless torch.backends.cudnn.deterministic is on, too",
+        )
+    return ()
 
 
 def check_uncompiled(model: torch.nn.Module, *, wrapped: bool = True) -> None:

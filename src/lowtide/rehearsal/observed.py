@@ -18,7 +18,7 @@ from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_uncompiled
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_one_process, check_uncompiled, doubts
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble
@@ -68,6 +68,7 @@ class Observed:
             self.why.append(f"it has another batch than the step before: {found.batch} after {self._audited.batch}")
             self._audit = self._audited = self._traced = None
         check_one_device(self.model)
+        check_one_process(self.model.modules(), on_trial=False)
         check_uncompiled(self.model, wrapped=False)
         place = place_of(self.model)
         static, addresses = static_bytes(self.model, batch, optimizers)
@@ -152,7 +153,7 @@ class Observed:
             measured_plain_peak_bytes=plain_peak_bytes,
             given=audit.inputs,
             offload_bytes_per_ms=bytes_per_ms(place_of(self.model)),
-            notes=() if plain_peak_bytes is not None else (NOT_RUN,),
+            notes=(*doubts(self.model, place_of(self.model)), *([NOT_RUN] if plain_peak_bytes is None else [])),
         )
 
 
