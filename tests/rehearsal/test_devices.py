@@ -17,6 +17,7 @@ from lowtide.memory.cuda import CudaRecorder
 from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.rehearsal.audit import Audit
+from lowtide.rehearsal.checks import doubts
 from lowtide.rehearsal.outcome import digest
 from lowtide.rehearsal.trials import identical
 from lowtide.remat.engine import Engine
@@ -126,9 +127,9 @@ def test_what_a_step_that_ran_out_of_memory_held_is_gone_when_it_is_tried_again(
 # --- on a device ----------------------------------------------------------------------------------------------------
 
 
-def language_model(device: str) -> tuple[nn.Module, torch.Tensor]:
+def language_model(device: str, dropout: float = 0.1) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True, activation="gelu")
+    block = nn.TransformerEncoderLayer(128, 4, 512, dropout, batch_first=True, norm_first=True, activation="gelu")
     return nn.TransformerEncoder(block, 4).to(device), torch.randn(8, 64, 128, device=device)
 
 
@@ -161,6 +162,16 @@ def test_a_step_on_a_card_fits_by_the_allocators_own_count(share):
         torch.cuda.reset_peak_memory_stats()
         step(batch)
         assert torch.cuda.memory_stats()["requested_bytes.all.peak"] <= budget + 2**16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # memory-efficient attention, and flash attention
+def test_blocks_with_fused_attention_can_be_replayed(dtype, dropout):
+    model, batch = language_model("cuda", dropout)
+    model, batch = model.to(dtype), batch.to(dtype)
+    profile = lowtide.rehearse(model, training_step(model), batch)
+    assert [call.refused for call in profile.calls if call.cls == "TransformerEncoderLayer"] == [None] * 4
 
 
 @pytest.mark.gpu
@@ -219,3 +230,13 @@ def test_a_model_on_another_card_than_the_current_one_is_measured_there():
     assert torch.cuda.current_device() == 0
     activations = sum(storage.bytes for storage in profile.storages)
     assert profile.measured_plain_peak_bytes > profile.static.total + activations // 2
+
+
+@pytest.mark.parametrize(("benchmark", "deterministic", "said"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_convolutions_that_may_take_another_algorithm_in_backward_are_said(monkeypatch, benchmark, deterministic, said):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", deterministic)
+    model, card = nn.Sequential(nn.Conv2d(1, 1, 3)), torch.device("cuda:0")
+    assert len(doubts(model, card)) == said
+    assert not doubts(model, torch.device("cpu"))
+    assert not doubts(nn.Linear(1, 1), card)

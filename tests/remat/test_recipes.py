@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowtide._torch import in_backward
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.trials import identical
 from lowtide.remat.recipes import RECIPES, activations, recipe
@@ -200,6 +201,22 @@ def test_the_audit_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch) -> No
     profile = rehearse(model, lambda batch: model(batch).sum().backward(), torch.randn(32, 64))
     found = {value.node: (value.recipe, value.refused) for value in profile.values}
     assert found["SiluBackward0"] == (None, "remaking it gives other bits on this device")
+    assert found["GeluBackward0"] == ("GeluBackward0", None)
+
+
+def test_a_recipe_that_gives_other_bits_in_the_thread_of_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's may that tries its algorithms out in each thread anew."""
+    monkeypatch.delitem(RECIPES, "SiluBackward0")
+
+    @recipe("SiluBackward0", edges={"self": 0})
+    def silu(self: Tensor) -> Tensor:
+        return self * torch.sigmoid(self) if in_backward() else F.silu(self)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 1))
+    profile = rehearse(model, lambda batch: model(batch).sum().backward(), torch.randn(32, 64))
+    found = {value.node: (value.recipe, value.refused) for value in profile.values}
+    assert found["SiluBackward0"] == (None, "remaking it in backward gives other bits")
     assert found["GeluBackward0"] == ("GeluBackward0", None)
 
 

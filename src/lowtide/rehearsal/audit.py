@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._clock import now_ms
 from lowtide._torch import in_backward
 from lowtide.identity import in_words
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
@@ -22,7 +21,7 @@ from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.readers import settle
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
-from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical
+from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical, timed
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.remake import Remake
@@ -130,14 +129,10 @@ class Audit(Remakes):
             return "it saves little besides its arguments"
         brought_back = [n for n in packed if not self.values[self.slots[n].value].is_seed]
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in brought_back}
-        began, flops = now_ms(self._place), self._flops.total
         try:
-            with self._flops:
-                found = frame.catch()
+            found, call.cost_ms, call.flops = timed(frame.catch, self._flops, self._place)
         except CAN_GO_WRONG as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
-        call.cost_ms = now_ms(self._place) - began
-        call.flops = self._flops.total - flops
         for place, tensor in found.items():
             value, view = self._handles[call.first_slot + place]
             try:

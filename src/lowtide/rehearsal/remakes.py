@@ -18,7 +18,7 @@ from lowtide._clock import now_ms
 from lowtide.identity import parts_of, place_of
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.readers import Enough, are_signs_of
-from lowtide.rehearsal.trials import Flops, Meter, identical
+from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter, identical
 from lowtide.rehearsal.unrecorded import Unrecorded
 from lowtide.remat.actions import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.remat.engine import Engine, Pass
@@ -41,9 +41,6 @@ MIN_BYTES = 4096
 
 NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
 OVERWRITTEN = "it is made of a tensor that is overwritten before backward"
-
-SHORT_MS = 20.0
-"""What took less is timed once more."""
 
 
 class Remakes(Engine):
@@ -270,16 +267,20 @@ class Remakes(Engine):
             draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
 
     def time_late(self, handle: Handle) -> None:
-        """Backward is about to read a slot: what does its remake take here?
+        """Backward is about to read a slot: what does its remake take here, and does it give the same bits?
 
         In forward its operands have just been made, and are in the caches of a processor: in backward they come from
-        memory. The first run of an op may also pay for what its library sets up.
+        memory. The first run of an op may also pay for what its library sets up. And cuDNN, when it tries algorithms
+        out (`torch.backends.cudnn.benchmark`), does so in each thread anew: backward on a card has one of its own.
         """
         n = self._slot_of.get(handle)
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
-        if maker is not None and not needs_a_replay(maker):
-            with contextlib.suppress(RuntimeError):  # an operand was changed in place
-                maker.make(Value(maker=maker, output=output))
+        if n is None or maker is None or needs_a_replay(maker):
+            return
+        with contextlib.suppress(RuntimeError):  # an operand, or the tensor itself, was changed in place
+            if not identical(maker.make(Value(maker=maker, output=output)), handle.value.get()):
+                draft = self.values[self.slots[n].value]
+                draft.recipe, draft.refused = None, "remaking it in backward gives other bits"
 
     def timed(self, maker: Remake) -> None:
         """A remake has run in backward."""

@@ -43,6 +43,7 @@ def watch(stream: EventStream) -> Seen:
     seen = Seen()
     at: dict[int, int] = {}
     addresses: dict[int, int] = {}
+    made: set[int] = set()
     making = last_mark = 0
     for i, event in enumerate(stream.events):
         if type(event) is Allocate:
@@ -50,7 +51,7 @@ def watch(stream: EventStream) -> Seen:
             addresses[event.block] = event.address
             seen.born[event.block], seen.bytes[event.block] = i, event.bytes
             if making:
-                seen.copies.add(event.block)
+                made.add(event.block)
         elif type(event) is Free:
             seen.dies[event.block] = i
             where = addresses.get(event.block)
@@ -65,6 +66,7 @@ def watch(stream: EventStream) -> Seen:
             _note(seen, at, i, event.label, event.data)
             last_mark = i
             making += {"making": 1, "made": -1}.get(event.label, 0)
+    seen.copies |= made & seen.dies.keys()  # what stays is a library's own, such as what cuBLAS computes in
     for (slot, _), block in seen.given.items():
         if slot in seen.release:
             seen.release[slot] = max(seen.release[slot], seen.dies.get(block, 0))

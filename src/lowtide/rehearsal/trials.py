@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from lowtide.remat.remake import Remake
     from lowtide.remat.values import Geometry
 
+T = TypeVar("T")
+
 CAN_GO_WRONG = (ReplayMismatch, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 """What a call may raise that is run again where it must not be."""
+
+SHORT_MS = 20.0
+"""What took less is timed once more."""
 
 FORMULAS = flop_registry | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
 """torch's formulas, and the one that it leaves out."""
@@ -107,6 +112,20 @@ _BITS = {
 }
 
 
+def timed(run: Callable[[], T], flops: Flops, place: torch.device) -> tuple[T, float, int]:
+    """What `run` gives, the milliseconds that it takes and its FLOPs. Short runs are run twice: counting takes time."""
+    began, before = now_ms(place), flops.total
+    with flops:
+        result = run()
+    took_ms, counted = now_ms(place) - began, flops.total - before
+    if took_ms < SHORT_MS:
+        del result
+        began = now_ms(place)
+        result = run()
+        took_ms = min(took_ms, now_ms(place) - began)
+    return result, took_ms, counted
+
+
 def advance(frame: Frame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, float, int] | None:
     """The result in what the call of `frame` `returned`, and the time and FLOPs of running it forward for that.
 
@@ -116,11 +135,8 @@ def advance(frame: Frame, returned: Any, flops: Flops, place: torch.device) -> t
     if found is None:
         return None
     tensor, base, _, _ = found
-    began, flops_before = now_ms(place), flops.total
     try:
-        with flops:
-            made = Advance(frame, frame.operands, tensor, base).forward()
+        made, took_ms, counted = timed(lambda: Advance(frame, frame.operands, tensor, base).forward(), flops, place)
     except CAN_GO_WRONG:
         return None
-    took_ms = now_ms(place) - began
-    return (tensor, took_ms, flops.total - flops_before) if identical(made, base) else None
+    return (tensor, took_ms, counted) if identical(made, base) else None
