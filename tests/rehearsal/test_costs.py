@@ -8,11 +8,15 @@ import torch
 from torch import nn
 
 import lowtide
+from budgets import step_of
 from lowtide._torch import in_backward
+from lowtide.planner.predict import predict
+from lowtide.planner.records import Decisions
 from lowtide.rehearsal.observed import Observed
 from lowtide.remat.recipes import RECIPES
 
 SLOW_MS = 40
+WIDE = 128
 
 
 class Curve(nn.Module):
@@ -82,3 +86,32 @@ def test_so_does_what_is_only_passed_through(slow):
     found = costs()
     assert found["MulBackward0"] >= SLOW_MS
     assert found["TanhBackward0"] < SLOW_MS
+
+
+class Heads(nn.Module):
+    """Attention written out: its products take copies of the heads, and views of these copies are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out = nn.Linear(WIDE, 3 * WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.heads(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-2, -1)).softmax(-1)
+        return x + self.out((scores @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_view_of_what_was_made_on_the_way_to_it_takes_no_memory_of_its_own() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*[Heads() for _ in range(2)]), torch.randn(8, 32, WIDE)
+    step = step_of(model)
+    profile = lowtide.rehearse(model, step, batch)
+    values = profile.values
+    views = {
+        s.address for s in profile.slots if values[s.value].node == "UnsafeViewBackward0" and values[s.value].recipe
+    }
+    assert len(views) > 4
+    for address in views:
+        predicted = predict(profile, Decisions(remake=frozenset([address])))
+        plan = replace(lowtide.plan(profile, "100%"), remake={address: "UnsafeViewBackward0"}, predicted=predicted)
+        assert lowtide.verify(model, step, batch, plan).measured_peak_bytes == predicted.peak_bytes

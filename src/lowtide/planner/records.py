@@ -81,7 +81,7 @@ class Value(Record):
     """Name of the recipe that remakes it, bit-exact in the audit; None where it can only be kept or replayed."""
     needs: tuple[int, ...] = ()
     over: int | None = None
-    """The one of these that the result is written over where it was made on the way to it."""
+    """The one of these in whose memory the result is where that was made on the way to it."""
     cost_ms: float = 0.0
     flops: int = 0
     expensive: bool = False

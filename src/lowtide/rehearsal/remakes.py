@@ -249,6 +249,8 @@ class Remakes(Engine):
         draft.needs = self.operands(maker)
         draft.own_strides = "out_stride" in maker.recipe.constants
         draft.over = self.over(maker)
+        if maker.recipe.alias and [self.values[need].bytes for need in draft.needs] == [draft.bytes]:
+            (draft.over,) = draft.needs  # the result is in the memory of what it is a view of
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
         if any(map(self.only_given, draft.needs)):
             draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
