@@ -173,6 +173,17 @@ NEVER = """
 import torch
 model = torch.nn.Linear(64, 64)
 """
+BY_HAND = (
+    NEVER
+    + """
+for _ in range(100):
+    model.zero_grad()
+    model(torch.randn(8, 64)).sum().backward()
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+    print("updated")
+"""
+)
 NO_UPDATE = NEVER + "model(torch.randn(8, 64)).sum().backward()"
 
 
@@ -195,6 +206,24 @@ def test_what_was_not_there_is_said_in_words(
     assert done.code == 2
     assert "lowtide.RehearsalError: " in done.err
     assert says in done.err
+
+
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
+def test_updates_without_an_optimizer_of_torch_are_refused_early(
+    command: tuple[str, ...], script: Callable[[str], str], run: Run
+) -> None:
+    done = run(*command, script(BY_HAND))
+    assert done.code == 2
+    assert "the parameters of Linear changed 6 times, and no torch.optim.Optimizer stepped" in done.err
+    assert done.out.count("updated") == 6
+
+
+def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str], str], run: Run) -> None:
+    accumulates = TRAIN.replace("    optimizer.step()", "    if step % 10 < 9: continue\n    optimizer.step()")
+    assert accumulates != TRAIN
+    done = run("run", "--budget", "90%", script(accumulates), "--steps", "40")
+    assert done.code == 0
+    assert "within the budget" in done.err
 
 
 def test_a_plan_without_a_step_under_it_is_said(script: Callable[[str], str], run: Run) -> None:

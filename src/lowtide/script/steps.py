@@ -22,11 +22,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import in_backward
-from lowtide.errors import LowtideError
+from lowtide._torch import in_backward, is_fake
+from lowtide.errors import LowtideError, RehearsalError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+
+MOST_BY_HAND = 6
+"""Changes of the parameters, with no optimizer of torch, before that is said: whoever updates them goes on so."""
 
 
 class Enough(BaseException):
@@ -84,6 +88,10 @@ class Steps:
         """The model's modules, when the crew is done: nothing is held any longer."""
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Its optimizers that were seen since."""
+        self._ends: list[str] = []
+        """The last number of each parameter, when the model was called last."""
+        self._n_by_hand = 0
+        """Times that these changed, and no optimizer had stepped so far."""
         self._is_open = False
         self._depth = 0
         self._where = (os.getpid(), threading.get_ident())
@@ -158,11 +166,27 @@ class Steps:
         elif self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._give_up(module)  # the first call may have been to try something small
             self._is_open = False
+        if not self.n_updates and module is self.model:
+            self._look_for_updates_by_hand(module)
         if not self._is_open and self._is_ours(module):
             self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
             self._is_open = True
         if self._is_open:
             self._called[id(module)] = module
+
+    def _look_for_updates_by_hand(self, model: nn.Module) -> None:
+        """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
+        trained = [p.detach() for p in model.parameters() if p.requires_grad and p.numel() and not is_fake(p)]
+        ends = [str(p[(-1,) * p.dim()].item()) for p in trained]
+        self._n_by_hand += bool(self._ends) and ends != self._ends
+        self._ends = ends
+        if self._n_by_hand == MOST_BY_HAND:
+            raise RehearsalError(
+                f"the parameters of {type(model).__name__} changed {MOST_BY_HAND} times, and no torch.optim.Optimizer "
+                "stepped: something else updates them, so where a step ends is not known.\n"
+                "  Derive what updates them from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) in the "
+                "script."
+            )
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         self.n_updates += 1
