@@ -505,3 +505,12 @@ def test_it_is_said_where_the_work_depends_on_random_numbers() -> None:
     torch.manual_seed(0)
     steady = nn.Sequential(nn.Linear(256, 256), nn.Dropout(), nn.Linear(256, 256))
     assert not lowtide.rehearse(steady, lambda x: steady(x).sum().backward(), x).notes
+
+
+def test_an_optimizer_that_is_none_of_torch_s_is_refused_in_words():
+    class Own:
+        """No base class, no param_groups."""
+
+    model = nn.Linear(64, 64).train()
+    with pytest.raises(RehearsalError, match=r"optimizer takes a torch\.optim\.Optimizer, found Own\. Leave it out"):
+        lowtide.rehearse(model, lambda x: model(x).sum().backward(), torch.randn(8, 64), optimizer=Own())

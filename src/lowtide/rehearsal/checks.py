@@ -22,13 +22,18 @@ SEVERAL_STREAMS = (
 )
 
 
-def check(model: Any, step: Any) -> None:
+def check(model: Any, step: Any, optimizer: Any = None) -> None:
     """Refuse what can't be rehearsed. Raises RehearsalError."""
     if not isinstance(model, torch.nn.Module):
         raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
     if not callable(step):
         raise RehearsalError(
             f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise RehearsalError(
+            f"optimizer takes a torch.optim.Optimizer, found {type(optimizer).__name__}. Leave it out: tensors of its "
+            "own that the step's code refers to are put back without it."
         )
     if not model.training:
         raise RehearsalError(
