@@ -72,11 +72,11 @@ def plan(
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
         "the solver's decisions are over the budget"
     )
-    node = {slot.address: profile.values[slot.value].node for slot in reversed(profile.slots)}
+    at = {slot.address: profile.values[slot.value] for slot in profile.slots if profile.values[slot.value].recipe}
     return Plan(
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
-        remake={address: node[address] for address in sorted(decisions.remake)},
+        remake={address: at[address].node for address in sorted(decisions.remake)},
         replay=tuple(sorted(decisions.replay)),
         advance=tuple(sorted(decisions.advance)),
         offload=tuple(sorted(decisions.offload)),

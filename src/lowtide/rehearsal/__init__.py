@@ -14,6 +14,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
+from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import (
     SEVERAL_STREAMS,
@@ -156,7 +157,7 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
 
 
 def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, Recorder]:
-    nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
+    nodes = nodes_at(audit.values, audit.slots)
     engine = SilentEngine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
     with recorder_for(place_of(model)) as recorder:
         trace = Trace(engine, recorder.mark)

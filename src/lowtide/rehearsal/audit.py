@@ -16,6 +16,7 @@ from torch import nn
 
 from lowtide._torch import in_backward
 from lowtide.identity import in_words
+from lowtide.rehearsal import addresses
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.profile import transients
@@ -70,6 +71,7 @@ class Audit(Remakes):
     def settle(self, stream: EventStream) -> None:
         """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
         settle(self.enough, self.values, self.slots)
+        addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
         transients(self.values, stream)
 
     # --- module calls

@@ -17,6 +17,7 @@ from lowtide.errors import RehearsalError
 from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
+from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_one_process, check_uncompiled, doubts
 from lowtide.rehearsal.left import with_left
@@ -82,7 +83,7 @@ class Observed:
         elif watch.kind == "trace":
             assert self._audit is not None
             audit = self._audit
-            nodes = {slot.address: audit.values[slot.value].node for slot in audit.slots}
+            nodes = nodes_at(audit.values, audit.slots)
             decisions = most_saving(audit.values, audit.slots, audit.calls)
             engine = SilentEngine(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
             trace = _OwnTrace(engine, watch.mark)

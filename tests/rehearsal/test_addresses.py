@@ -1,0 +1,54 @@
+"""A model that is called several times in a step: what is saved at one address may have been made by several nodes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from budgets import within
+from lowtide.rehearsal.addresses import OTHER_NODE, nodes_at, settle
+from lowtide.rehearsal.drafts import SlotDraft, ValueDraft
+
+WIDTH, ROWS = 512, 256
+
+
+class _Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(F.silu(x)))
+
+
+@pytest.mark.parametrize("part", [20, 60])
+def test_a_model_that_is_called_on_its_own_result_keeps_to_what_was_predicted(part: int):
+    torch.manual_seed(0)
+    model = _Cell().train()
+
+    def step(x: Tensor) -> None:
+        # The first call's input needs no gradient: what it saves has other places than in the calls after it.
+        model(model(model(x) * 2) * 3).square().mean().backward()
+        model.zero_grad()
+
+    _, plan, verdict = within(model, step, torch.randn(ROWS, WIDTH), part)
+    assert plan.remake
+    assert all(plan.remake.values())
+    assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
+    assert verdict.within_budget
+    assert verdict.identical
+
+
+def test_of_several_nodes_at_an_address_the_larger_is_decided_about():
+    def slot(address: str, value: int) -> SlotDraft:
+        return SlotDraft(address=address, label="", value=value, call=0)
+
+    leaf = ValueDraft(bytes=100, node="")
+    small = ValueDraft(bytes=10, node="GeluBackward0", recipe="GeluBackward0")
+    large = ValueDraft(bytes=20, node="SiluBackward0", recipe="SiluBackward0")
+    values = [leaf, small, large]
+    slots = [slot("a#0:0", 0), slot("a#0:0", 1), slot("a#0:0", 2), slot("b#0:0", 0)]
+    settle(values, slots)
+    assert [value.refused for value in values] == [None, OTHER_NODE, None]
+    assert nodes_at(values, slots) == {"a#0:0": "SiluBackward0"}
+    assert nodes_at(values, reversed(slots)) == {"a#0:0": "SiluBackward0"}
