@@ -30,6 +30,7 @@ class Applied(Removable):
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._engine = Engine(model, actions_for(plan.remake, plan.replay, plan.advance, plan.offload))
+        self._engine.mixed = frozenset(plan.mixed)
         with contextlib.ExitStack() as undo:
             undo.callback(lookout(model, plan, say).remove)  # behind the levers, as the rehearsal was
             try:

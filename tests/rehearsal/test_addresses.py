@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from budgets import within
@@ -37,6 +38,28 @@ def test_a_model_that_is_called_on_its_own_result_keeps_to_what_was_predicted(pa
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
     assert verdict.within_budget
     assert verdict.identical
+
+
+def test_what_a_second_call_is_known_to_keep_is_no_surprise():
+    """Weights that were made by a step of descent: at the address of what the first call remakes, it can't."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.LeakyReLU(), nn.Linear(256, 256), nn.LeakyReLU(), nn.Linear(256, 8))
+
+    def step(x: Tensor) -> None:
+        weights = dict(model.named_parameters())
+        loss = functional_call(model, weights, (x,)).square().mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        better = {name: w - 0.01 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+        (functional_call(model, better, (x,)) - 1).square().mean().backward()
+        model.zero_grad()
+
+    profile, plan, verdict = within(model, step, torch.randn(1024, 64), 0)
+    refused = {s.address for s in profile.slots if profile.values[s.value].recipe is None}
+    assert plan.mixed
+    assert set(plan.mixed) == refused & plan.remake.keys()
+    assert verdict.identical
+    assert not verdict.drifted
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
 
 
 def test_of_several_nodes_at_an_address_the_larger_is_decided_about():

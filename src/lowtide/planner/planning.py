@@ -86,8 +86,14 @@ def plan(
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
         given=profile.given,
+        mixed=tuple(sorted(decisions.remake & _kept_somewhere(profile))),
         notes=profile.notes,
     )
+
+
+def _kept_somewhere(profile: Profile) -> set[str]:
+    """Addresses at which some call of the model saves what has no recipe."""
+    return {s.address for s in profile.slots if not s.is_input and profile.values[s.value].recipe is None}
 
 
 def with_free(simulator: Simulator, decisions: Decisions) -> Decisions:

@@ -248,6 +248,8 @@ class Plan(Record):
     """Put on together with the plan; what they cost is part of `predicted.extra_ms`."""
     given: tuple[str, ...] = ()
     """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
+    mixed: tuple[str, ...] = ()
+    """Addresses of `remake` at which some call of the model saves something that is kept."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 

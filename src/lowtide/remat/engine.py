@@ -50,6 +50,8 @@ class Engine:
         self.tables = actions
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
+        self.mixed: frozenset[str] = frozenset()
+        """Addresses where it expects that something else is saved now and then, and kept."""
         self.here = Here()
         self._seams: list[Seam] = []
         self._said: set[str] = set()
@@ -182,6 +184,8 @@ class Engine:
         return Value(operand.detach()) if place.ordinal in self.scope.actions.noted else None
 
     def drift(self, address: str) -> None:
+        if address in self.mixed:
+            return
         self.drifted.add(address)
         if len(self.drifted) == 1:
             self.say(

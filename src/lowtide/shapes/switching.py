@@ -22,6 +22,7 @@ class Switching(Engine):
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
         super().__init__(model, *(actions_for(p.remake, p.replay, p.advance, p.offload) for p in plans))
+        self.mixed = frozenset(address for plan in plans for address in plan.mixed)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
         self._telling = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
