@@ -41,8 +41,9 @@ class Record:
             raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             what = f"but a {kind}" if (kind := kind_of(text)) not in (None, name) else f"of format {FORMAT}: {error}"
+            this = "this" if is_text else str(source)
             raise LowtideError(
-                f"this is not a {name} {what}. Write one with `{name.lower()}.to_json(path)`."
+                f"{this} is not a {name} {what}. Write one with `{name.lower()}.to_json(path)`."
             ) from error
         return record
 

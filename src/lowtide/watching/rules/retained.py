@@ -25,7 +25,7 @@ RETAIN_GRAPH = Rule(
     "step's peak in bench/retention.py.",
     bad="loss.backward(retain_graph=True)\noptimizer.step()",
     good="loss.backward()\noptimizer.step()",
-    fix="take `retain_graph=True` away at {backward}, or `del {name}` after it",
+    fix="`del {name}` after the last backward pass; if that is the one at {backward}, take `retain_graph=True` away",
     matches=_is_retained,
 )
 
