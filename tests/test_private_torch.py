@@ -248,6 +248,18 @@ def test_backward_is_called_from_one_place() -> None:
 # --- watching -------------------------------------------------------------------------------------------------------
 
 
+def test_scaler_stages() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    before = _torch.scaler_stages(scaler)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    _torch.set_scaler_stages(scaler, before)
+    scaler.unscale_(optimizer)
+
+
 def test_set_version() -> None:
     x = torch.ones(2)
     view = x.add_(1)[:1]

@@ -42,6 +42,17 @@ SAVED = "_saved_"
 """Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
 
 
+def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """Which optimizers' gradients are unscaled, or used, since the last `update()`; no part of its state_dict. 2.13."""
+    return {key: {**state} for key, state in scaler._per_optimizer_states.items()}
+
+
+def set_scaler_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
+    """Put back what `scaler_stages` gave. 2.13."""
+    scaler._per_optimizer_states.clear()
+    scaler._per_optimizer_states.update({key: {**state} for key, state in stages.items()})
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let `tensor._version` be this number, as if it had been changed in place so many times. 2.13, since 2.6."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

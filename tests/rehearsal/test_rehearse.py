@@ -190,6 +190,61 @@ class _Trainer:
         return found | {f"average {key}": value.clone() for key, value in self.average.shadow.items()}
 
 
+class _Scaled:
+    """A step with a gradient scaler, whose optimizer runs out of memory at one of its steps."""
+
+    def __init__(self, scale: float, fails_at: int = 0, *, unscales: bool = False) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+        self.model, self.batch = nn.Sequential(*layers), torch.randn(512, 64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.n_steps, self.fails_at, self.unscales = 0, fails_at, unscales
+        self.optimizer.register_step_pre_hook(self.fail)
+
+    def fail(self, *_: object) -> None:
+        self.n_steps += 1
+        if self.n_steps == self.fails_at:
+            torch.empty(1 << 50)
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(batch).square().mean()).backward()
+        if self.unscales:
+            self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def test_where_a_large_scale_would_leave_the_update_out_its_memory_is_seen_all_the_same():
+    large, small = _Scaled(2.0**127), _Scaled(1.0)
+    profiles = [lowtide.rehearse(made.model, made.step, made.batch) for made in (large, small)]
+    assert profiles[0].static == profiles[1].static
+    assert profiles[0].static.optimizer > 2 * sum(p.nbytes for p in large.model.parameters())
+    assert profiles[0].measured_plain_peak_bytes == profiles[1].measured_plain_peak_bytes
+    assert large.scaler.get_scale() == 2.0**127
+    with lowtide.fit(large.model, large.step, large.batch, budget="95%", profile=profiles[0]) as fitted:
+        assert fitted.verdict.identical
+        assert fitted.verdict.within_budget
+        assert large.scaler.get_scale() == 2.0**127
+
+
+def test_a_scaler_whose_every_step_overflows_is_said():
+    made = _Scaled(1.0)
+    profile = lowtide.rehearse(made.model, lambda batch: made.step(batch * torch.inf), made.batch)
+    assert [note for note in profile.notes if "no optimizer stepped in the rehearsal" in note]
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_an_update_that_runs_out_of_memory_leaves_no_mark_on_the_scaler(fails_at, unscales):
+    made, plain = (_Scaled(1024.0, at, unscales=unscales) for at in (fails_at, 0))
+    lowtide.rehearse(made.model, made.step, made.batch)
+    for trainer in (made, plain):
+        trainer.step(trainer.batch)
+    assert same(made.model.state_dict(), plain.model.state_dict())
+
+
 def test_what_else_the_step_refers_to_is_as_it_was():
     plain, fitted, batch = _Trainer(), _Trainer(), torch.randn(256, 64)
     known = fitted.state()

@@ -52,6 +52,10 @@ DOUBTFUL_BYTES: Final = 2**19
 """And bytes: the trace packs bits and holds random numbers, which is much beside a model of some KiB."""
 
 
+OVERFLOWS: Final = (
+    "there is a GradScaler, and no optimizer stepped in the rehearsal: if one does in training, what it needs for that "
+    "comes on top"
+)
 NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
 OTHER_WORK: Final = (
     "if the work depends on random numbers, as with LayerDrop, on the values of parameters, as where experts are "
@@ -90,6 +94,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         measured = None
         if plain is not None:
             measured = with_left(there, places, plain).total + Timeline(plain.stream).peak_bytes
+        overflows = unchanged.overflows
     check_same_work(model, audit, trace)
     profile = assemble(
         values=audit.values,
@@ -104,7 +109,11 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         measured_plain_peak_bytes=measured,
         given=audit.inputs,
         offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-        notes=(*doubts(model, place_of(model)), *([NOT_MEASURED] if measured is None else [])),
+        notes=(
+            *doubts(model, place_of(model)),
+            *([NOT_MEASURED] if measured is None else []),
+            *([OVERFLOWS] if overflows else []),
+        ),
     )
     return doubted(profile)
 

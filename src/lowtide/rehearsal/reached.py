@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lowtide._torch import scaler_stages, set_scaler_stages
 
 LARGEST = 1000
 """Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders."""
@@ -152,11 +155,26 @@ class State:
     def __init__(self, owner: Any) -> None:
         self._owner = owner
         self._before = _copy(owner.state_dict())
+        self._stages = scaler_stages(owner) if isinstance(owner, GradScaler) else None
+
+    @property
+    def scales(self) -> bool:
+        """Whether it is that of a gradient scaler, and one that is in use."""
+        return self._stages is not None and bool(self._before)
 
     def restore(self) -> None:
         now = self._owner.state_dict()
         if not _same(self._before, now):
             self._owner.load_state_dict(_like(self._before, now))
+        if self._stages is not None:  # a step that failed in between may have left its mark
+            set_scaler_stages(self._owner, self._stages)
+
+    def calm(self) -> None:
+        """Have a scaler scale by 1: where gradients overflow it leaves out the optimizer's step, as it often does with
+        its first scales, and the memory of that would go unseen.
+        """
+        if self.scales:
+            self._owner.load_state_dict({**_like(self._before, {}), "scale": 1.0})
 
 
 def put_back(container: Any, key: Any, content: Any) -> None:

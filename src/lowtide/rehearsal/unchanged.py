@@ -69,8 +69,10 @@ class Unchanged:
         self._training = [(module, module.training) for module in modules]
         self._random = RandomState.now()
         if self._named is not None:
-            self._noticed(self._named, (), {})
-        self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._noticed)
+            self._noticed(self._named)
+        self._n_updates = 0
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._steps)
+        self._calm()
         return self
 
     @property
@@ -78,8 +80,21 @@ class Unchanged:
         """Every optimizer that has stepped."""
         return tuple(state.optimizer for state in self._optimizers.values())
 
+    @property
+    def overflows(self) -> bool:
+        """Whether there is a gradient scaler, and no optimizer has stepped so far."""
+        return not self._n_updates and any(state.scales for state in self._states)
+
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back, for the next step."""
+        self._put_back()
+        self._calm()
+
+    def _calm(self) -> None:
+        for state in self._states:
+            state.calm()
+
+    def _put_back(self) -> None:
         for container, key, tensor in self._places:
             put_back(container, key, tensor)
         with torch.no_grad():
@@ -109,9 +124,13 @@ class Unchanged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
-        self.restore()
+        self._put_back()
 
-    def _noticed(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._n_updates += 1
+        self._noticed(optimizer)
+
+    def _noticed(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
             known = {id(content.tensor) for content in self._tensors}
             self._optimizers[id(optimizer)] = _OptimizerState(optimizer, known)
