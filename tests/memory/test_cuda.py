@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide import _torch
 from lowtide.errors import RehearsalError
 from lowtide.memory.cuda import CudaRecorder, PlacedMark, parse_trace
 from lowtide.memory.events import Allocate, Free, Mark
@@ -102,6 +103,35 @@ def test_without_a_device_it_is_said() -> None:
 
 
 # --- on a device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one, as far as a recorder asks before it records."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+
+
+@pytest.mark.usefixtures("a_card")
+def test_another_allocator_than_torchs_own_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_there() -> bool:
+        raise RuntimeError(
+            "cudaMallocAsync does not yet support isHistoryEnabled.\nIf you need it, please file an issue"
+        )
+
+    monkeypatch.setattr(_torch, "history_is_on", not_there)
+    with (
+        pytest.raises(RehearsalError, match=r"yet support isHistoryEnabled\.\n  torch's own allocator"),
+        CudaRecorder("cuda:0"),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("a_card")
+def test_memory_that_no_allocator_keeps_account_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(RehearsalError, match="PYTORCH_NO_CUDA_MEMORY_CACHING is set"), CudaRecorder("cuda:0"):
+        pass
 
 
 @pytest.mark.gpu

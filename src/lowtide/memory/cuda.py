@@ -19,17 +19,23 @@ Read in the sources of torch 2.13; `parse_trace` is tested on a trace written by
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
+
+T = TypeVar("T")
+
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""Whatever its value: c10/cuda/CUDACachingAllocator.cpp asks only whether it is there."""
 
 
 class PlacedMark(NamedTuple):
@@ -69,7 +75,12 @@ class CudaRecorder(Recorder):
         self._index = cuda_index(self._asked)
         self.device = f"cuda:{self._index}"
         torch.cuda.init()  # type: ignore[no-untyped-call]  # nobody may have used it so far
-        if _torch.history_is_on():
+        if UNCACHED in os.environ:
+            raise RehearsalError(
+                f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no account of "
+                "what it gives. Unset it."
+            )
+        if _of_the_allocator(_torch.history_is_on):
             raise RehearsalError(
                 "CUDA memory cannot be recorded: the allocator's history is being recorded already.\n"
                 "  End that first: torch.cuda.memory._record_memory_history(None)."
@@ -77,13 +88,7 @@ class CudaRecorder(Recorder):
         self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from what other threads still carry
         gc.collect()  # as on the CPU: what is collected meanwhile would lower the level, and the peak with it
         _settle(self.device)
-        try:
-            _torch.start_history()
-        except RuntimeError as error:
-            raise RehearsalError(
-                f"CUDA memory cannot be recorded: {str(error).partition(chr(10))[0]}\n"
-                "  torch's own allocator keeps a history (backend:native in PYTORCH_ALLOC_CONF); others may not."
-            ) from error
+        _of_the_allocator(_torch.start_history)
         self._is_recording = True
         self._attach(0)
         return self
@@ -108,6 +113,17 @@ class CudaRecorder(Recorder):
 
     def _attach(self, n_marks: int) -> None:
         _torch.set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")
+
+
+def _of_the_allocator(call: Callable[[], T]) -> T:
+    """What it says. Raises RehearsalError if it is one that keeps no history."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise RehearsalError(
+            f"CUDA memory cannot be recorded: {str(error).partition(chr(10))[0]}\n"
+            "  torch's own allocator keeps a history (backend:native in PYTORCH_ALLOC_CONF); others may not."
+        ) from error
 
 
 def _settle(device: str) -> None:

@@ -190,6 +190,9 @@ def _limit() -> tuple[str, int, int] | None:
 def _expandable() -> bool | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    settings = _torch.snapshot().get("allocator_settings", {})
+    try:
+        settings = _torch.snapshot().get("allocator_settings", {})
+    except RuntimeError:  # another allocator than torch's own
+        return None
     found = settings.get("expandable_segments")
     return None if found is None else bool(found)
