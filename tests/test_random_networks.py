@@ -136,7 +136,7 @@ DROPPED = [
 ]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     blocks=st.lists(MOVES, min_size=1, max_size=3),
     hasty=st.integers(0, 7),
