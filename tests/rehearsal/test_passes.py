@@ -211,3 +211,32 @@ def test_what_a_backward_that_makes_a_graph_makes_again_is_made_once_more_by_the
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
     remade = plan.remake or plan.replay
     assert remade or activation is nn.Tanh  # of which that graph holds everything
+
+
+class Residual(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def test_an_argument_that_such_a_graph_holds_is_counted_as_long_as_it_does():
+    """In the trace the replay of a block holds it besides; by itself it would have ended in forward."""
+    torch.manual_seed(0)
+    wide = 2 * WIDTH
+    first = Residual(nn.ReLU(), nn.GELU(), nn.ReLU(), nn.Linear(wide, wide))
+    second = Residual(nn.Softplus(), nn.Softplus(), nn.Linear(wide, wide))
+    model = nn.Sequential(nn.Linear(WIDTH, wide), first, second, nn.Linear(wide, 1))
+
+    def step(x: Tensor) -> None:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (gradient.norm(dim=1) - 1).square().mean().backward()
+        model.zero_grad()
+
+    _, plan, verdict = within(model, step, torch.randn(2 * ROWS, WIDTH), 0)
+    assert plan.remake
+    assert verdict.identical
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.01 * verdict.measured_peak_bytes

@@ -41,6 +41,8 @@ def assemble(
     seen = watch(stream)
     noted = blocks_of(values, seen)
     withdraw_gone(values, slots, seen)
+    end = len(stream.events)
+    several = passes(seen, end)
     natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
     _one_storage_a_value(seen, slots)
     for n in [n for n in seen.block_of_slot if values[slots[n].value].is_seed]:
@@ -48,8 +50,6 @@ def assemble(
     there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
     blocks = sorted(there, key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}
-    end = len(stream.events)
-    several = passes(seen, end)
     cuts = sorted(
         {0}
         | {seen.born[b] for b in blocks}
