@@ -11,35 +11,81 @@ from torch.autograd.profiler import profile
 from conftest import RunPython
 from lowtide import _torch
 
-# --- backward -------------------------------------------------------------------------------------------------------
+# --- tensors and their memory ---------------------------------------------------------------------------------------
 
 
-def test_in_backward() -> None:
-    seen: list[bool] = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(_torch.in_backward()))
-    assert not _torch.in_backward()
-    y.sum().backward()
-    assert seen == [True]
-    assert not _torch.in_backward()
+def test_set_version() -> None:
+    x = torch.ones(2)
+    view = x.add_(1)[:1]
+    _torch.set_version(x, 0)
+    assert (x._version, view._version) == (0, 0)
+    view.add_(1)
+    assert x._version == 1
 
 
-def test_raw_saved_gives_tensors_and_runs_no_hook() -> None:
-    x = torch.ones(2, requires_grad=True)
-    y = x.exp()
-    assert y.grad_fn is not None
-    assert [saved.data_ptr() for saved in _torch.raw_saved(y.grad_fn)] == [y.data_ptr()]
-    y.sum().backward()
-    assert list(_torch.raw_saved(y.grad_fn)) == [None]
+def test_who_else_has_a_tensors_memory() -> None:
+    x = torch.ones(4)
+    assert _torch.has_one_owner(x)
+    view = x[:2]
+    assert not _torch.has_one_owner(x)
+    del view
+    assert _torch.has_one_owner(x)
+    with torch.enable_grad():
+        graph = x * torch.ones(4, requires_grad=True)
+    assert not _torch.has_one_owner(x)
+    del graph
+    assert _torch.has_one_owner(x)
 
-    def unpack(packed: object) -> torch.Tensor:
-        raise AssertionError
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "packed", unpack):
-        z = x.exp()
-    assert z.grad_fn is not None
-    assert list(_torch.raw_saved(z.grad_fn)) == ["packed"]
+def test_held_by_python() -> None:
+    x = torch.ones(2, requires_grad=True).exp()
+    tensors = [x.sin()]  # its graph holds x
+    tensors.append(x)
+    with_variable = _torch.held_by_python(tensors[1], 1)  # not inside an assert: pytest keeps what it asserts on
+    del x
+    found = [_torch.held_by_python(tensors[index], 1) for index in range(2)]
+    assert with_variable
+    assert found == [False, False]
+
+
+def test_a_wrapper_has_a_shape_and_no_memory() -> None:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(function)
+
+    made = _torch.wrapper(Empty, (3, 2), torch.bfloat16, torch.device("cpu"))
+    assert (made.shape, made.dtype) == ((3, 2), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        made.untyped_storage().data_ptr()
+
+
+def test_parameters_change_places_and_stay_themselves() -> None:
+    with torch.device("meta"):
+        layer = torch.nn.LSTM(4, 4)
+    held = layer.weight_ih_l0
+    with _torch.fake_mode(), torch.no_grad():
+        fake = torch.empty(16, 4)
+    _torch.make_parameter(fake, True)
+    _torch.exchange(held, fake)
+    assert held is layer.weight_ih_l0
+    assert isinstance(held, torch.nn.Parameter)
+    assert (_torch.is_fake(held), held.device.type, held.requires_grad) == (True, "cpu", True)
+    _torch.exchange(held, fake)
+    assert (type(held), held.device.type) == (torch.nn.Parameter, "meta")
+
+
+def test_hooks_are_shared() -> None:
+    one, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[str] = []
+    one.register_hook(lambda grad: seen.append("gradient"))
+    one.register_post_accumulate_grad_hook(lambda tensor: seen.append("accumulated"))
+    _torch.share_hooks(one, other)
+    other.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+
+
+# --- autograd nodes -------------------------------------------------------------------------------------------------
 
 
 def test_has_yet_to_save() -> None:
@@ -58,6 +104,23 @@ def test_has_yet_to_save() -> None:
         y.square()
     assert seen == [True, False, False]
     assert not _torch.has_yet_to_save(x.relu().grad_fn, "_saved_result")
+
+
+def test_raw_saved_gives_tensors_and_runs_no_hook() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert y.grad_fn is not None
+    assert [saved.data_ptr() for saved in _torch.raw_saved(y.grad_fn)] == [y.data_ptr()]
+    y.sum().backward()
+    assert list(_torch.raw_saved(y.grad_fn)) == [None]
+
+    def unpack(packed: object) -> torch.Tensor:
+        raise AssertionError
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "packed", unpack):
+        z = x.exp()
+    assert z.grad_fn is not None
+    assert list(_torch.raw_saved(z.grad_fn)) == ["packed"]
 
 
 def test_raw_saved_of_a_custom_function() -> None:
@@ -90,23 +153,158 @@ def test_slots_have_names_and_nodes_are_numbered_in_order() -> None:
     assert _torch.sequence_number(leaf) == 2**64 - 1
 
 
+def test_next_sequence_number() -> None:
+    first = _torch.next_sequence_number()
+    y = torch.ones(2, requires_grad=True).exp()
+    assert y.grad_fn is not None
+    assert first <= _torch.sequence_number(y.grad_fn) < _torch.next_sequence_number()
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def test_what_torch_compile_made() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert _torch.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
+    assert not _torch.is_compiled(module)
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+def test_in_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(_torch.in_backward()))
+    assert not _torch.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not _torch.in_backward()
+
+
+def test_the_running_node_is_the_one_that_reads() -> None:
+    seen: list[int] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.running_node())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
+        x = torch.ones(2, requires_grad=True)
+        y = x * x
+    assert y.grad_fn is not None
+    number = _torch.sequence_number(y.grad_fn)
+    y.sum().backward()
+    assert seen == [number, number]
+    assert _torch.running_node() == -1
+
+
+def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, ...]] = []
+    engine = getattr(torch.autograd, _torch.ENGINE)
+
+    def run(outputs: object, *args: object, **kwargs: object) -> object:
+        seen.append(args[1:3])
+        return engine(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, _torch.ENGINE, run)
+    x = torch.ones(2, requires_grad=True)
+    (x * 2).sum().backward(retain_graph=True)
+    torch.autograd.grad((x * 2).sum(), x)
+    assert seen == [(True, False), (False, False)]
+
+
+def test_backward_is_called_from_one_place() -> None:
+    frames = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: frames.append(sys._getframe(1).f_code))
+    x.sum().backward()
+    assert frames == [_torch.BACKWARD_CALL]
+
+
+# --- optimizers, clipping and gradient scalers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam])
+def test_a_step_without_hooks(kind: type[torch.optim.Optimizer]) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = kind([weight], lr=0.1)  # type: ignore[call-arg]
+    ran: list[object] = []
+    assert not _torch.has_step_pre_hooks(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: ran.append(1))
+    assert _torch.has_step_pre_hooks(optimizer)
+    _torch.step_without_hooks(optimizer)()
+    assert not ran
+    assert not torch.equal(weight, torch.ones(3))
+
+
+def test_what_clipping_clips() -> None:
+    weights = [torch.nn.Parameter(torch.ones(n)) for n in (1, 2, 3)]
+    for weight in weights[:2]:
+        weight.grad = torch.ones_like(weight)
+    found: list[list[int]] = []
+
+    def watch(frame: Any, event: str, argument: object) -> None:
+        if event == "return" and frame.f_code.co_name in ("clip_grad_norm_", "clip_grad_value_"):
+            found.append([gradient.numel() for gradient in _torch.clipped(frame.f_locals)])
+
+    sys.setprofile(watch)
+    try:
+        torch.nn.utils.clip_grad_norm_(iter(weights), 1.0)
+        torch.nn.utils.clip_grad_value_(iter(weights), 1.0)
+    finally:
+        sys.setprofile(None)
+    assert found == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_norms_one_by_one_add_up_to_the_one_that_gradients_are_clipped_by(
+    norm_type: float, foreach: bool | None
+) -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n)) for n in (3, 70, 700)]
+    parameters.insert(1, torch.nn.Parameter(torch.randn(5, dtype=torch.float64)))
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    norms = {p: _torch.norm_of(p.grad, norm_type, foreach) for p in parameters if p.grad is not None}
+    grouped = _torch.as_grouped(parameters)
+    assert sorted(map(id, grouped)) == sorted(map(id, parameters))
+    found = torch.linalg.vector_norm(torch.stack([norms[p].to(parameters[0].device) for p in grouped]), norm_type)
+    assert torch.equal(found, torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm_type, foreach=foreach))
+
+
+def test_scaler_stages() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    before = _torch.scaler_stages(scaler)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    _torch.set_scaler_stages(scaler, before)
+    scaler.unscale_(optimizer)
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
 def test_the_tensor_arguments_of_an_op() -> None:
     assert ("self", "mat1", "mat2") in _torch.tensor_arguments("addmm")
     assert _torch.tensor_arguments("no_such_op") == ()
 
 
-def test_who_else_has_a_tensors_memory() -> None:
-    x = torch.ones(4)
-    assert _torch.has_one_owner(x)
-    view = x[:2]
-    assert not _torch.has_one_owner(x)
-    del view
-    assert _torch.has_one_owner(x)
-    with torch.enable_grad():
-        graph = x * torch.ones(4, requires_grad=True)
-    assert not _torch.has_one_owner(x)
-    del graph
-    assert _torch.has_one_owner(x)
+def test_what_operators_say_of_themselves() -> None:
+    aten = torch.ops.aten
+    assert _torch.changes_geometry(aten.t_.default)
+    assert not _torch.changes_geometry(aten.add_.Tensor)
+    assert _torch.draws(aten.bernoulli_.float)
+    assert not _torch.draws(aten.add_.Tensor)
+    assert _torch.written_by(aten.add_.Tensor) == (0,)
+    assert _torch.written_by(aten.add.out) == ("out",)
+    assert _torch.written_by(aten.add.Tensor) == ()
 
 
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
@@ -201,162 +399,8 @@ def test_modes_can_be_left_out() -> None:
         assert _torch.is_fake(torch.ones(3))
 
 
-def test_what_operators_say_of_themselves() -> None:
-    aten = torch.ops.aten
-    assert _torch.changes_geometry(aten.t_.default)
-    assert not _torch.changes_geometry(aten.add_.Tensor)
-    assert _torch.draws(aten.bernoulli_.float)
-    assert not _torch.draws(aten.add_.Tensor)
-    assert _torch.written_by(aten.add_.Tensor) == (0,)
-    assert _torch.written_by(aten.add.out) == ("out",)
-    assert _torch.written_by(aten.add.Tensor) == ()
-
-
-def test_parameters_change_places_and_stay_themselves() -> None:
-    with torch.device("meta"):
-        layer = torch.nn.LSTM(4, 4)
-    held = layer.weight_ih_l0
-    with _torch.fake_mode(), torch.no_grad():
-        fake = torch.empty(16, 4)
-    _torch.make_parameter(fake, True)
-    _torch.exchange(held, fake)
-    assert held is layer.weight_ih_l0
-    assert isinstance(held, torch.nn.Parameter)
-    assert (_torch.is_fake(held), held.device.type, held.requires_grad) == (True, "cpu", True)
-    _torch.exchange(held, fake)
-    assert (type(held), held.device.type) == (torch.nn.Parameter, "meta")
-
-
-def test_hooks_are_shared() -> None:
-    one, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    seen: list[str] = []
-    one.register_hook(lambda grad: seen.append("gradient"))
-    one.register_post_accumulate_grad_hook(lambda tensor: seen.append("accumulated"))
-    _torch.share_hooks(one, other)
-    other.sum().backward()
-    assert seen == ["gradient", "accumulated"]
-
-
-def test_backward_is_called_from_one_place() -> None:
-    frames = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: frames.append(sys._getframe(1).f_code))
-    x.sum().backward()
-    assert frames == [_torch.BACKWARD_CALL]
-
-
-# --- watching -------------------------------------------------------------------------------------------------------
-
-
-def test_scaler_stages() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
-    scaler.scale(weight.sum()).backward()
-    before = _torch.scaler_stages(scaler)
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
-    _torch.set_scaler_stages(scaler, before)
-    scaler.unscale_(optimizer)
-
-
-def test_set_version() -> None:
-    x = torch.ones(2)
-    view = x.add_(1)[:1]
-    _torch.set_version(x, 0)
-    assert (x._version, view._version) == (0, 0)
-    view.add_(1)
-    assert x._version == 1
-
-
-def test_next_sequence_number() -> None:
-    first = _torch.next_sequence_number()
-    y = torch.ones(2, requires_grad=True).exp()
-    assert y.grad_fn is not None
-    assert first <= _torch.sequence_number(y.grad_fn) < _torch.next_sequence_number()
-
-
-def test_held_by_python() -> None:
-    x = torch.ones(2, requires_grad=True).exp()
-    tensors = [x.sin()]  # its graph holds x
-    tensors.append(x)
-    with_variable = _torch.held_by_python(tensors[1], 1)  # not inside an assert: pytest keeps what it asserts on
-    del x
-    found = [_torch.held_by_python(tensors[index], 1) for index in range(2)]
-    assert with_variable
-    assert found == [False, False]
-
-
-def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[object, ...]] = []
-    engine = getattr(torch.autograd, _torch.ENGINE)
-
-    def run(outputs: object, *args: object, **kwargs: object) -> object:
-        seen.append(args[1:3])
-        return engine(outputs, *args, **kwargs)
-
-    monkeypatch.setattr(torch.autograd, _torch.ENGINE, run)
-    x = torch.ones(2, requires_grad=True)
-    (x * 2).sum().backward(retain_graph=True)
-    torch.autograd.grad((x * 2).sum(), x)
-    assert seen == [(True, False), (False, False)]
-
-
-def test_what_torch_compile_made() -> None:
-    module = torch.nn.Linear(2, 2)
-    assert _torch.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
-    assert not _torch.is_compiled(module)
-
-
-# --- optimizers -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam])
-def test_a_step_without_hooks(kind: type[torch.optim.Optimizer]) -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    weight.grad = torch.ones(3)
-    optimizer = kind([weight], lr=0.1)  # type: ignore[call-arg]
-    ran: list[object] = []
-    assert not _torch.has_step_pre_hooks(optimizer)
-    optimizer.register_step_pre_hook(lambda *_: ran.append(1))
-    assert _torch.has_step_pre_hooks(optimizer)
-    _torch.step_without_hooks(optimizer)()
-    assert not ran
-    assert not torch.equal(weight, torch.ones(3))
-
-
-def test_what_clipping_clips() -> None:
-    weights = [torch.nn.Parameter(torch.ones(n)) for n in (1, 2, 3)]
-    for weight in weights[:2]:
-        weight.grad = torch.ones_like(weight)
-    found: list[list[int]] = []
-
-    def watch(frame: Any, event: str, argument: object) -> None:
-        if event == "return" and frame.f_code.co_name in ("clip_grad_norm_", "clip_grad_value_"):
-            found.append([gradient.numel() for gradient in _torch.clipped(frame.f_locals)])
-
-    sys.setprofile(watch)
-    try:
-        torch.nn.utils.clip_grad_norm_(iter(weights), 1.0)
-        torch.nn.utils.clip_grad_value_(iter(weights), 1.0)
-    finally:
-        sys.setprofile(None)
-    assert found == [[1, 2], [1, 2]]
-
-
-def test_a_wrapper_has_a_shape_and_no_memory() -> None:
-    class Empty(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise AssertionError(function)
-
-    made = _torch.wrapper(Empty, (3, 2), torch.bfloat16, torch.device("cpu"))
-    assert (made.shape, made.dtype) == ((3, 2), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="invalid python storage"):
-        made.untyped_storage().data_ptr()
-
-
 # --- the place for devices of other makers --------------------------------------------------------------------------
+
 
 ON_A_DEVICE_OF_ONES_OWN = """
 import torch
@@ -426,40 +470,3 @@ def test_kernels_of_attention_are_switched_on_and_off() -> None:
     assert all(_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         assert [_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
-
-
-# --- clipping -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("foreach", [None, False])
-def test_norms_one_by_one_add_up_to_the_one_that_gradients_are_clipped_by(
-    norm_type: float, foreach: bool | None
-) -> None:
-    torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(n)) for n in (3, 70, 700)]
-    parameters.insert(1, torch.nn.Parameter(torch.randn(5, dtype=torch.float64)))
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    norms = {p: _torch.norm_of(p.grad, norm_type, foreach) for p in parameters if p.grad is not None}
-    grouped = _torch.as_grouped(parameters)
-    assert sorted(map(id, grouped)) == sorted(map(id, parameters))
-    found = torch.linalg.vector_norm(torch.stack([norms[p].to(parameters[0].device) for p in grouped]), norm_type)
-    assert torch.equal(found, torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm_type, foreach=foreach))
-
-
-def test_the_running_node_is_the_one_that_reads() -> None:
-    seen: list[int] = []
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.running_node())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
-        x = torch.ones(2, requires_grad=True)
-        y = x * x
-    assert y.grad_fn is not None
-    number = _torch.sequence_number(y.grad_fn)
-    y.sum().backward()
-    assert seen == [number, number]
-    assert _torch.running_node() == -1

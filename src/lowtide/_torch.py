@@ -24,57 +24,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-# --- autograd nodes -------------------------------------------------------------------------------------------------
 
-
-def node_metadata(node: Node) -> dict[Any, Any]:
-    """A dict that lives and dies with the C++ node. 2.13; documented as `Node.metadata`, its use as a store is not."""
-    metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
-    return metadata
-
-
-def output_metadata(node: Node, output: int) -> Any:
-    """`.shape`, `.dtype` and `.device` of a node's forward output. 2.13."""
-    return node._input_metadata[output]
-
-
-SAVED = "_saved_"
-"""Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
-
-
-def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """Which optimizers' gradients are unscaled, or used, since the last `update()`; no part of its state_dict. 2.13."""
-    return {key: {**state} for key, state in scaler._per_optimizer_states.items()}
-
-
-def set_scaler_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
-    """Put back what `scaler_stages` gave. 2.13."""
-    scaler._per_optimizer_states.clear()
-    scaler._per_optimizer_states.update({key: {**state} for key, state in stages.items()})
-
-
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Let `tensor._version` be this number, as if it had been changed in place so many times. 2.13, since 2.6."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def saved_slot(node: Node, attribute: str) -> Any:
-    """Where `node` holds the tensor or tensors that it shows as `attribute`; None for constants. Runs no hook. 2.13.
-
-    A slot has `.data`, the tensor or what a pack hook made of it, and `.unpack_hook`, None where no hook packed it.
-    """
-    return getattr(node, "_raw" + attribute, None)
-
-
-def has_yet_to_save(node: Node, attribute: str) -> bool:
-    """Whether the tensor that `node` will show as `attribute` is not there yet; False if it was let go of. 2.13."""
-    slot = saved_slot(node, attribute)
-    if slot is None or slot.data is not None or slot.unpack_hook is not None:
-        return False
-    try:
-        return getattr(node, attribute) is None  # no hook is there to be run
-    except RuntimeError:  # freed
-        return False
+# --- tensors and their memory ---------------------------------------------------------------------------------------
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -88,6 +39,11 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is just a strided piece of memory: no subclass with a will of its own, not sparse. 2.13."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let `tensor._version` be this number, as if it had been changed in place so many times. 2.13, since 2.6."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -113,12 +69,128 @@ class WeakStorage:
         return max(0, int(torch._C._storage_Use_Count(self._reference.cdata)) - 1)
 
 
+def has_one_owner(tensor: torch.Tensor) -> bool:
+    """Whether nothing but this one tensor object refers to its memory: no view, no other graph. 2.13.
+
+    The memory's Python object counts as well.
+    """
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2 and tensor._use_count() == 1)  # type: ignore[attr-defined]
+
+
+def held_by_python(tensor: torch.Tensor, known: int) -> bool:
+    """Whether Python refers to `tensor` beside the caller's `known` references; False where only C++ does. 2.13.
+
+    The object of Python stays with its C++ tensor, which owns one reference to it while it has other owners.
+    """
+    owners = int(tensor._use_count())  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor) - 2 - known - (owners > 1) > 0
+
+
+def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of that subclass, shape, dtype and device, which has no memory. 2.13, since 1.11."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Two tensors change places, each Python object keeping its identity. Neither may be held by a graph. 2.13.
+
+    `torch.utils.swap_tensors`, which refuses tensors with weak references, as recurrent layers have to their weights.
+    """
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """`other`, a leaf like `tensor`, runs the same hooks on its gradient. 2.13, since 2.1."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, name):
+            setattr(other, name, hooks)
+
+
+# --- autograd nodes -------------------------------------------------------------------------------------------------
+
+
+def node_metadata(node: Node) -> dict[Any, Any]:
+    """A dict that lives and dies with the C++ node. 2.13; documented as `Node.metadata`, its use as a store is not."""
+    metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
+    return metadata
+
+
+def output_metadata(node: Node, output: int) -> Any:
+    """`.shape`, `.dtype` and `.device` of a node's forward output. 2.13."""
+    return node._input_metadata[output]
+
+
+SAVED = "_saved_"
+"""Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
+
+
+def saved_slot(node: Node, attribute: str) -> Any:
+    """Where `node` holds the tensor or tensors that it shows as `attribute`; None for constants. Runs no hook. 2.13.
+
+    A slot has `.data`, the tensor or what a pack hook made of it, and `.unpack_hook`, None where no hook packed it.
+    """
+    return getattr(node, "_raw" + attribute, None)
+
+
+def has_yet_to_save(node: Node, attribute: str) -> bool:
+    """Whether the tensor that `node` will show as `attribute` is not there yet; False if it was let go of. 2.13."""
+    slot = saved_slot(node, attribute)
+    if slot is None or slot.data is not None or slot.unpack_hook is not None:
+        return False
+    try:
+        return getattr(node, attribute) is None  # no hook is there to be run
+    except RuntimeError:  # freed
+        return False
+
+
+def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
+    """Name and slot (see `saved_slot`) of each tensor that `node` holds for its backward; runs no unpack hook. 2.13."""
+    for name in _raw_saved_names(type(node)):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # a custom Function whose saved tensors were freed
+            continue
+        short = name.removeprefix("_raw_saved_")
+        if isinstance(found, tuple | list):
+            yield from ((f"{short}[{index}]", slot) for index, slot in enumerate(found))
+        else:
+            yield short, found
+
+
+def raw_saved(node: Node) -> Iterator[Any]:
+    """What `node` holds for its backward, tensors or what a pack hook made of them; runs no unpack hook. 2.13."""
+    for _, slot in saved_slots(node):
+        yield slot.data
+
+
+def _raw_saved_names(node_class: type) -> tuple[str, ...]:
+    names = _names_of.get(node_class)
+    if names is None:
+        names = _names_of[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
+    return names
+
+
+_names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # weak: each custom Function makes a class
+
+
+def sequence_number(node: Node) -> int:
+    """Nodes are numbered in the order in which a thread makes them; those of leaves have the largest number. 2.13."""
+    return node._sequence_nr()
+
+
+def next_sequence_number() -> int:
+    """The number (see `sequence_number`) that the next autograd node made in this thread will have. 2.13, since 1.4."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
 # --- modules --------------------------------------------------------------------------------------------------------
+
 
 CALL = "_compiled_call_impl"
 """Instance attribute that `Module.__call__` prefers over its own implementation. `Module.compile()` sets it, and
 `Module.__getstate__` leaves it out, so copies and pickles of a module do not have it. 2.13, since 2.2."""
-
 
 GLOBAL_FORWARD_HOOKS = (_module._global_forward_pre_hooks, _module._global_forward_hooks)
 """Hooks on the calls of all modules of the process: tables by key, as each module has its own. 2.13."""
@@ -135,12 +207,26 @@ def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-# --- backward -------------------------------------------------------------------------------------------------------
+# --- what is in force in this thread --------------------------------------------------------------------------------
 
 
 def any_autocast() -> bool:
     """Whether autocast is on for any device in this thread. 2.13."""
     return bool(torch._C._is_any_autocast_enabled())
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+def in_function_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running in this thread. 2.13."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
 
 
 backward_number = torch._C._current_graph_task_id
@@ -158,89 +244,15 @@ def running_node() -> int:
     return -1 if node is None else sequence_number(node)
 
 
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13."""
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
-
-
-def in_function_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running in this thread. 2.13."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def has_one_owner(tensor: torch.Tensor) -> bool:
-    """Whether nothing but this one tensor object refers to its memory: no view, no other graph. 2.13.
-
-    The memory's Python object counts as well.
-    """
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2 and tensor._use_count() == 1)  # type: ignore[attr-defined]
-
-
-def raw_saved(node: Node) -> Iterator[Any]:
-    """What `node` holds for its backward, tensors or what a pack hook made of them; runs no unpack hook. 2.13."""
-    for _, slot in saved_slots(node):
-        yield slot.data
-
-
-def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
-    """Name and slot (see `saved_slot`) of each tensor that `node` holds for its backward; runs no unpack hook. 2.13."""
-    for name in _raw_saved_names(type(node)):
-        try:
-            found = getattr(node, name)
-        except RuntimeError:  # a custom Function whose saved tensors were freed
-            continue
-        short = name.removeprefix("_raw_saved_")
-        if isinstance(found, tuple | list):
-            yield from ((f"{short}[{index}]", slot) for index, slot in enumerate(found))
-        else:
-            yield short, found
-
-
-def sequence_number(node: Node) -> int:
-    """Nodes are numbered in the order in which a thread makes them; those of leaves have the largest number. 2.13."""
-    return node._sequence_nr()
-
-
-def tensor_arguments(op: str) -> tuple[tuple[str, ...], ...]:
-    """For each overload of `aten.<op>` the names of its tensor arguments; nothing for an op that is not there. 2.13."""
-    packet = getattr(torch.ops.aten, op, None)
-    if packet is None:
-        return ()
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
-    return tuple(tuple(a.name for a in schema.arguments if "Tensor" in str(a.type)) for schema in schemas)
-
-
-def _raw_saved_names(node_class: type) -> tuple[str, ...]:
-    names = _names_of.get(node_class)
-    if names is None:
-        names = _names_of[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
-    return names
-
-
-_names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # weak: each custom Function makes a class
-
-
-def next_sequence_number() -> int:
-    """The number (see `sequence_number`) that the next autograd node made in this thread will have. 2.13, since 1.4."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-def held_by_python(tensor: torch.Tensor, known: int) -> bool:
-    """Whether Python refers to `tensor` beside the caller's `known` references; False where only C++ does. 2.13.
-
-    The object of Python stays with its C++ tensor, which owns one reference to it while it has other owners.
-    """
-    owners = int(tensor._use_count())  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor) - 2 - known - (owners > 1) > 0
-
-
 ENGINE = "_engine_run_backward"
 """Name in `torch.autograd` of what `backward` and `grad` call to run a backward pass: outputs, their gradients,
 retain_graph, create_graph, inputs. 2.13, since 2.3."""
 
+BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
+"""The last Python function on the way into the autograd engine. 2.13, since 2.3."""
 
-# --- optimizers ----------------------------------------------------------------------------------------------------
+
+# --- optimizers, clipping and gradient scalers ----------------------------------------------------------------------
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -278,12 +290,57 @@ def as_grouped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for (group,), _ in groups.values() for tensor in group if tensor is not None]
 
 
-def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of that subclass, shape, dtype and device, which has no memory. 2.13, since 1.11."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """Which optimizers' gradients are unscaled, or used, since the last `update()`; no part of its state_dict. 2.13."""
+    return {key: {**state} for key, state in scaler._per_optimizer_states.items()}
+
+
+def set_scaler_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
+    """Put back what `scaler_stages` gave. 2.13."""
+    scaler._per_optimizer_states.clear()
+    scaler._per_optimizer_states.update({key: {**state} for key, state in stages.items()})
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
+def tensor_arguments(op: str) -> tuple[tuple[str, ...], ...]:
+    """For each overload of `aten.<op>` the names of its tensor arguments; nothing for an op that is not there. 2.13."""
+    packet = getattr(torch.ops.aten, op, None)
+    if packet is None:
+        return ()
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    return tuple(tuple(a.name for a in schema.arguments if "Tensor" in str(a.type)) for schema in schemas)
+
+
+def changes_geometry(operator: Any) -> bool:
+    """Whether an operator changes size or strides of its first argument itself. 2.13, since 1.12."""
+    return torch.Tag.inplace_view in operator.tags
+
+
+def draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers. 2.13, since 2.0."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def written_by(operator: Any) -> tuple[int | str, ...]:
+    """Which arguments an operator writes to: places of positional ones, names of keyword-only ones. 2.13, since 1.8."""
+    found = _written.get(operator)
+    if found is None:
+        arguments = operator._schema.arguments
+        found = _written[operator] = tuple(
+            argument.name if argument.kwarg_only else place
+            for place, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+    return found
+
+
+_written: dict[Any, tuple[int | str, ...]] = {}
 
 
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
+
 
 RecordFunction = torch._C._profiler._RecordFunctionFast
 """Puts an event of the given name between the operators that a running profiler records; 0.7 us. 2.13."""
@@ -342,12 +399,9 @@ def set_metadata(text: str) -> None:
 
 # --- fake tensors ---------------------------------------------------------------------------------------------------
 
+
 DATA_DEPENDENT = (_fake_tensor.DynamicOutputShapeException, _fake_tensor.DataDependentOutputException)
 """What a fake operator raises whose result's shape, or value, depends on contents. 2.13, since 2.0."""
-
-BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
-"""The last Python function on the way into the autograd engine. 2.13, since 2.3."""
-
 
 NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
 """What a fake operator raises that has no kernel for fake tensors, where `run_on_zeros` is not allowed. 2.13."""
@@ -384,16 +438,6 @@ def is_strided(tensor: torch.Tensor) -> bool:
 _WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
-def changes_geometry(operator: Any) -> bool:
-    """Whether an operator changes size or strides of its first argument itself. 2.13, since 1.12."""
-    return torch.Tag.inplace_view in operator.tags
-
-
-def draws(operator: Any) -> bool:
-    """Whether an operator draws random numbers. 2.13, since 2.0."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
 def on_real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Operators in this block run past all dispatch modes. 2.13, since 1.13."""
     return torch._C._DisableTorchDispatch()
@@ -410,40 +454,8 @@ def make_parameter(fake: torch.Tensor, requires_grad: bool) -> None:
     fake._is_param = True
 
 
-def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Two tensors change places, each Python object keeping its identity. Neither may be held by a graph. 2.13.
-
-    `torch.utils.swap_tensors`, which refuses tensors with weak references, as recurrent layers have to their weights.
-    """
-    torch._C._swap_tensor_impl(one, other)
-    one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-
-
-def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """`other`, a leaf like `tensor`, runs the same hooks on its gradient. 2.13, since 2.1."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(tensor, name):
-            setattr(other, name, hooks)
-
-
-def written_by(operator: Any) -> tuple[int | str, ...]:
-    """Which arguments an operator writes to: places of positional ones, names of keyword-only ones. 2.13, since 1.8."""
-    found = _written.get(operator)
-    if found is None:
-        arguments = operator._schema.arguments
-        found = _written[operator] = tuple(
-            argument.name if argument.kwarg_only else place
-            for place, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-    return found
-
-
-_written: dict[Any, tuple[int | str, ...]] = {}
-
-
 # --- the place for devices of other makers --------------------------------------------------------------------------
+
 
 DeviceModule = backend_registration._DummyBackendModule
 """What `torch.<device>` has to answer, answered for one device. 2.13, since 2.9."""
