@@ -5,8 +5,11 @@ import gc
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +169,35 @@ def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_un
         step(larger)
     assert len(said) == 1
     step(larger)
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [(None, "GPT2LMHeadModel was trained past the plan"), ("transformer.h.1", r"transformer.h.1 \(GPT2Block\) was")],
+)
+def test_what_is_compiled_under_a_plan_is_said_once(part: str | None, says: str) -> None:
+    case = build("gpt2")
+    model = case.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(called: Callable[..., Any]) -> None:
+        called(**case.batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with lowtide.fit(model, case.step, case.batch, budget="70%"):
+        if part is None:
+            called = torch.compile(model, backend="eager")
+        else:
+            called = model
+            model.get_submodule(part).compile(backend="eager")
+        optimizer.step()  # nothing has a gradient: that was no training
+        with pytest.warns(UserWarning, match=f"{says}.* compiled code"):
+            step(called)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*past the plan")
+            step(called)
+    assert part is None or model.get_submodule(part)._compiled_call_impl is not None
 
 
 @pytest.mark.parametrize(

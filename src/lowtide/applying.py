@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
-from lowtide.lookout import lookout
+from lowtide.lookout import lookout, passed_by
 from lowtide.planner.records import Plan
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
@@ -40,6 +40,7 @@ class Applied(Removable):
             if any(self._engine.tables):
                 undo.callback(self._engine.remove)
                 self._engine.install()
+                undo.callback(passed_by(self._engine, say).remove)
             self._undo = undo.pop_all()
 
     @property
@@ -54,7 +55,7 @@ class Applied(Removable):
 
 def warn(what: str) -> None:
     """What is said of a plan in force, where nobody else says it."""
-    warnings.warn(f"{what}. Plan for the largest batch, and for all that is trained.", stacklevel=2)
+    warnings.warn(what, stacklevel=2)
 
 
 def apply(
@@ -62,8 +63,8 @@ def apply(
 ) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
-    `optimizer` is needed where one of the plan's levers changes it. `say` is called, once, when the model is trained on
-    a larger batch than the plan is for, or more of its parameters are.
+    `optimizer` is needed where one of the plan's levers changes it. `say` is called, once each, when the model is
+    trained on a larger batch than the plan is for, or more of its parameters are, and when compiled code runs past it.
 
     Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
     that can't be put on; then nothing is in force.

@@ -18,7 +18,7 @@ from lowtide.planner import plan
 from lowtide.planner.planning import simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import OTHER_WORK, rehearse
-from lowtide.rehearsal.outcome import is_out_of_memory
+from lowtide.rehearsal.outcome import unless_out_of_memory
 from lowtide.shapes.buckets import Bucket, buckets_for
 from lowtide.shapes.sizes import Range
 from lowtide.shapes.switching import Switched, Switching
@@ -183,16 +183,16 @@ def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
 
 def _proof(site: Site, made: Plan) -> Verdict:
     """Run the step under the plan, and without. Raises RehearsalError where the device has no room for the budget."""
-    try:
-        return verify(site.model, site.step, site.batch, made, optimizer=site.optimizer)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        said = str(error).partition("\n")[0]
-    raise RehearsalError(  # outside of `except`: the failed step's frames, and all they hold, are gone by now
-        f"a step under a plan for {format_bytes(made.budget_bytes)} ran out of memory: {said}\n"
-        "  A device has to hold more than the step: a CUDA context, the pieces between blocks of memory, and whatever "
-        "else is on it. Give a smaller budget."
+
+    def no_room(said: str) -> RehearsalError:
+        return RehearsalError(
+            f"a step under a plan for {format_bytes(made.budget_bytes)} ran out of memory: {said}\n"
+            "  A device has to hold more than the step: a CUDA context, the pieces between blocks of memory, and "
+            "whatever else is on it. Give a smaller budget."
+        )
+
+    return unless_out_of_memory(
+        lambda: verify(site.model, site.step, site.batch, made, optimizer=site.optimizer), no_room
     )
 
 

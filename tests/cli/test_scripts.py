@@ -185,6 +185,19 @@ for _ in range(100):
 """
 )
 NO_UPDATE = NEVER + "model(torch.randn(8, 64)).sum().backward()"
+DEEPER = TRAIN.replace("model = nn.Sequential(", "model = Deeper(").replace(
+    "torch.manual_seed(0)\n",
+    """
+class Deeper(nn.Sequential):
+    depth = 0
+    def forward(self, x):
+        self.depth = self.depth % 4 + 1
+        for part in self[: self.depth]:
+            x = part(x)
+        return x
+torch.manual_seed(0)
+""",
+)
 
 
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
@@ -195,9 +208,10 @@ NO_UPDATE = NEVER + "model(torch.randn(8, 64)).sum().backward()"
         (NEVER + "model.eval()(torch.randn(8, 64))", (), "Call model.train() before"),
         (NO_UPDATE, (), "ended, and no optimizer stepped: Linear was called"),
         (TRAIN, ("--steps", "1"), "ended after 1 optimizer steps, before Sequential was rehearsed"),
-        (TRAIN, ("--steps", "12", "--rows", "8", "16", "24"), "of 7 steps no two in a row did the same work"),
+        (TRAIN, ("--steps", "30", "--rows", *map(str, range(8, 48))), "of 20 steps no two were on batches of one size"),
+        (DEEPER, ("--steps", "30"), "of 12 steps no two did the same work: it saved "),
     ],
-    ids=["nothing", "eval", "no update", "too short", "all different"],
+    ids=["nothing", "eval", "no update", "too short", "all sizes differ", "all depths differ"],
 )
 def test_what_was_not_there_is_said_in_words(
     command: tuple[str, ...], text: str, args: tuple[str, ...], says: str, script: Callable[[str], str], run: Run
@@ -224,6 +238,24 @@ def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str
     done = run("run", "--budget", "90%", script(accumulates), "--steps", "40")
     assert done.code == 0
     assert "within the budget" in done.err
+
+
+def test_of_batches_of_many_sizes_the_largest_is_planned_for(
+    script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train, rows = script(TRAIN), ("--steps", "9", "--rows", "200", "256", "224", "200", "256")
+    done = run("run", "--budget", "90%", train, *rows)
+    assert (done.code, done.out) == (0, run_python(train, *rows).stdout)
+    assert done.err.count("batches are of several sizes: the largest that comes twice in 20 steps is planned for") == 1
+    assert done.err.count("within the budget") == 1
+    assert "was given" not in done.err
+
+
+def test_a_script_that_ends_early_is_rehearsed_on_what_came_twice(script: Callable[[str], str], run: Run) -> None:
+    done = run("rehearse", script(TRAIN), "--steps", "4", "--rows", "256", "200", "200", "100")
+    assert done.code == 0
+    assert "[200, 64] float32" in done.out
+    assert "plain step: " in done.out
 
 
 def test_a_plan_without_a_step_under_it_is_said(script: Callable[[str], str], run: Run) -> None:

@@ -1,5 +1,7 @@
 """Steps that are really taken are rehearsed on the way: the profile is that of a rehearsal, the training unchanged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -63,20 +65,57 @@ def test_two_steps_are_enough_without_a_plain_one():
     assert observed.profile.notes == ("no plain step was run: its peak is predicted",)
 
 
-def test_steps_of_different_sizes_are_passed_over_until_two_are_alike():
-    case = build("gpt2")
-    observed = Observed(case.model)
-    smaller = {name: tensor[:2] for name, tensor in case.batch.items()}
+def see(case: Case, observed: Observed, *sizes: int) -> None:
+    """Steps on the first rows of the batch, as many as `sizes` say."""
     hook = register_optimizer_step_post_hook(lambda *_: observed.end())
-    for batch in (case.batch, smaller, smaller):
+    for size in sizes:
         assert observed.profile is None
+        batch = {name: tensor[:size] for name, tensor in case.batch.items()}
         observed.begin(batch, [case.optimizer])
         case.step(batch)
     hook.remove()
     observed.leave()
-    assert observed.why == [
-        "it has another batch than the step before: [2, 64] int64, [2, 64] int64 after [4, 64] int64, [4, 64] int64"
-    ]
+
+
+def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
+    case = build("gpt2")
+    observed = Observed(case.model)
+    see(case, observed, 2, 4, 2, 3, 2, 4)
+    assert observed.why == []
+    assert observed.n_sizes == 3
+    found = observed.profile
+    assert found is not None
+    assert found.fingerprint.batch == "[4, 64] int64, [4, 64] int64"
+    case = build("gpt2")
+    alone = Observed(case.model)
+    see(case, alone, 4, 4)
+    assert alone.profile is not None
+    # Adam's state is there since the first step.
+    assert replace(found.static, inputs=0) == replace(alone.profile.static, inputs=0)
+    assert predict(found, Decisions()).peak_bytes == predict(alone.profile, Decisions()).peak_bytes
+
+
+def test_the_largest_batch_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.rehearsal.observed.PATIENCE", 5)
+    case = build("gpt2")
+    observed = Observed(case.model)
+    see(case, observed, 4, 1, 1, 2, 2)
+    assert observed.profile is not None
+    assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
+
+
+def test_when_no_step_comes_any_more_the_largest_that_came_often_enough_has_to_do() -> None:
+    case = build("gpt2")
+    observed = Observed(case.model)
+    observed.finish()
+    assert observed.profile is None
+    see(case, observed, 4, 2, 2)
+    assert observed.profile is None
+    batch = case.batch
+    observed.begin(batch, [case.optimizer])  # a step that is not seen to its end counts for nothing
+    case.model(**batch)
+    observed.leave()
+    observed.finish()
     assert observed.profile is not None
     assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
 

@@ -99,6 +99,6 @@ def profile_of(
     script = Script(target=target, args=args, is_module=is_module)
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
         code = run_watched(script, crew)
-    if crew.profile is None:
+    if code or crew.profile is None:
         click.get_current_context().exit(code)
     return crew.profile

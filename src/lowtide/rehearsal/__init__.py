@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._clock import now_ms
 from lowtide.errors import RehearsalError
@@ -14,7 +14,6 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
-from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import (
     SEVERAL_STREAMS,
@@ -27,11 +26,10 @@ from lowtide.rehearsal.checks import (
 )
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
-from lowtide.rehearsal.outcome import is_out_of_memory
+from lowtide.rehearsal.outcome import is_out_of_memory, unless_out_of_memory
 from lowtide.rehearsal.profile import assemble
-from lowtide.rehearsal.trace import SilentEngine, Trace, most_saving
+from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
-from lowtide.remat.engine import actions_for
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["OTHER_WORK", "rehearse"]
 
 Step = Callable[[Any], Any]
-T = TypeVar("T")
-
 
 DOUBTFUL: Final = 0.02
 """Share of the plain peak by which two runs may differ without a word."""
@@ -82,11 +78,11 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         if frugal:  # outside of `except`: the failed step's frames, and all they hold, are gone by now
             gc.collect()
             unchanged.restore()
-            audit = _as_it_fits(lambda: _audit(model, step, batch, frugal=True))
+            audit = unless_out_of_memory(lambda: _audit(model, step, batch, frugal=True), _does_not_fit)
         static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
-        decisions = most_saving(audit.values, audit.slots, audit.calls)
         unchanged.rewind()
-        trace, recorder = _as_it_fits(lambda: _trace(model, step, batch, audit, decisions))
+        engine = MostSaving(model, audit)
+        trace, recorder = unless_out_of_memory(lambda: _trace(engine, step, batch), _does_not_fit)
         # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
         hopeless = frugal and place_of(model).type == "cpu"
         there, places = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)  # gradients have moved
@@ -101,7 +97,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         slots=audit.slots,
         calls=audit.calls,
         kept=trace.kept,
-        replayed=decisions.replay,
+        replayed=engine.decisions.replay,
         stream=recorder.stream,
         fingerprint=fingerprint(model, batch),
         static=with_left(static, addresses, recorder),
@@ -118,15 +114,8 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     return doubted(profile)
 
 
-def _as_it_fits(run: Callable[[], T]) -> T:
-    """What `run` gives. Raises RehearsalError if memory runs out in it, although all that can be is let go of."""
-    try:
-        return run()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        said = str(error).partition("\n")[0]
-    raise RehearsalError(  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+def _does_not_fit(said: str) -> RehearsalError:
+    return RehearsalError(
         f"the step runs out of memory even where each repeated block is let go of as soon as it has run: {said}\n"
         "  Rehearse it with a smaller batch, of which lowtide.accumulate makes a large one, or make room on the "
         "device. lowtide.foresee(model, step, batch) says what the step needs without taking it."
@@ -165,10 +154,8 @@ def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
     return audit
 
 
-def _trace(model: nn.Module, step: Step, batch: Any, audit: Audit, decisions: Decisions) -> tuple[Trace, Recorder]:
-    nodes = nodes_at(audit.values, audit.slots)
-    engine = SilentEngine(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
-    with recorder_for(place_of(model)) as recorder:
+def _trace(engine: MostSaving, step: Step, batch: Any) -> tuple[Trace, Recorder]:
+    with recorder_for(place_of(engine.model)) as recorder:
         trace = Trace(engine, recorder.mark)
         with trace.running():
             step(batch)

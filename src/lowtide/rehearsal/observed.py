@@ -1,7 +1,7 @@
 """A rehearsal in steps that are really taken: of a training loop that can't be called as a function.
 
-One step is audited and the next one traced, as `rehearse` does; only that nothing is run on trial and nothing put back.
-Both leave the same bits as the plain step, so training goes on as if nobody had looked.
+One step is audited and another one on a batch of its size traced, as `rehearse` does; only that nothing is run on trial
+and nothing put back. Both leave the same bits as the plain step, so training goes on as if nobody had looked.
 
 The audit is always a frugal one: who takes the steps can't take the first one again if it runs out of memory.
 """
@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
 from lowtide.errors import RehearsalError
 from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
-from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_one_process, check_uncompiled, doubts
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble
-from lowtide.rehearsal.trace import SilentEngine, Trace, most_saving
-from lowtide.remat.engine import actions_for
+from lowtide.rehearsal.trace import MostSaving, Trace
+from lowtide.remat.given import elements, shapes_in
 
 if TYPE_CHECKING:
     import torch
@@ -35,60 +34,60 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Decisions, Fingerprint, Profile, Static
     from lowtide.remat.values import Handle
 
-Kind = Literal["audit", "trace", "plain"]
-
 NOT_RUN = "no plain step was run: its peak is predicted"
+
+PATIENCE = 20
+"""Steps in which the largest size that there was may come again. After them the largest that did is good enough."""
 
 
 class Observed:
     """Rehearses `model` while somebody else trains it: `profile` is there when enough steps were seen.
 
     Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update, and
-    `leave()` takes everything out of the model. Steps that can't be used, as those of another size than the audited
-    one, are passed over, and `why` says for each what was wrong with it. With `plain` one more step is run without any
-    plan, for its true peak and time.
+    `leave()` takes everything out of the model. A batch of a size that is new is audited, and the next one of that size
+    traced; with `plain` one more is run without any plan, for the true peak and time. The profile is of the largest
+    size there was, or after PATIENCE steps of the largest that came often enough. `why` says what was wrong with steps
+    that can't be used.
     """
 
     def __init__(self, model: nn.Module, *, plain: bool = False) -> None:
         self.model = model
         self.profile: Profile | None = None
         self.why: list[str] = []
+        self.n_steps = 0
+        """Steps that were seen to their end and could be used."""
         self._plain = plain
         self._watch: _Watch | None = None
-        self._audit: Audit | None = None
-        self._audited: Fingerprint | None = None
-        self._traced: tuple[_Watch, Decisions, Trace] | None = None
+        self._sizes: dict[Fingerprint, _Size] = {}
+
+    @property
+    def n_sizes(self) -> int:
+        """How many sizes there were."""
+        return len(self._sizes)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
         """A step begins: the model is about to be called with `batch`. Gradients may be there or not."""
         self.leave()
         if self.profile is not None:
             return
-        found = fingerprint(self.model, batch)
-        if self._audited is not None and found != self._audited:
-            self.why.append(f"it has another batch than the step before: {found.batch} after {self._audited.batch}")
-            self._audit = self._audited = self._traced = None
         check_one_device(self.model)
         check_one_process(self.model.modules(), on_trial=False)
         check_uncompiled(self.model, wrapped=False)
-        place = place_of(self.model)
+        found, place = fingerprint(self.model, batch), place_of(self.model)
+        if any(size.model != found.model for size in self._sizes):
+            self._sizes.clear()  # other parameters are trained since
         static, addresses = static_bytes(self.model, batch, optimizers)
-        kind: Kind = "audit" if self._audit is None else "plain" if self._traced else "trace"
-        self._watch = watch = _Watch(kind, static, addresses, place)
+        known = self._sizes.get(found)
+        self._watch = watch = _Watch(found, static, addresses, place)
         watch.recorder = watch.open.enter_context(recorder_for(place))
-        if watch.kind == "audit":
-            self._audited = found
-            self._audit = Audit(self.model, addresses, watch.mark, frugal=True)
-            watch.leave.enter_context(self._audit.running())
-        elif watch.kind == "trace":
-            assert self._audit is not None
-            audit = self._audit
-            nodes = nodes_at(audit.values, audit.slots)
-            decisions = most_saving(audit.values, audit.slots, audit.calls)
-            engine = SilentEngine(self.model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
-            trace = _OwnTrace(engine, watch.mark)
-            self._traced = watch, decisions, trace
-            watch.leave.enter_context(trace.running())
+        if known is None:
+            watch.audit = Audit(self.model, addresses, watch.mark, frugal=True)
+            watch.leave.enter_context(watch.audit.running())
+        elif not self._plain or known.traced is None or known.plain is not None:
+            # Also where nothing is left to be found out: this takes the least memory.
+            watch.engine = MostSaving(self.model, known.audit)
+            watch.trace = _OwnTrace(watch.engine, watch.mark)
+            watch.leave.enter_context(watch.trace.running())
 
     def end(self) -> None:
         """The step is over. May be called from a hook of the optimizer: it changes no hooks."""
@@ -96,66 +95,97 @@ class Observed:
         if watch is None or not watch.runs:
             return
         took_ms = watch.end()
-        if watch.kind == "audit":
-            self._end_audit(watch)
-        elif watch.kind == "trace":
-            self._end_trace()
-        else:
-            peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
-            self.profile = self._assemble(peak_bytes, took_ms)
+        try:
+            if watch.audit is not None:
+                self._sizes[watch.size] = _Size(watch.audit, watch.recorder)
+            elif watch.trace is not None:
+                self._sizes[watch.size].trace(watch)
+            else:
+                peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
+                self._sizes[watch.size].plain = peak_bytes, took_ms
+        except _Unusable as why:
+            self.why.append(str(why))
+            self._sizes.pop(watch.size, None)
+            return
+        self.n_steps += 1
+        self._settle(0 if self.n_steps >= PATIENCE else max(map(_elements, self._sizes)))
+
+    def finish(self) -> None:
+        """No step will come any more: the profile is of the largest size that came often enough, if any did."""
+        if self.profile is None:
+            self._settle(0)
 
     def leave(self) -> None:
         """Take everything out of the model; a step that has not ended is given up. Not for hooks of the optimizer."""
         if self._watch is not None:
             watch, self._watch = self._watch, None
-            if watch.runs:
-                watch.end()
-                self._audit = self._audited = self._traced = None
+            watch.end()
             watch.leave.close()
 
-    def _end_audit(self, watch: _Watch) -> None:
-        audit = self._audit
-        assert audit is not None
+    def _settle(self, least: int) -> None:
+        """The profile is of the largest size of which all is known, if that has `least` elements."""
+        known = [size for size, seen in self._sizes.items() if seen.traced and (seen.plain or not self._plain)]
+        largest = max(known, key=_elements, default=None)
+        if largest is not None and _elements(largest) >= least:
+            self.profile = self._sizes[largest].profile(self.model, largest)
+
+
+class _Unusable(Exception):
+    """What was wrong with a step."""
+
+
+class _Size:
+    """What is known of the steps on batches of one size. Raises _Unusable and RehearsalError."""
+
+    def __init__(self, audit: Audit, recorder: Recorder) -> None:
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
-        if audit.slots and audit.reads:
-            audit.settle(watch.recorder.stream)
-            return
-        found = "no backward ran through the model" if audit.slots else "the model saved nothing for backward"
-        self.why.append(found)
-        self._audit = self._audited = None
+        if not audit.slots:
+            raise _Unusable("the model saved nothing for backward")
+        if not audit.reads:
+            raise _Unusable("no backward ran through the model")
+        audit.settle(recorder.stream)
+        self.audit = audit
+        self.traced: tuple[_Watch, set[int], Decisions] | None = None
+        """The step, the slots that were kept in it, and what was decided about all others."""
+        self.plain: tuple[int, float] | None = None
+        """Peak in bytes and milliseconds of a step without any plan."""
 
-    def _end_trace(self) -> None:
-        assert self._audit is not None
-        assert self._traced is not None
-        trace = self._traced[2]
-        if trace.packs != len(self._audit.slots):
-            self.why.append(f"it saved {trace.packs} tensors, the step before it {len(self._audit.slots)}")
-            self._audit = self._audited = self._traced = None
-        elif not self._plain:
-            self.profile = self._assemble(None, 0.0)
+    def trace(self, watch: _Watch) -> None:
+        """A step was traced. Raises _Unusable."""
+        assert watch.trace is not None
+        assert watch.engine is not None
+        if watch.trace.packs != len(self.audit.slots):
+            raise _Unusable(
+                f"it saved {watch.trace.packs} tensors, and another step on a batch of the same size, "
+                f"{watch.size.batch}, saved {len(self.audit.slots)}"
+            )
+        self.traced = watch, watch.trace.kept, watch.engine.decisions
 
-    def _assemble(self, plain_peak_bytes: int | None, step_ms: float) -> Profile:
-        assert self._audit is not None
-        assert self._audited is not None
-        assert self._traced is not None
-        audit = self._audit
-        watch, decisions, trace = self._traced
+    def profile(self, model: nn.Module, fingerprint: Fingerprint) -> Profile:
+        """The profile of its steps; once."""
+        assert self.traced is not None
+        watch, kept, decisions = self.traced
+        peak_bytes, step_ms = self.plain or (None, 0.0)
         return assemble(
-            values=audit.values,
-            slots=audit.slots,
-            calls=audit.calls,
-            kept=trace.kept,
+            values=self.audit.values,
+            slots=self.audit.slots,
+            calls=self.audit.calls,
+            kept=kept,
             replayed=decisions.replay,
             stream=watch.recorder.stream,
-            fingerprint=self._audited,
+            fingerprint=fingerprint,
             static=watch.seen_static,
             step_ms=step_ms,
-            measured_plain_peak_bytes=plain_peak_bytes,
-            given=audit.inputs,
-            offload_bytes_per_ms=bytes_per_ms(place_of(self.model)),
-            notes=(*doubts(self.model, place_of(self.model)), *([NOT_RUN] if plain_peak_bytes is None else [])),
+            measured_plain_peak_bytes=peak_bytes,
+            given=self.audit.inputs,
+            offload_bytes_per_ms=bytes_per_ms(place_of(model)),
+            notes=(*doubts(model, place_of(model)), *([NOT_RUN] if peak_bytes is None else [])),
         )
+
+
+def _elements(size: Fingerprint) -> int:
+    return elements(shapes_in(size.batch))
 
 
 class _OwnTrace(Trace):
@@ -174,9 +204,12 @@ class _Watch:
     """What is in force during one step: a recording, which ends with the step, and seams, which go out after it."""
 
     recorder: Recorder
+    audit: Audit | None = None
+    engine: MostSaving | None = None
+    trace: _OwnTrace | None = None
 
-    def __init__(self, kind: Kind, static: Static, addresses: frozenset[int], place: torch.device) -> None:
-        self.kind = kind
+    def __init__(self, size: Fingerprint, static: Static, addresses: frozenset[int], place: torch.device) -> None:
+        self.size = size
         self._static, self._addresses, self._place = static, addresses, place
         self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
         self.runs = True

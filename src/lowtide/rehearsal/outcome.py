@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from lowtide.errors import LowtideError
+
+T = TypeVar("T")
+
 _PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
 
@@ -27,6 +31,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _PHRASES)
+
+
+def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideError]) -> T:
+    """What `run` gives; if memory runs out in it, the error that `refuse` makes of the first line of what was said."""
+    try:
+        return run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0]
+    raise refuse(said)  # outside of `except`: the failed step's frames, and all they hold, are gone by now
 
 
 _PIECE = 1 << 22

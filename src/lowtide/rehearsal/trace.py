@@ -17,9 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowtide._torch import backward_number, running_node
 from lowtide.identity import in_words
 from lowtide.planner.records import Decisions
+from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.holding import Holding
 from lowtide.remat import values
+from lowtide.remat.actions import actions_for
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.engine import Engine
 from lowtide.remat.remake import Remake
@@ -28,16 +30,22 @@ from lowtide.remat.seam import Seam
 from lowtide.remat.values import Handle, Maker
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from lowtide.rehearsal.audit import Audit
     from lowtide.remat.forward import Scope
     from lowtide.remat.noting import Place
 
 Mark = Callable[[str, object], None]
 
 
-class SilentEngine(Engine):
-    """Carries out decisions of which nobody knows yet whether all of them can be."""
+class MostSaving(Engine):
+    """Lets go of all that an audit found can be. Nobody knows yet whether all of it really can."""
+
+    def __init__(self, model: nn.Module, audit: Audit) -> None:
+        self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
+        nodes = nodes_at(audit.values, audit.slots)
+        super().__init__(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
 
     def notes(self, scope: Scope) -> bool:
         return True

@@ -52,6 +52,8 @@ class Engine:
         """Addresses where the plan expected something else."""
         self.mixed: frozenset[str] = frozenset()
         """Addresses where it expects that something else is saved now and then, and kept."""
+        self.reached = False
+        """Whether a call that a backward of training may follow came by."""
         self.here = Here()
         self._seams: list[Seam] = []
         self._said: set[str] = set()
@@ -209,6 +211,7 @@ class Engine:
         """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
         if not torch.is_grad_enabled() or not self.model.training or in_backward():
             return seam.inner(*args, **kwargs)  # inside of backward: what somebody else checkpointed is recomputed
+        self.reached = True
         if in_function_transform():
             raise LowtideError(
                 f"{seam} is called inside of a transform of torch.func (grad, vmap, ...), which does not go with the "
@@ -255,6 +258,10 @@ class Engine:
             front = front.before
         for path, module in self.model.named_modules():
             self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
+
+    def displaced(self) -> Iterator[Seam]:
+        """Seams in whose place somebody else has come since, as `Module.compile` does."""
+        return (seam for seam in self._seams if not seam.stands())
 
     def remove(self) -> None:
         """Take every seam out again. Handles that a running backward still holds go on working."""

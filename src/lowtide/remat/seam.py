@@ -65,6 +65,13 @@ class Seam:
         self.installed = False
         _unlink(self)
 
+    def stands(self) -> bool:
+        """Whether calls of the module still come by."""
+        front = self.module.__dict__.get(CALL)
+        while isinstance(front, Seam | Front) and front is not self:
+            front = front.before
+        return front is self
+
     @property
     def reach(self) -> Reach:
         """What calls of this module can touch."""

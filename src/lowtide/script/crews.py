@@ -13,12 +13,12 @@ from lowtide.fitting import REPAIRS, over_budget
 from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
-from lowtide.lookout import holds, sizes_of
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
 from lowtide.rehearsal.left import with_left
-from lowtide.rehearsal.observed import Observed
+from lowtide.rehearsal.observed import PATIENCE, Observed
+from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.steps import Enough
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
@@ -30,17 +30,20 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Plan, Profile, Pulled, Static
 
-TWO_STEPS = "was rehearsed: that takes two steps in a row on batches of one size"
+TWO_STEPS = "was rehearsed: that takes two steps on batches of one size"
 
 PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
     "each in a process of its own, or call lowtide.fit in the script"
 )
 
-OUTGROWN = "Let the largest step come first, or call lowtide.fit in the script"
-
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
+
+ONE_SIZE = (
+    "  Pad the batches to one size, or to one of a few, or give a step of your own and the largest batch to "
+    "lowtide.rehearse or lowtide.fit."
+)
 
 
 class Rehearsing:
@@ -72,32 +75,47 @@ class Rehearsing:
         self._observed.end()
         self.n_steps += 1
         if self._observed.profile is not None:
-            assert self._on is not None
-            try:
-                self._on.check()
-            except NoUse as why:
-                raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
-            self.profile = replace(self._observed.profile, levers=self._levers)
-            self.done = True
+            self._finish(self._observed.profile)
             if self._stop:
                 raise Enough
         elif len(self._observed.why) >= MOST_UNUSABLE:
             raise RehearsalError(
-                f"of {self.n_steps} steps no two in a row did the same work: {self._observed.why[-1]}.\n"
-                "  Pad the batches to one size for the rehearsal, or rehearse a step of your own with "
-                "lowtide.rehearse(model, step, batch)."
+                f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_SIZE}"
             )
+        elif self._observed.n_steps >= PATIENCE:
+            raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one size.\n{ONE_SIZE}")
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one."""
-        self.leaves()
+        self.take_out()
         self._observed = None
 
     def passes_over(self) -> None:
         """Nothing: another model was not asked for."""
 
     def leaves(self) -> None:
-        """Take everything out."""
+        """Take everything out. The largest size that came often enough is what was rehearsed, if none did before."""
+        if self._observed is not None and not self.done:
+            self._observed.finish()
+            if self._observed.profile is not None:
+                self._finish(self._observed.profile)
+        self.take_out()
+
+    def _finish(self, profile: Profile) -> None:
+        assert self._on is not None
+        try:
+            self._on.check()
+        except NoUse as why:
+            raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
+        self.profile, self.done = replace(profile, levers=self._levers), True
+
+    @property
+    def n_sizes(self) -> int:
+        """How many sizes of batches there were."""
+        return 0 if self._observed is None else self._observed.n_sizes
+
+    def take_out(self) -> None:
+        """Leave the model as it was."""
         if self._observed is not None:
             self._observed.leave()
         if self._on is not None:
@@ -125,6 +143,8 @@ class Fitting:
         self._applied: Applied | None = None
         self._measured: list[int] = []
         self._passed_over = 0
+        self._told = False
+        """Whether it was said that sizes vary."""
         self._open: tuple[Static, frozenset[int], Recorder, contextlib.ExitStack] | None = None
 
     @property
@@ -138,7 +158,7 @@ class Fitting:
         if self.plan is None:
             self._rehearsing.begins(model, batch, optimizers)
             return
-        self._rehearsing.leaves()
+        self._rehearsing.take_out()
         if self._applied is None or self._applied.plan is not self.plan:
             self._put_in_force(model, self.plan)
         if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
@@ -147,13 +167,18 @@ class Fitting:
             self._open = static, addresses, stack.enter_context(recorder_for(place_of(model))), stack
         else:
             self._passed_over += 1
-            if self._passed_over == MOST_UNUSABLE:
+            if self._passed_over == PATIENCE:
                 self._finish()
 
     def ends(self, model: nn.Module) -> None:
         """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
         if self.plan is None:
             self._rehearsing.ends(model)
+            if self._rehearsing.n_sizes > 1 and not self._told:
+                self._told = True
+                self._say(
+                    f"batches are of several sizes: the largest that comes twice in {PATIENCE} steps is planned for"
+                )
             if self._rehearsing.profile is not None:
                 self.plan = plan(self._rehearsing.profile, self._budget)
                 self._announce(self.plan)
@@ -173,7 +198,7 @@ class Fitting:
 
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""
-        self._rehearsing.leaves()
+        self._rehearsing.take_out()
         if self._open is not None:
             self._open[3].close()
 
@@ -184,7 +209,7 @@ class Fitting:
     def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:
             self._applied.remove()
-        self._applied = apply(model, plan, say=lambda what: self._say(f"{what}. {OUTGROWN}"))
+        self._applied = apply(model, plan, say=self._say)
 
     def _announce(self, plan: Plan) -> None:
         from lowtide.report.text import decisions, levers
@@ -229,11 +254,11 @@ class Applying:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if this is its model, on a batch that is not larger than the planned one."""
         planned, found = self._plan.fingerprint, fingerprint(model, batch)
-        if holds(sizes_of(planned.batch), sizes_of(found.batch)):
+        if no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
             found = replace(found, batch=planned.batch)
         self._differences = planned.differences(found)
         if not self._differences:
-            apply(model, self._plan, say=lambda what: self._say(f"{what}. {OUTGROWN}"))
+            apply(model, self._plan, say=self._say)
             self._say(
                 f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
                 f"(budget {format_bytes(self._plan.budget_bytes)})"

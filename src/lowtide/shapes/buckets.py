@@ -22,8 +22,9 @@ from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.remat.given import Shapes
 from lowtide.shapes.between import PREDICTED, alike, between
-from lowtide.shapes.sizes import Calls, Range, Shapes, shapes_between
+from lowtide.shapes.sizes import Calls, Range, shapes_between
 from lowtide.units import parse_budget
 
 if TYPE_CHECKING:

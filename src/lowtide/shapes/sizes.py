@@ -1,4 +1,4 @@
-"""Batches of many sizes: which dimensions vary, the leading part of a batch, and which call is no larger than which."""
+"""Batches of many sizes: which dimensions vary, and the leading part of a batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from torch.utils._pytree import tree_structure
 
 from lowtide.errors import RehearsalError
 from lowtide.identity import tensors_in, with_tensors
-from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.engine import Engine
+from lowtide.remat.given import Shapes, have_one_form, shapes_of, within
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lowtide.remat.seam import Seam
-
-Shapes = tuple[tuple[int, ...], ...]
-"""Of all tensors that a call is given, in order."""
 
 LEAST_SHARE = 4
 """Unless told, sizes are looked at down to the largest one divided by this."""
@@ -115,24 +112,12 @@ def _by_itself(found: list[Tensor]) -> Iterator[Varying]:
             yield Varying(n, dim, least, most)
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """What a call is given."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs))
-
-
-def within(one: Shapes, other: Shapes) -> bool:
-    """Whether each tensor is in no dimension larger than the other's."""
-    return len(one) == len(other) and all(
-        len(a) == len(b) and all(m <= n for m, n in zip(a, b, strict=True)) for a, b in zip(one, other, strict=True)
-    )
-
-
 def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
     """Of the same calls for a batch in between: they grow as the batch does. Without those that are of other forms."""
     found = {}
     for path in small.keys() & large.keys():
         one, other = small[path], large[path]
-        if [len(shape) for shape in one] == [len(shape) for shape in other]:
+        if have_one_form(one, other):
             pairs = zip(one, other, strict=True)
             found[path] = tuple(tuple(_at(share, m, n) for m, n in zip(a, b, strict=True)) for a, b in pairs)
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide._removable import Removable
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
-from lowtide.shapes.sizes import Shapes, shapes_of, within
+from lowtide.remat.given import Shapes, shapes_of, within
 
 if TYPE_CHECKING:
     from torch import nn
