@@ -10,6 +10,7 @@ from torch.autograd.profiler import profile
 
 from conftest import RunPython
 from lowtide import _torch
+from lowtide.remat.seam import Front
 
 # --- tensors and their memory ---------------------------------------------------------------------------------------
 
@@ -167,6 +168,35 @@ def test_what_torch_compile_made() -> None:
     module = torch.nn.Linear(2, 2)
     assert _torch.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
     assert not _torch.is_compiled(module)
+    module.compile(backend="eager")
+    assert _torch.is_compiled(module)
+    plan = Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    assert _torch.is_compiled(module)
+    plan.remove()
+    del module.__dict__[_torch.CALL]
+    Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    assert not _torch.is_compiled(module)
+
+
+def test_a_function_mode_is_left_out() -> None:
+    class One(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Other(One):
+        pass
+
+    seen: list[object] = []
+    x = torch.ones(2)
+    with One():
+        with _torch.without_function_mode(One):
+            x.exp()
+        assert not seen
+        with _torch.without_function_mode(Other):
+            x.exp()
+        x.sin()
+    assert len(seen) == 2
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -198,6 +228,55 @@ def test_the_running_node_is_the_one_that_reads() -> None:
     y.sum().backward()
     assert seen == [number, number]
     assert _torch.running_node() == -1
+
+
+def test_compiled_code_lets_go_of_what_it_saved_when_it_has_read_it() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Handle:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+            weakref.finalize(self, lambda: seen.append(("gone", True)))
+
+    def unpack(handle: Handle) -> torch.Tensor:
+        seen.append(("read", _torch.in_compiled_backward()))
+        return handle.tensor
+
+    def run(function: Any) -> None:
+        seen.clear()
+        x = torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(Handle, unpack):
+            y = function(x)
+        y.sum().backward()
+
+    run(torch.exp)
+    assert seen == [("read", False), ("gone", True)]
+    run(torch.compile(torch.exp, backend="aot_eager"))
+    assert seen == [("read", True), ("gone", True)]
+    assert not _torch.in_compiled_backward()
+
+
+def test_code_that_is_not_compiled_alone() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: Any, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @_torch.not_compiled_alone
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x.exp()).sin()
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.cos()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return outer(x) + 1
+
+    torch.compile(outer, backend=backend)(torch.ones(2))
+    assert [node.name for node in graphs[0].graph.nodes if node.op == "call_method"] == ["cos"]  # type: ignore[attr-defined]
+    torch.compile(around, backend=backend)(torch.ones(2))
+    assert [node.name for node in graphs[1].graph.nodes if node.op == "call_method"] == ["exp", "cos", "sin"]  # type: ignore[attr-defined]
 
 
 def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +485,7 @@ ON_A_DEVICE_OF_ONES_OWN = """
 import torch
 from torch.optim import optimizer
 from lowtide import _torch
+from lowtide.remat.seam import Front
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
 assert _torch.device_place() is None

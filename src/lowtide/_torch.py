@@ -9,10 +9,11 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import overrides
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,6 +24,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 # --- tensors and their memory ---------------------------------------------------------------------------------------
@@ -197,9 +200,33 @@ GLOBAL_FORWARD_HOOKS = (_module._global_forward_pre_hooks, _module._global_forwa
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile(module)` made it. 2.13."""
+    """Whether `torch.compile(module)` made it, or `module.compile()` compiled it where it stands. 2.13, since 2.2.
+
+    What stands in CALL before the compiled code has that, or the next in the row, in its attribute `before`.
+    """
+    front = module.__dict__.get(CALL)
+    while front is not None and not hasattr(front, "_torchdynamo_orig_callable"):
+        front = getattr(front, "before", None)
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported here: that takes a second
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return front is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+
+
+def not_compiled_alone(function: F) -> F:
+    """`function`, through which compiled code may go, but with which none begins. 2.13, since 2.7."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+@contextlib.contextmanager
+def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[None]:
+    """The innermost mode of torch functions is out of force in this block, if it is one of `kind`. 2.13, since 2.0."""
+    if isinstance(overrides._get_current_function_mode(), kind):  # type: ignore[no-untyped-call]
+        with overrides._pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +269,14 @@ def running_node() -> int:
     """The number (see `sequence_number`) of the node that backward runs in this thread; -1: none. 2.13, since 2.1."""
     node: Node | None = torch._C._current_autograd_node()
     return -1 if node is None else sequence_number(node)
+
+
+def in_compiled_backward() -> bool:
+    """Whether the node that backward runs in this thread is compiled code. Such a node clears what it saved when it has
+    read it, and holds the tensors itself, each for as long as it computes with it. 2.13, since 2.0.
+    """
+    node: Node | None = torch._C._current_autograd_node()
+    return node is not None and node.name() == "CompiledFunctionBackward"
 
 
 ENGINE = "_engine_run_backward"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowtide._torch import is_compiled
 from lowtide.planner.records import Fingerprint, Static
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ def in_words(tensors: Iterable[Tensor]) -> str:
 
 
 def model_signature(model: nn.Module) -> str:
-    """The model's class and a hash of its modules' paths and classes and its parameters' shapes and dtypes."""
+    """The model's class and a hash: paths and classes of its modules, which are compiled, its parameters' shapes."""
     lines = [f"{path} {type(module).__qualname__}" for path, module in model.named_modules()]
     lines += [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    lines += [f"{path} compiled" for path, module in model.named_modules() if is_compiled(module)]
     return f"{type(model).__name__} {hashlib.blake2b(chr(10).join(lines).encode(), digest_size=8).hexdigest()}"
 
 

@@ -251,6 +251,21 @@ def test_of_batches_of_many_sizes_the_largest_is_planned_for(
     assert "was given" not in done.err
 
 
+def test_a_script_that_compiles_its_blocks_trains_to_the_same_bits(
+    script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    compiled = "for part in model: part.compile(backend='aot_eager')\noptimizer = "
+    own = TRAIN.replace("optimizer = ", compiled, 1).replace("return nn.Sequential(", "return Block(")
+    train = script(
+        "import torch\nclass Block(torch.nn.Sequential):\n    def forward(self, x):\n        "
+        "for part in self: x = part(x)\n        return x\n" + own
+    )
+    done = run("run", "--budget", "75%", train)
+    assert (done.code, done.out) == (0, run_python(train).stdout)
+    assert "replayed {" in done.err
+    assert "within the budget" in done.err
+
+
 def test_a_script_that_ends_early_is_rehearsed_on_what_came_twice(script: Callable[[str], str], run: Run) -> None:
     done = run("rehearse", script(TRAIN), "--steps", "4", "--rows", "256", "200", "200", "100")
     assert done.code == 0

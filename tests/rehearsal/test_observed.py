@@ -135,13 +135,6 @@ def test_a_step_without_a_backward_is_passed_over():
     assert observed.profile is not None
 
 
-def test_a_part_that_is_compiled_in_place_is_refused_in_words():
-    case = build("gpt2")
-    case.model.transformer.h[0].mlp.compile(backend="eager")
-    with pytest.raises(lowtide.RehearsalError, match=r"transformer\.h\.0\.mlp is compiled"):
-        Observed(case.model).begin(case.batch)
-
-
 def test_a_step_that_raises_is_given_up():
     case = build("gpt2")
     observed = Observed(case.model)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 from unittest.mock import patch
 
+import torch
+
 from lowtide import _torch
 from lowtide.errors import StalePlan
 from lowtide.foresight.answers import Answers
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from lowtide.foresight.device.outcome import CardForesight
     from lowtide.memory.allocator.config import AllocatorConfig
     from lowtide.planner.records import Plan
+
+COMPILED = "compiled code (torch.compile) needs what it needs as it was written; it may keep other tensors for backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,7 @@ def foresee(
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
     with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept:
         names = Names(Engine(model, actions), ledger.mark)
-        with ledger, Questions(answers, ledger.adopt), transformers_unaware():
+        with ledger, Questions(answers, ledger.adopt), transformers_unaware(), as_written():
             adopt(ledger, everything)
             step(batch)
             trials.learn()
@@ -140,8 +144,23 @@ def foresee(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
         static=static,
         unknown=(*scratch.unknown, *scratch_unknown),
-        assumed=tuple(answers.notes),
+        assumed=(*compiled(model), *answers.notes),
     )
+
+
+def compiled(model: nn.Module) -> tuple[str, ...]:
+    """What is assumed if parts of the model are compiled."""
+    return (COMPILED,) if any(map(_torch.is_compiled, model.modules())) else ()
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Compiled code runs as it was written: the compiler ends the process on fake tensors of a mode around it."""
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
 
 
 def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Any:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import CALL, is_compiled
+from lowtide._torch import is_compiled
 from lowtide.errors import RehearsalError
-from lowtide.remat.seam import Front, Seam
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -100,20 +99,16 @@ def doubts(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
     return ()
 
 
-def check_uncompiled(model: torch.nn.Module, *, wrapped: bool = True) -> None:
-    """Refuse modules that `Module.compile` compiled, or, if `wrapped`, `torch.compile`: these decide what they keep.
-
-    Raises RehearsalError.
-    """
-    for path, module in model.named_modules():
-        front = module.__dict__.get(CALL)
-        if (wrapped and is_compiled(module)) or not (front is None or isinstance(front, Seam | Front)):
-            what = f"{path} is" if path else "the model is"
-            raise RehearsalError(
-                f"{what} compiled (torch.compile), and compiled code decides by itself what it keeps for backward. Fit "
-                "the model as it was before torch.compile, or give the compiled code a budget of its own: "
-                "torch._functorch.config.activation_memory_budget = 0.5."
-            )
+def check_uncompiled(model: torch.nn.Module) -> None:
+    """Refuse a model that is compiled as a whole. Raises RehearsalError."""
+    if is_compiled(model):
+        raise RehearsalError(
+            f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and compiled "
+            "code decides by itself what it keeps for backward.\n"
+            "  Compile its repeated blocks instead, each in its place, before this: `for block in model.layers: "
+            "block.compile()`. That takes less time to compile, and blocks can be planned for. Or give the compiled "
+            "code a budget of its own: torch._functorch.config.activation_memory_budget = 0.5."
+        )
 
 
 def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
@@ -133,5 +128,5 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
 
 
 def is_specialised(model: torch.nn.Module) -> bool:
-    """Whether parts of the model are TorchScript, which saves other tensors once it has seen what it is given."""
-    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    """Whether parts of the model are compiled, or TorchScript, which save other tensors once they have been run."""
+    return any(isinstance(module, torch.jit.ScriptModule) or is_compiled(module) for module in model.modules())

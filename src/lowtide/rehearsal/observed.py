@@ -18,7 +18,7 @@ from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_one_process, check_uncompiled, doubts
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_one_process, doubts
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.profile import assemble
@@ -72,7 +72,6 @@ class Observed:
             return
         check_one_device(self.model)
         check_one_process(self.model.modules(), on_trial=False)
-        check_uncompiled(self.model, wrapped=False)
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._sizes):
             self._sizes.clear()  # other parameters are trained since

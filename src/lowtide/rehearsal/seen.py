@@ -24,9 +24,11 @@ class Seen:
     reads: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Every one: event, slot, number of the backward pass, and of the node."""
     release: dict[int, int] = field(default_factory=dict)
-    """When the last that holds a slot lets go of it: its handle, or a graph that backward made."""
+    """When the last that holds a slot lets go of it: its handle, a graph that backward made, or compiled code."""
     given: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The block that a graph made by backward (`create_graph`) was given, by slot and pass: it may hold it."""
+    """By slot and pass the block that somebody was given who may hold it: a graph made by backward (`create_graph`), or
+    compiled code, which does until it has computed with it.
+    """
     enter: dict[int, int] = field(default_factory=dict)
     leave: dict[int, int] = field(default_factory=dict)
     born: dict[int, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide._torch import backward_number, running_node
+from lowtide._torch import backward_number, in_compiled_backward, running_node
 from lowtide.identity import in_words
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.addresses import nodes_at
@@ -60,9 +60,9 @@ class Trace:
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
     `alone` (addresses of what only the trace still holds), `states` (addresses of random numbers and the like that
     something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
-    number of the pass, address of the memory that a graph made by backward may hold), `noted` (call, address of the
-    memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`, `gradients`
-    (their addresses).
+    number of the pass, address of the memory that a graph made by backward, or compiled code, may hold), `noted` (call,
+    address of the memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`,
+    `gradients` (their addresses).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
@@ -145,7 +145,8 @@ class Trace:
         self.mark("read", (self._slots[handle], backward_number(), running_node()))
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
-        if torch.is_grad_enabled():  # the graph that backward makes holds it, whatever becomes of the handle
+        # A graph that backward makes, and compiled code, hold it whatever becomes of the handle.
+        if torch.is_grad_enabled() or in_compiled_backward():
             self.mark("given", (self._slots[handle], backward_number(), address(tensor)))
 
     def making(self, maker: Maker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,10 +113,19 @@ _BITS = {
 }
 
 
-def timed(run: Callable[[], T], flops: Flops, place: torch.device) -> tuple[T, float, int]:
-    """What `run` gives, the milliseconds that it takes and its FLOPs. Short runs are run twice: counting takes time."""
-    began, before = now_ms(place), flops.total
-    with flops:
+def timed(
+    run: Callable[[], T], flops: Flops, place: torch.device, *, eagerly: Callable[[], object] | None = None
+) -> tuple[T, float, int]:
+    """What `run` gives, the milliseconds that it takes and its FLOPs. Short runs are run twice: counting takes time.
+
+    Where it runs compiled code, in which no operators are seen, `eagerly` does the same work without.
+    """
+    before = flops.total
+    if eagerly is not None:
+        with torch.compiler.set_stance("force_eager"), flops:
+            eagerly()
+    began = now_ms(place)
+    with flops if eagerly is None else contextlib.nullcontext():
         result = run()
     took_ms, counted = now_ms(place) - began, flops.total - before
     if took_ms < SHORT_MS:
@@ -136,7 +146,8 @@ def advance(frame: Frame, returned: Any, flops: Flops, place: torch.device) -> t
         return None
     tensor, base, _, _ = found
     try:
-        made, took_ms, counted = timed(lambda: Advance(frame, frame.operands, tensor, base).forward(), flops, place)
+        forward = Advance(frame, frame.operands, tensor, base).forward
+        made, took_ms, counted = timed(forward, flops, place, eagerly=frame.eagerly)
     except CAN_GO_WRONG:
         return None
     return (tensor, took_ms, counted) if identical(made, base) else None

@@ -56,6 +56,7 @@ class Engine:
         """Whether a call that a backward of training may follow came by."""
         self.here = Here()
         self._seams: list[Seam] = []
+        self._has_compiled = False
         self._said: set[str] = set()
 
     @property
@@ -232,7 +233,7 @@ class Engine:
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         now = Pass(self, plan)
-        with saved_tensors_hooks(pack_into(now), unpack), self.now(now):
+        with saved_tensors_hooks(self.hook(pack_into(now)), unpack), self.now(now):
             try:
                 return now.call(seam, args, kwargs)
             finally:
@@ -256,8 +257,17 @@ class Engine:
                     f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
                 )
             front = front.before
+        inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
-            self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
+            if module not in inside:
+                self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
+                if self._seams[-1].is_compiled:  # what is called in there is no call any longer
+                    self._has_compiled = True
+                    inside.update(below for below in module.modules() if below is not module)
+
+    def hook(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """A pack hook as compiled code can call it, which would compile it too."""
+        return torch.compiler.disable(pack) if self._has_compiled else pack  # type: ignore[no-untyped-call]
 
     def displaced(self) -> Iterator[Seam]:
         """Seams in whose place somebody else has come since, as `Module.compile` does."""

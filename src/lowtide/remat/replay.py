@@ -15,6 +15,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,6 +184,11 @@ class Frame:
             self.seam.reach.holds = True
             return self._run(_Onward(self), operands)
 
+    @property
+    def eagerly(self) -> Callable[[], object] | None:
+        """Does the work of a compiled call without compiled code; None for other calls."""
+        return partial(self.forward_again, self.operands) if self.seam.is_compiled else None
+
     def _run(self, rerun: _Rerun | _Onward, operands: tuple[Handle, ...]) -> Any:
         seam = self.seam
         args, kwargs = self.arguments.again(operands)
@@ -190,7 +196,7 @@ class Frame:
             stack.enter_context(self.surroundings.again())
             stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
             stack.enter_context(seam.engine.now(rerun))
-            stack.enter_context(saved_tensors_hooks(rerun.pack, unpack_held))
+            stack.enter_context(saved_tensors_hooks(seam.engine.hook(rerun.pack), unpack_held))
             return seam.inner(*args, **kwargs)
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import CALL, call_module
+from lowtide._torch import CALL, call_module, is_compiled, without_function_mode
+from lowtide.remat.noting import Noting
 from lowtide.remat.surroundings import Reach
 
 if TYPE_CHECKING:
@@ -26,13 +27,26 @@ if TYPE_CHECKING:
 class Seam:
     """Stands in a module's CALL attribute: tells the engine that the module is being called."""
 
-    __slots__ = ("_reach", "_thread", "actions", "before", "engine", "inner", "installed", "module", "path", "replays")
+    __slots__ = (
+        "_reach",
+        "_thread",
+        "actions",
+        "before",
+        "engine",
+        "inner",
+        "installed",
+        "is_compiled",
+        "module",
+        "path",
+        "replays",
+    )  # fmt: skip
 
     def __init__(self, engine: Engine, module: nn.Module, path: str, actions: tuple[dict[int, Actions], ...]) -> None:
         self.engine, self.module, self.path, self.actions = engine, module, path, actions
         self.replays = any(action.replay or action.advance for of_plan in actions for action in of_plan.values())
         """Whether a plan replays or advances any call of the module."""
         self.installed = False
+        self.is_compiled = is_compiled(module)
         self._reach: Reach | None = None
         self._thread = threading.get_ident()
         self.install()
@@ -53,7 +67,8 @@ class Seam:
         while isinstance(first, Front):
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
-        self.inner: Callable[..., Any] = self.before or self.module._call_impl
+        own: Callable[..., Any] = first or self.module._call_impl
+        self.inner = past_notes(own) if self.is_compiled else own
         if last is None:
             self.module.__dict__[CALL] = self
         else:
@@ -127,6 +142,16 @@ class Front:
             if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in Seam
                 return call_module(caller, *args, **kwargs)
         return self.around(self.inner, args, kwargs)
+
+
+def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled code, run as it was compiled: for it a mode that takes notes would be another program."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_function_mode(Noting):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 def _pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:

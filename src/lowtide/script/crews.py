@@ -16,6 +16,7 @@ from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
+from lowtide.rehearsal.checks import check_uncompiled
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.observed import PATIENCE, Observed
 from lowtide.remat.given import no_larger, shapes_in
@@ -156,6 +157,7 @@ class Fitting:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         if self.plan is None:
+            check_uncompiled(model)
             self._rehearsing.begins(model, batch, optimizers)
             return
         self._rehearsing.take_out()

@@ -16,6 +16,7 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.rehearsing import OnCard
+from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
 from lowtide.identity import tensors_in
 from lowtide.script.running import Script
@@ -48,6 +49,8 @@ class Foreseeing:
         self._n_steps = 0
         self.answers: Answers | None = None
         """Since the first forward."""
+        self.compiles = False
+        """Whether the script compiles anything."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """From here on nothing is computed; or the second step begins."""
@@ -68,6 +71,8 @@ class Foreseeing:
         assert self._rehearsal is not None
         self._n_steps += 1
         if self._n_steps == 2:
+            if self.compiles:
+                self._rehearsal.answers.note(COMPILED)
             self._rehearsal.finish()
             rehearsal = self._rehearsal
             self.leaves()
@@ -95,7 +100,7 @@ def foresee_script(script: Script, card: Card, size: int | None = None) -> tuple
     Raises what a rehearsal raises, with the line of the script that was asked for too much.
     """
     crew = Foreseeing(card, size)
-    with _before(card), _nothing_saved(crew):
+    with _before(card, crew), _nothing_saved(crew):
         try:
             code = run_watched(script, crew)
         except LowtideError as error:
@@ -120,22 +125,23 @@ def _nothing_saved(crew: Foreseeing) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _before(card: Card) -> Iterator[None]:
+def _before(card: Card, crew: Foreseeing) -> Iterator[None]:
     """Before its first forward a script that asks for CUDA is told that there is one, and stays on the CPU.
 
     Nothing is compiled: what is rehearsed are the operators themselves.
     """
+
+    def compiles(model: Any = None, **options: Any) -> Any:
+        crew.compiles = True
+        return (lambda model: model) if model is None else model
+
     importlib.import_module("torch._dynamo")  # see `cuda_is_there`
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(torch, "compile", _as_it_is))
-        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: None))
+        stack.enter_context(patch.object(torch, "compile", compiles))
+        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
         if not torch.cuda.is_available():
             stack.enter_context(cuda_is_there(card, "cpu", None, None))
         yield
-
-
-def _as_it_is(model: Any = None, **options: Any) -> Any:
-    return (lambda model: model) if model is None else model
 
 
 def _in_variables(frame: FrameType | None) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import in_backward, is_fake
+from lowtide._torch import in_backward, is_fake, not_compiled_alone
 from lowtide.errors import LowtideError, RehearsalError
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ class Steps:
         self._plain_call = plain = nn.Module.__call__
         steps = self
 
+        @not_compiled_alone
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain(module, *args, **kwargs)
             return steps._call(plain, module, args, kwargs)
 
         self._hook = register_optimizer_step_post_hook(self._updates)

@@ -16,7 +16,7 @@ from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import Placed, belongings
 from lowtide.foresight.device.takes import Takes
-from lowtide.foresight.foreseeing import adopt, planned, static_of, transformers_unaware
+from lowtide.foresight.foreseeing import adopt, as_written, compiled, planned, static_of, transformers_unaware
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
@@ -92,6 +92,7 @@ class OnCard:
             stack.enter_context(self._ledger)
             stack.enter_context(Questions(self.answers, self._ledger.adopt))
             stack.enter_context(transformers_unaware())
+            stack.enter_context(as_written())
             stack.enter_context(self._running)
             adopt(self._ledger, at_entry)
             self._stack = stack.pop_all()
@@ -137,7 +138,7 @@ class OnCard:
             timeline=Timeline(stream, labels(stream, self._names)),
             static=self._static,
             unknown=(*self._ledger.unbounded.values(), *known_within(outcome.whole, bounds)),
-            assumed=(*_about(self._card), *self.answers.notes),
+            assumed=(*_about(self._card), *compiled(self._model), *self.answers.notes),
             card=self._card,
             whole=outcome.whole,
             bounds=bounds,

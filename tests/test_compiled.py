@@ -1,0 +1,186 @@
+"""Models whose blocks are compiled, each in its place: blocks are run again as they were compiled, to the same bits."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import lowtide
+from models import Case, same, state
+
+
+class Attends(nn.Module):
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Convolves(nn.Module):
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norms[1](self.other(F.relu(self.norms[0](self.one(x))))))
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """What other tests compiled counts for nothing here, and the other way round."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def inductor() -> None:
+    """Skips without a compiler of C++, in which inductor writes for processors."""
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        pytest.skip("inductor needs a compiler of C++, and there is none")
+
+
+def built(
+    kind: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    *,
+    backend: str = "aot_eager",
+    autocast: bool = False,
+    in_place: bool = True,
+) -> Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[kind() for _ in range(4)])
+    for name, block in list(model.named_children()):
+        if in_place:
+            block.compile(backend=backend)
+        else:
+            model.add_module(name, torch.compile(block, backend=backend))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def precision() -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+
+    def step(x: Tensor) -> Tensor:
+        with precision():
+            loss = (model(x).float() - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Case(model, torch.randn(shape), step, optimizer)  # type: ignore[arg-type]
+
+
+KINDS: dict[str, Callable[..., Case]] = {
+    "attention": lambda **how: built(Attends, (8, 64, 64), **how),
+    "batch norm": lambda **how: built(Convolves, (8, 16, 32, 32), **how),
+    "autocast": lambda **how: built(Attends, (8, 64, 64), autocast=True, **how),
+    "wrapped": lambda **how: built(Attends, (8, 64, 64), in_place=False, **how),
+}
+
+
+def train(case: Case, *sizes: int) -> None:
+    torch.manual_seed(7)
+    for size in sizes:
+        case.step(case.batch[:size])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_compiled_blocks_are_run_again_to_the_same_bits(name: str) -> None:
+    plain, planned = KINDS[name](), KINDS[name]()
+    profile = lowtide.rehearse(planned.model, planned.step, planned.batch)
+    assert [(call.refused, call.flops > 0) for call in profile.calls[1:]] == 4 * [(None, True)]
+    with lowtide.fit(planned.model, planned.step, planned.batch, budget="60%", profile=profile) as fitted:
+        assert fitted.plan.replay
+        assert fitted.verdict.identical
+        assert fitted.verdict.measured_peak_bytes <= fitted.plan.budget_bytes
+        assert fitted.verdict.predicted_peak_bytes == pytest.approx(fitted.verdict.measured_peak_bytes, rel=0.01)
+        train(planned, 8, 8, 8)
+        assert not fitted.applied.drifted
+    train(plain, 8, 8, 8)
+    assert same(state(plain), state(planned))
+
+
+def test_what_inductor_makes_is_planned_for_too(inductor: None) -> None:
+    plain, planned = (KINDS["attention"](backend="inductor") for _ in range(2))
+    with lowtide.fit(planned.model, planned.step, planned.batch, budget="65%") as fitted:
+        assert fitted.plan.replay
+        assert fitted.verdict.identical
+        train(planned, 8, 8)
+    train(plain, 8, 8)
+    assert same(state(plain), state(planned))
+
+
+def test_nothing_is_compiled_because_of_a_plan() -> None:
+    case = KINDS["attention"]()
+    train(case, 8)
+    before = counters["stats"]["unique_graphs"]
+    with lowtide.fit(case.model, case.step, case.batch, budget="60%"):
+        train(case, 8, 8)
+    train(case, 8)
+    assert before > 0
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_batches_of_other_sizes_which_are_compiled_anew_have_the_same_bits() -> None:
+    plain, planned = KINDS["attention"](), KINDS["attention"]()
+    with lowtide.fit(planned.model, planned.step, planned.batch, budget="60%"):
+        train(planned, 8, 6, 5, 8)
+    train(plain, 8, 6, 5, 8)
+    assert same(state(plain), state(planned))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_is_compiled_as_a_whole_is_refused_with_what_to_do(in_place: bool) -> None:
+    model: Any = nn.Sequential(Attends(), Attends())
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(lowtide.RehearsalError, match=r"Sequential is compiled as a whole .*\n.*block.compile\(\)"):
+        lowtide.fit(model, lambda x: model(x).sum().backward(), torch.randn(2, 8, 64), budget="60%")
+
+
+def test_a_plan_for_the_model_as_it_was_before_it_was_compiled_is_refused() -> None:
+    case = KINDS["attention"]()
+    for block in case.model.children():
+        del block.__dict__["_compiled_call_impl"]
+    profile = lowtide.rehearse(case.model, case.step, case.batch)
+    plan = lowtide.plan(profile, "60%")
+    case.model[1].compile(backend="aot_eager")
+    with pytest.raises(lowtide.StalePlan, match="model: made for Sequential"):
+        lowtide.apply(case.model, plan)
+
+
+@pytest.mark.parametrize("card", [None, "cuda:24GiB"])
+@pytest.mark.parametrize("part", ["a block", "the whole"])
+def test_compiled_code_is_foreseen_as_it_was_written_and_that_is_said(part: str, card: str | None) -> None:
+    model: Any = nn.Sequential(Attends(), Attends())
+    how = {} if card is None else {"device": card}
+
+    def foreseen() -> Any:
+        return lowtide.foresee(model, lambda x: model(x).sum().backward(), torch.randn(2, 8, 64), **how)  # type: ignore[call-overload]
+
+    plain = foreseen()
+    if part == "a block":
+        model[0].compile(backend="aot_eager")
+    else:
+        model = torch.compile(model, backend="aot_eager")
+    found = foreseen()
+    assert found.peak_bytes == plain.peak_bytes
+    assert any("compiled code (torch.compile) needs what it needs as it was written" in line for line in found.assumed)
+    model(torch.randn(2, 8, 64)).sum().backward()
