@@ -136,6 +136,51 @@ def test_nothing_is_compiled_because_of_a_plan() -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
+class Inside(nn.Module):
+    """A block that calls compiled code: a part of it, and a function."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.attends = Attends(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.activate = torch.compile(lambda x: F.gelu(x).square(), backend="aot_eager")
+        self.attends.compile(backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activate(self.up(self.attends(x))))
+
+
+def test_compiled_code_inside_of_what_is_replayed_stays_compiled() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*[Inside() for _ in range(3)]), torch.randn(8, 64, 64)
+
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    with lowtide.fit(model, step, batch, budget="60%") as fitted:
+        assert fitted.verdict.identical
+        assert fitted.plan.replay
+        assert [(call.refused, call.flops > 0) for call in fitted.profile.calls if call.cls == "Inside"] == 3 * [
+            (None, True)
+        ]
+    for part in model:
+        assert isinstance(part, Inside)
+        found = (part.attends(batch).grad_fn, part.activate(part.up(batch)).grad_fn)
+        assert [node.name() for node in found if node is not None] == 2 * ["CompiledFunctionBackward"]
+
+
+def test_code_that_only_runs_compiled_is_replayed_and_its_flops_are_none() -> None:
+    class Only(Attends):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                raise RuntimeError("out of memory")
+            return super().forward(x)
+
+    case = built(Only, (8, 64, 64))
+    profile = lowtide.rehearse(case.model, case.step, case.batch)
+    assert [(call.refused, call.flops) for call in profile.calls[1:]] == 4 * [(None, 0)]
+
+
 def test_batches_of_other_sizes_which_are_compiled_anew_have_the_same_bits() -> None:
     plain, planned = KINDS["attention"](), KINDS["attention"]()
     with lowtide.fit(planned.model, planned.step, planned.batch, budget="60%"):

@@ -171,9 +171,35 @@ def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_un
     step(larger)
 
 
+def test_training_in_eval_mode_under_a_plan_is_said() -> None:
+    case = build("gpt2")
+    with lowtide.fit(case.model, case.step, case.batch, budget="70%"):
+        case.step(case.batch)
+        case.model.eval()
+        for _ in range(2):
+            case.step(case.batch)
+        with pytest.warns(UserWarning, match=r"GPT2LMHeadModel is trained in eval mode, where a plan does nothing"):
+            case.step(case.batch)
+
+
+@pytest.mark.filterwarnings("error:.*past the plan")
+def test_several_optimizers_and_gradients_from_before_the_plan_are_no_reason_to_say_so() -> None:
+    case = build("gpt2")
+    model, parameters = case.model, [*case.model.parameters()]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[::2], parameters[1::2])]
+    with lowtide.fit(model, case.step, case.batch, budget="70%") as fitted:
+        plan = fitted.plan
+    model(**case.batch).loss.backward()
+    with lowtide.apply(model, plan):
+        for _ in range(4):
+            for optimizer in (*optimizers, optimizers[0]):
+                optimizer.step()
+            model(**case.batch).loss.backward()
+
+
 @pytest.mark.parametrize(
     ("part", "says"),
-    [(None, "GPT2LMHeadModel was trained past the plan"), ("transformer.h.1", r"transformer.h.1 \(GPT2Block\) was")],
+    [(None, "GPT2LMHeadModel is trained past the plan"), ("transformer.h.1", r"transformer.h.1 \(GPT2Block\) is")],
 )
 def test_what_is_compiled_under_a_plan_is_said_once(part: str | None, says: str) -> None:
     case = build("gpt2")
@@ -192,6 +218,8 @@ def test_what_is_compiled_under_a_plan_is_said_once(part: str | None, says: str)
             called = model
             model.get_submodule(part).compile(backend="eager")
         optimizer.step()  # nothing has a gradient: that was no training
+        for _ in range(2 if part is None else 0):  # which may use gradients from before
+            step(called)
         with pytest.warns(UserWarning, match=f"{says}.* compiled code"):
             step(called)
         with warnings.catch_warnings():

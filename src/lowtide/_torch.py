@@ -211,6 +211,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return front is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
+def anything_compiled() -> bool:
+    """Whether torch.compile has compiled any code in this process. 2.13, since 2.1."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+
+
 def not_compiled_alone(function: F) -> F:
     """`function`, through which compiled code may go, but with which none begins. 2.13, since 2.7."""
     frames = torch._C._dynamo.eval_frame

@@ -37,11 +37,17 @@ def in_words(tensors: Iterable[Tensor]) -> str:
 
 
 def model_signature(model: nn.Module) -> str:
-    """The model's class and a hash: paths and classes of its modules, which are compiled, its parameters' shapes."""
+    """The model's class, a hash, and how many modules are compiled.
+
+    The hash is of the modules' paths and classes, of which of them are compiled, and of the parameters' names, shapes,
+    dtypes and whether they are trained.
+    """
+    compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     lines = [f"{path} {type(module).__qualname__}" for path, module in model.named_modules()]
     lines += [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
-    lines += [f"{path} compiled" for path, module in model.named_modules() if is_compiled(module)]
-    return f"{type(model).__name__} {hashlib.blake2b(chr(10).join(lines).encode(), digest_size=8).hexdigest()}"
+    lines += [f"{path} compiled" for path in compiled]
+    digest = hashlib.blake2b(chr(10).join(lines).encode(), digest_size=8).hexdigest()
+    return f"{type(model).__name__} {digest}" + (f" ({len(compiled)} compiled)" if compiled else "")
 
 
 def device_of(model: nn.Module) -> str:

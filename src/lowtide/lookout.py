@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -50,26 +51,45 @@ def lookout(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Front:
     return front
 
 
+LOOKS = 6
+"""Updates of a model by which it is seen how it is trained."""
+
+
+UNSEEN = 3
+"""Steps of one optimizer without a call that comes by, after which that is said."""
+
+
 def passed_by(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
     """Says once if the model is trained, and its calls do not come by the seams of the plan, or not all of them do."""
     reference = weakref.ref(engine)  # optimizers of the whole process will hold what looks at it
-    looks = True
+    looks = LOOKS
+    known: dict[int, int] = {}
+    """By optimizer, the calls that had come by when it stepped last."""
+    unseen: Counter[int] = Counter()
+    """And its steps in a row before which none came by. A few may use gradients from before the plan."""
 
     def updated(optimizer: Optimizer, *_: Any) -> None:
         nonlocal looks
-        engine = reference()
+        engine, key = reference(), id(optimizer)
         if engine is None or not looks:
             return
         trained = {id(p) for p in engine.model.parameters() if p.grad is not None}
-        if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
-            looks = False
-            lost = [str(seam) for seam in engine.displaced()]
-            if not engine.reached or lost:
-                say(
-                    f"{lost[0] if engine.reached else type(engine.model).__name__} was trained past the plan that is "
-                    "in force on it: compiled code (torch.compile) or a copy ran in its place, which decides by itself "
-                    "what it keeps. The peak may be above the budget. Compiled code has a budget of its own: "
-                    "torch._functorch.config.activation_memory_budget = 0.5."
-                )
+        if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+            return
+        looks -= 1
+        unseen[key] = unseen[key] + 1 if engine.n_runs == known.get(key, 0) else 0
+        known[key] = engine.n_runs
+        model, lost = type(engine.model).__name__, next(engine.displaced(), None)
+        if lost is None and unseen[key] < UNSEEN:
+            return
+        looks = 0
+        if lost is None and engine.n_runs_in_eval_mode:
+            say(f"{model} is trained in eval mode, where a plan does nothing: call model.train() before.")
+        else:
+            say(
+                f"{lost or model} is trained past the plan that is in force on it: compiled code (torch.compile) or a "
+                "copy runs in its place, which decides by itself what it keeps. The peak may be above the budget. "
+                "Compile blocks in their place before they are planned for (block.compile())."
+            )
 
     return register_optimizer_step_post_hook(updated)

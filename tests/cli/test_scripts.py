@@ -251,6 +251,18 @@ def test_of_batches_of_many_sizes_the_largest_is_planned_for(
     assert "was given" not in done.err
 
 
+def test_a_plan_that_was_not_measured_is_saved_and_that_is_said(
+    script: Callable[[str], str], run: Run, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "plan.json")
+    rows = ("256", "256", *["128"] * 24)
+    done = run("run", "--budget", "90%", "--save", saved, script(TRAIN), "--steps", "24", "--rows", *rows)
+    assert done.code == 0
+    assert "no batch of the planned size came in 20 steps: the plan's peak was not measured" in done.err
+    assert "within the budget" not in done.err
+    assert Plan.from_json(saved).remake
+
+
 def test_a_script_that_compiles_its_blocks_trains_to_the_same_bits(
     script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:

@@ -144,6 +144,30 @@ def test_what_a_custom_function_holds() -> None:
     assert {kept.name for kept in graph(y).nodes[-1].kept} == {"ctx.mask"}
 
 
+def test_gradients_that_can_not_be_differentiated_again_are_one_graph() -> None:
+    """Their nodes have no number in the order of forward."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            return inputs[0] + inputs[1]
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return 2 * grad, 3 * grad
+
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    gradients = []
+    for _ in range(2):
+        (scale,) = (torch.ones((), requires_grad=True),)
+        gradients += torch.autograd.grad((Once.apply(x, y) * scale).sum(), (x, y), create_graph=True)
+    assert {gradient.grad_fn.name() for gradient in gradients if gradient.grad_fn is not None} == {
+        "torch::autograd::Error"
+    }
+    assert {node.name for node in graph(gradients).nodes} >= {"torch::autograd::Error"}
+
+
 def test_several_results_are_one_graph() -> None:
     x = torch.ones(4, requires_grad=True)
     h = x.exp()

@@ -102,6 +102,7 @@ def test_the_largest_batch_is_not_waited_for_without_end(monkeypatch: pytest.Mon
     see(case, observed, 4, 1, 1, 2, 2)
     assert observed.profile is not None
     assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
+    assert "a larger batch came, [4, 64] int64, [4, 64] int64, but not often" in observed.profile.notes[-1]
 
 
 def test_when_no_step_comes_any_more_the_largest_that_came_often_enough_has_to_do() -> None:
@@ -118,6 +119,34 @@ def test_when_no_step_comes_any_more_the_largest_that_came_often_enough_has_to_d
     observed.finish()
     assert observed.profile is not None
     assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
+
+
+def test_steps_that_begin_alike_and_go_on_with_other_batches_are_not_taken_for_one() -> None:
+    case = build("gpt2")
+    observed = Observed(case.model)
+    hook = register_optimizer_step_post_hook(lambda *_: observed.end())
+    for sizes in ((2, 4), (2, 1), (2, 4)):
+        observed.begin({name: tensor[:2] for name, tensor in case.batch.items()}, [case.optimizer])
+        for size in sizes:
+            case.model(**{name: tensor[:size] for name, tensor in case.batch.items()}).loss.backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+    hook.remove()
+    observed.leave()
+    assert [
+        why.startswith("it called the model with [2, 64] int64, [2, 64] int64 and [1,") for why in observed.why
+    ] == [True]
+    assert observed.profile is not None
+    assert observed.profile.given == ("[2, 64] int64, [2, 64] int64", "[4, 64] int64, [4, 64] int64")
+
+
+def test_without_a_plain_step_that_was_asked_for_the_profile_says_so() -> None:
+    case = build("gpt2")
+    observed = Observed(case.model, plain=True)
+    see(case, observed, 4, 4)
+    observed.finish()
+    assert observed.profile is not None
+    assert observed.profile.notes == ("no plain step was run: its peak is predicted",)
 
 
 def test_a_step_without_a_backward_is_passed_over():

@@ -364,11 +364,6 @@ def test_what_can_not_be_rehearsed_is_refused_in_words():
     assert "under no_grad" in _refused(model, torch.no_grad()(lambda batch: model(batch).sum()), batch)
     assert "function of the batch" in _refused(model, 3, batch)
     assert "torch.nn.Module" in _refused(lambda batch: batch, _step_of(model), batch)
-    compiled = nn.Sequential(torch.compile(nn.Linear(64, 64), backend="eager"), nn.Tanh())
-    assert "0 is compiled" in _refused(compiled, _step_of(compiled), batch)
-    in_place = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-    in_place[1].compile(backend="eager")
-    assert "1 is compiled" in _refused(in_place, _step_of(in_place), batch)
     frozen = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
     assert "requires a gradient" in _refused(frozen, _step_of(frozen), batch)
 

@@ -47,7 +47,7 @@ class Walk:
     def _find(self) -> dict[Function, int]:
         """All functions behind the roots, those that gather a leaf's gradient included, in order of discovery."""
         pending = [root.grad_fn for root in self._roots if root.grad_fn is not None]
-        found = dict.fromkeys(pending, 0)
+        found = {function: number for number, function in enumerate(dict.fromkeys(pending))}
         while pending:
             for upstream, _ in pending.pop().next_functions:
                 if upstream is not None and upstream not in found:

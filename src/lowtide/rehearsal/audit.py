@@ -132,7 +132,7 @@ class Audit(Remakes):
         brought_back = [n for n in packed if not self.values[self.slots[n].value].is_seed]
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in brought_back}
         try:
-            found, call.cost_ms, call.flops = timed(frame.catch, self._flops, self._place, eagerly=frame.eagerly)
+            found, call.cost_ms, call.flops = timed(frame.catch, self._flops, self._place, frame.forward_again)
         except CAN_GO_WRONG as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
         for place, tensor in found.items():

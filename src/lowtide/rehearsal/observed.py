@@ -96,23 +96,41 @@ class Observed:
         took_ms = watch.end()
         try:
             if watch.audit is not None:
-                self._sizes[watch.size] = _Size(watch.audit, watch.recorder)
+                self._sizes[watch.size] = _Size(watch.size, watch.audit, watch.recorder)
             elif watch.trace is not None:
-                self._sizes[watch.size].trace(watch)
+                self._trace(watch, watch.trace)
             else:
                 peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
                 self._sizes[watch.size].plain = peak_bytes, took_ms
         except _Unusable as why:
             self.why.append(str(why))
-            self._sizes.pop(watch.size, None)
             return
         self.n_steps += 1
-        self._settle(0 if self.n_steps >= PATIENCE else max(map(_elements, self._sizes)))
+        self._settle(may_wait=self.n_steps < PATIENCE)
+
+    def _trace(self, watch: _Watch, trace: Trace) -> None:
+        """A step was traced. Raises _Unusable, and lets go of the audit of that size unless it was of more."""
+        size = self._sizes[watch.size]
+        if trace.inputs != size.audit.inputs:
+            if _n_elements(trace.inputs) > _n_elements(size.audit.inputs):
+                del self._sizes[watch.size]
+            raise _Unusable(
+                f"it called the model with {_in_words(trace.inputs)}, and another step that began with the same batch "
+                f"with {_in_words(size.audit.inputs)}"
+            )
+        if trace.packs != len(size.audit.slots):
+            del self._sizes[watch.size]
+            raise _Unusable(
+                f"it saved {trace.packs} tensors, and another step on a batch of the same size, {watch.size.batch}, "
+                f"saved {len(size.audit.slots)}"
+            )
+        assert watch.engine is not None
+        size.traced = watch, trace.kept, watch.engine.decisions
 
     def finish(self) -> None:
         """No step will come any more: the profile is of the largest size that came often enough, if any did."""
         if self.profile is None:
-            self._settle(0)
+            self._settle(may_wait=False)
 
     def leave(self) -> None:
         """Take everything out of the model; a step that has not ended is given up. Not for hooks of the optimizer."""
@@ -121,12 +139,15 @@ class Observed:
             watch.end()
             watch.leave.close()
 
-    def _settle(self, least: int) -> None:
-        """The profile is of the largest size of which all is known, if that has `least` elements."""
-        known = [size for size, seen in self._sizes.items() if seen.traced and (seen.plain or not self._plain)]
-        largest = max(known, key=_elements, default=None)
-        if largest is not None and _elements(largest) >= least:
-            self.profile = self._sizes[largest].profile(self.model, largest)
+    def _settle(self, *, may_wait: bool) -> None:
+        """The profile is of the largest size of which all is known, if there is none that is worth waiting for."""
+        traced = [size for size in self._sizes.values() if size.traced is not None]
+        known = [size for size in traced if size.plain is not None or not self._plain]
+        if known or not may_wait:
+            largest = max(self._sizes.values(), key=_Size.saved_bytes, default=None)
+            best = max(known or traced, key=_Size.saved_bytes, default=None)
+            if best is not None and largest is not None and (best is largest or not may_wait):
+                self.profile = best.profile(self.model, largest)
 
 
 class _Unusable(Exception):
@@ -134,9 +155,10 @@ class _Unusable(Exception):
 
 
 class _Size:
-    """What is known of the steps on batches of one size. Raises _Unusable and RehearsalError."""
+    """What is known of the steps on batches of one size."""
 
-    def __init__(self, audit: Audit, recorder: Recorder) -> None:
+    def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
+        """Raises _Unusable and RehearsalError."""
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
         if not audit.slots:
@@ -144,28 +166,24 @@ class _Size:
         if not audit.reads:
             raise _Unusable("no backward ran through the model")
         audit.settle(recorder.stream)
-        self.audit = audit
+        self.fingerprint, self.audit = fingerprint, audit
         self.traced: tuple[_Watch, set[int], Decisions] | None = None
         """The step, the slots that were kept in it, and what was decided about all others."""
         self.plain: tuple[int, float] | None = None
         """Peak in bytes and milliseconds of a step without any plan."""
 
-    def trace(self, watch: _Watch) -> None:
-        """A step was traced. Raises _Unusable."""
-        assert watch.trace is not None
-        assert watch.engine is not None
-        if watch.trace.packs != len(self.audit.slots):
-            raise _Unusable(
-                f"it saved {watch.trace.packs} tensors, and another step on a batch of the same size, "
-                f"{watch.size.batch}, saved {len(self.audit.slots)}"
-            )
-        self.traced = watch, watch.trace.kept, watch.engine.decisions
+    def saved_bytes(self) -> int:
+        """How large it is."""
+        return sum(self.audit.values[index].bytes for index in {slot.value for slot in self.audit.slots})
 
-    def profile(self, model: nn.Module, fingerprint: Fingerprint) -> Profile:
-        """The profile of its steps; once."""
+    def profile(self, model: nn.Module, largest: _Size) -> Profile:
+        """The profile of its steps; once. `largest` is the largest size there was."""
         assert self.traced is not None
         watch, kept, decisions = self.traced
         peak_bytes, step_ms = self.plain or (None, 0.0)
+        notes = [NOT_RUN] if peak_bytes is None else []
+        if largest is not self:
+            notes.append(f"a larger batch came, {largest.fingerprint.batch}, but not often enough to be rehearsed")
         return assemble(
             values=self.audit.values,
             slots=self.audit.slots,
@@ -173,18 +191,22 @@ class _Size:
             kept=kept,
             replayed=decisions.replay,
             stream=watch.recorder.stream,
-            fingerprint=fingerprint,
+            fingerprint=self.fingerprint,
             static=watch.seen_static,
             step_ms=step_ms,
             measured_plain_peak_bytes=peak_bytes,
             given=self.audit.inputs,
             offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-            notes=(*doubts(model, place_of(model)), *([NOT_RUN] if peak_bytes is None else [])),
+            notes=(*doubts(model, place_of(model)), *notes),
         )
 
 
-def _elements(size: Fingerprint) -> int:
-    return elements(shapes_in(size.batch))
+def _n_elements(inputs: list[list[str]]) -> int:
+    return sum(elements(shapes_in(words)) for call in inputs for words in call)
+
+
+def _in_words(inputs: list[list[str]]) -> str:
+    return " and ".join(", ".join(call) for call in inputs)
 
 
 class _OwnTrace(Trace):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from lowtide._clock import now_ms
+from lowtide._torch import anything_compiled
 from lowtide.rehearsal.drafts import ValueDraft
 from lowtide.remat.advance import Advance, result_node
 from lowtide.remat.replay import Frame, ReplayMismatch
@@ -114,20 +115,23 @@ _BITS = {
 
 
 def timed(
-    run: Callable[[], T], flops: Flops, place: torch.device, *, eagerly: Callable[[], object] | None = None
+    run: Callable[[], T], flops: Flops, place: torch.device, eagerly: Callable[[], object]
 ) -> tuple[T, float, int]:
     """What `run` gives, the milliseconds that it takes and its FLOPs. Short runs are run twice: counting takes time.
 
-    Where it runs compiled code, in which no operators are seen, `eagerly` does the same work without.
+    In compiled code no operators are seen, and a mode around it would have the compiler give it up for good. So where
+    there may be any, FLOPs are counted in a run of their own: `eagerly`, which does the same work, without compiled
+    code. Where that can't be run the work counts as none.
     """
-    before = flops.total
-    if eagerly is not None:
-        with torch.compiler.set_stance("force_eager"), flops:
-            eagerly()
+    before, compiled = flops.total, anything_compiled()
     began = now_ms(place)
-    with flops if eagerly is None else contextlib.nullcontext():
+    with contextlib.nullcontext() if compiled else flops:
         result = run()
-    took_ms, counted = now_ms(place) - began, flops.total - before
+    took_ms = now_ms(place) - began
+    if compiled:
+        with contextlib.suppress(*CAN_GO_WRONG), torch.compiler.set_stance("force_eager"), flops:
+            eagerly()
+    counted = flops.total - before
     if took_ms < SHORT_MS:
         del result
         began = now_ms(place)
@@ -147,7 +151,7 @@ def advance(frame: Frame, returned: Any, flops: Flops, place: torch.device) -> t
     tensor, base, _, _ = found
     try:
         forward = Advance(frame, frame.operands, tensor, base).forward
-        made, took_ms, counted = timed(forward, flops, place, eagerly=frame.eagerly)
+        made, took_ms, counted = timed(forward, flops, place, frame.forward_again)
     except CAN_GO_WRONG:
         return None
     return (tensor, took_ms, counted) if identical(made, base) else None

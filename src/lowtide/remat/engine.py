@@ -52,8 +52,10 @@ class Engine:
         """Addresses where the plan expected something else."""
         self.mixed: frozenset[str] = frozenset()
         """Addresses where it expects that something else is saved now and then, and kept."""
-        self.reached = False
-        """Whether a call that a backward of training may follow came by."""
+        self.n_runs = 0
+        """Calls from outside that came by and that a backward of training may follow."""
+        self.n_runs_in_eval_mode = 0
+        """And those to which nothing was done, as the model was in eval mode."""
         self.here = Here()
         self._seams: list[Seam] = []
         self._has_compiled = False
@@ -210,9 +212,12 @@ class Engine:
 
     def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
-        if not torch.is_grad_enabled() or not self.model.training or in_backward():
+        if not torch.is_grad_enabled() or in_backward():
             return seam.inner(*args, **kwargs)  # inside of backward: what somebody else checkpointed is recomputed
-        self.reached = True
+        if not self.model.training:
+            self.n_runs_in_eval_mode += 1
+            return seam.inner(*args, **kwargs)
+        self.n_runs += 1
         if in_function_transform():
             raise LowtideError(
                 f"{seam} is called inside of a transform of torch.func (grad, vmap, ...), which does not go with the "

@@ -15,7 +15,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,18 +175,14 @@ class Frame:
             self._run(rerun, self.operands)
         return rerun
 
-    def forward_again(self, operands: tuple[Handle, ...]) -> Any:
-        """What the call returns when it is run again, through claims of the caller's own on its arguments."""
+    def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
+        """What the call returns when it is run again, through claims on its arguments: the caller's own if given."""
+        operands = self.operands if operands is None else operands
         try:
             return self._run(_Onward(self), operands)
         except _MustHold:
             self.seam.reach.holds = True
             return self._run(_Onward(self), operands)
-
-    @property
-    def eagerly(self) -> Callable[[], object] | None:
-        """Does the work of a compiled call without compiled code; None for other calls."""
-        return partial(self.forward_again, self.operands) if self.seam.is_compiled else None
 
     def _run(self, rerun: _Rerun | _Onward, operands: tuple[Handle, ...]) -> Any:
         seam = self.seam

@@ -63,7 +63,8 @@ class Rehearsing:
         self._observed: Observed | None = None
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Look at this step."""
+        """Look at this step. Raises RehearsalError for a model that can't be planned for."""
+        check_uncompiled(model)
         if self._observed is None:
             self._observed = Observed(model, plain=self._plain)
         if self._on is None:
@@ -88,19 +89,26 @@ class Rehearsing:
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one."""
-        self.take_out()
+        self.leaves()
         self._observed = None
 
     def passes_over(self) -> None:
         """Nothing: another model was not asked for."""
 
-    def leaves(self) -> None:
-        """Take everything out. The largest size that came often enough is what was rehearsed, if none did before."""
+    def finish(self) -> None:
+        """The largest size that came often enough is what was rehearsed, if none was before."""
         if self._observed is not None and not self.done:
             self._observed.finish()
             if self._observed.profile is not None:
                 self._finish(self._observed.profile)
-        self.take_out()
+
+    def leaves(self) -> None:
+        """Take everything out."""
+        if self._observed is not None:
+            self._observed.leave()
+        if self._on is not None:
+            self._on.remove()
+            self._on = None
 
     def _finish(self, profile: Profile) -> None:
         assert self._on is not None
@@ -114,14 +122,6 @@ class Rehearsing:
     def n_sizes(self) -> int:
         """How many sizes of batches there were."""
         return 0 if self._observed is None else self._observed.n_sizes
-
-    def take_out(self) -> None:
-        """Leave the model as it was."""
-        if self._observed is not None:
-            self._observed.leave()
-        if self._on is not None:
-            self._on.remove()
-            self._on = None
 
 
 def _put_on(model: nn.Module, levers: tuple[Pulled, ...]) -> PulledOn:
@@ -138,7 +138,7 @@ class Fitting:
         self.done = False
         self.plan: Plan | None = None
         self.when_kept: Callable[[Plan], object] = lambda plan: None
-        """Called with the plan whose measured peak is within the budget."""
+        """Called with the plan that stays in force: its peak is within the budget, or there was none to measure."""
         self._budget, self._say = budget, say
         self._rehearsing = Rehearsing(stop=False, levers=levers)
         self._applied: Applied | None = None
@@ -157,10 +157,9 @@ class Fitting:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         if self.plan is None:
-            check_uncompiled(model)
             self._rehearsing.begins(model, batch, optimizers)
             return
-        self._rehearsing.take_out()
+        self._rehearsing.leaves()
         if self._applied is None or self._applied.plan is not self.plan:
             self._put_in_force(model, self.plan)
         if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
@@ -170,6 +169,8 @@ class Fitting:
         else:
             self._passed_over += 1
             if self._passed_over == PATIENCE:
+                self._say(f"no batch of the planned size came in {PATIENCE} steps: the plan's peak was not measured")
+                self.when_kept(self.plan)
                 self._finish()
 
     def ends(self, model: nn.Module) -> None:
@@ -194,13 +195,16 @@ class Fitting:
         """That model is not the one."""
         self._rehearsing.gives_up(model)
 
+    def finish(self) -> None:
+        """Nothing: what is in force stays so."""
+
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""
         self._say(PASSED_OVER)
 
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""
-        self._rehearsing.take_out()
+        self._rehearsing.leaves()
         if self._open is not None:
             self._open[3].close()
 
@@ -266,6 +270,9 @@ class Applying:
                 f"(budget {format_bytes(self._plan.budget_bytes)})"
             )
             self.done = True
+
+    def finish(self) -> None:
+        """Nothing: what is in force stays so."""
 
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""

@@ -87,6 +87,9 @@ class Foreseeing:
     def passes_over(self) -> None:
         """Nothing: by then the script has ended."""
 
+    def finish(self) -> None:
+        """Nothing: two steps are needed."""
+
     def leaves(self) -> None:
         """Put everything back."""
         if self._rehearsal is not None:

@@ -60,6 +60,9 @@ class Crew(Protocol):
     def passes_over(self) -> None:
         """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
 
+    def finish(self) -> None:
+        """The script has ended, and nothing failed: make do with what there is."""
+
     def leaves(self) -> None:
         """The watch is over: take everything out that is in force for a step only."""
 

@@ -17,6 +17,8 @@ def run_watched(script: Script, crew: Crew) -> int:
     code = 0
     with Steps(crew) as steps, contextlib.suppress(Enough):
         code = script.run()
+        if code == 0 and steps.failed is None:
+            crew.finish()
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
     if code == 0 and not crew.done:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide._removable import Removable
+from lowtide.lookout import passed_by
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 from lowtide.remat.given import Shapes, shapes_of, within
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from lowtide.remat.seam import Seam
     from lowtide.shapes.buckets import Bucket
@@ -59,8 +61,10 @@ class Switched(Removable):
 
     def __init__(self, engine: Switching) -> None:
         self._engine = engine
+        self._passed_by: RemovableHandle | None = None
         if any(engine.tables):
             engine.install()
+            self._passed_by = passed_by(engine, engine.say)
 
     @property
     def drifted(self) -> frozenset[str]:
@@ -70,3 +74,5 @@ class Switched(Removable):
     def remove(self) -> None:
         """Give the model back as it was. May be called again."""
         self._engine.remove()
+        if self._passed_by is not None:
+            self._passed_by.remove()

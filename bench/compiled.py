@@ -1,0 +1,154 @@
+"""Lowtide on models whose blocks are compiled, beside the other ways to hold less there: exact bytes, times, bits.
+
+    python bench/compiled.py                   # some 6 minutes on two cores; writes docs/compiled.md
+    python bench/compiled.py --models llama    # prints the rows of this model alone
+
+Each repeated block is compiled in place by inductor. Peaks are the CPU allocator's; times are of steps that take turns
+with the plain one. A way's bits are compared with those of the plain step of the same compiled blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from contest import allocator
+from contest.models import Contestant, contestant
+from contest.step import Bits, Steps
+from contest.turns import take_turns
+from contest.ways import blocks, every_nth_block
+from torch._functorch import config as functorch_config
+
+import lowtide
+from lowtide.identity import static_bytes
+from lowtide.report.text import decisions
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "compiled.md"
+MODELS = ("gpt2", "gpt2-dropout", "llama")
+ROUNDS = 5
+SHARES = (80, 60, 50, 40)
+"""Budgets, percent of the plain step's peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A step beside the plain one."""
+
+    way: str
+    peak_bytes: int
+    ratio: float | None
+    """Its time over the plain step's; None for the plain step."""
+    equal: bool
+    what: str = ""
+
+    def __str__(self) -> str:
+        time = "" if self.ratio is None else f"{self.ratio:.2f} x"
+        bits = "same" if self.equal else "other"
+        return f"| {self.way} | {self.peak_bytes / 2**20:.1f} MiB | {{share}} | {time} | {bits} | {self.what} |"
+
+
+def compiled(name: str, change: Callable[[Any], Any] = lambda model: model) -> Steps:
+    """A model with compiled blocks, which have run once."""
+    torch._dynamo.reset()
+    made: Contestant = contestant(name)
+    change(made.model)
+    for block in blocks(made.model):
+        block.compile()
+    steps = Steps.of(made)
+    steps.seconds()
+    return steps
+
+
+def measured(steps: Steps, plain: Bits | None) -> tuple[int, Bits]:
+    """Peak and bits of the step from the first state."""
+    static, _ = static_bytes(steps.model, steps.batch, ())
+    steps.reset()
+    with lowtide.measure(steps.model) as memory:
+        steps.step(steps.batch)
+    return static.total + memory.peak_bytes, steps.bits()
+
+
+def rows(name: str) -> Iterator[Row]:
+    """All ways on one model, the plain step first."""
+    plain = compiled(name)
+    plain_bytes, bits = measured(plain, None)
+    allocator.warm_up(4 * plain_bytes)
+    yield Row("compiled blocks", plain_bytes, None, equal=True)
+
+    def row(way: str, steps: Steps, what: str = "") -> Row:
+        peak_bytes, found = measured(steps, bits)
+        first, other = take_turns([plain, steps], ROUNDS)
+        assert first is not None
+        assert other is not None
+        return Row(way, peak_bytes, other.seconds / first.seconds, same(bits, found), what)
+
+    for n, how in ((1, "every block"), (2, "every 2nd block")):
+        yield row(f"the same, checkpoint {how}", compiled(name, lambda model, n=n: every_nth_block(model, n)))
+    for budget in (0.5, 0.2, 0.0):
+        with functorch_config.patch(activation_memory_budget=budget):
+            yield row(f"the same, `activation_memory_budget` {budget}", compiled(name))
+    ours = compiled(name)
+    profile = lowtide.rehearse(ours.model, ours.step, ours.batch)
+    for share in SHARES:
+        try:
+            plan = lowtide.plan(profile, plain_bytes * share // 100)
+        except lowtide.Infeasible:
+            continue
+        with lowtide.apply(ours.model, plan):
+            ours.seconds()
+            yield row(f"**Lowtide, {share} %**", ours, decisions(plan))
+
+
+def same(one: Bits, other: Bits) -> bool:
+    """Whether loss, gradients and buffers are equal bit for bit."""
+    pairs = ((one.gradients, other.gradients), (one.buffers, other.buffers))
+    return torch.equal(one.loss, other.loss) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+    )
+
+
+def section(name: str) -> Iterator[str]:
+    """The table of one model, line by line, as it is measured."""
+    yield from ("", f"## {contestant(name).description}", "")
+    yield from ("| way | peak | of plain | time | bits | what was done |", "|---|---:|---:|---:|---|---|")
+    plain_bytes = 0
+    for row in rows(name):
+        plain_bytes = plain_bytes or row.peak_bytes
+        yield str(row).format(share=f"{row.peak_bytes / plain_bytes:.1%}")
+
+
+def head() -> Iterator[str]:
+    """What the page says before its tables."""
+    assert __doc__ is not None
+    yield "# Compiled blocks"
+    yield ""
+    yield "`python bench/compiled.py`. " + " ".join(__doc__.split("\n\n")[-1].split())
+    yield ""
+    yield f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads, with"
+    yield " ".join(f"`{key}={value}`" for key, value in allocator.SETTINGS.items()) + "."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS)
+    options = parser.parse_args()
+    if not allocator.in_force():  # malloc reads its settings when a process starts
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=allocator.environment(), check=False).returncode)
+    lines = list(head())
+    for name in options.models or MODELS:
+        for line in section(name):
+            print(line, flush=True)
+            lines.append(line)
+    if options.models is None:
+        PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
