@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.autograd.profiler import profile
 
 from conftest import RunPython
@@ -277,6 +278,25 @@ def test_code_that_is_not_compiled_alone() -> None:
     assert [node.name for node in graphs[0].graph.nodes if node.op == "call_method"] == ["cos"]  # type: ignore[attr-defined]
     torch.compile(around, backend=backend)(torch.ones(2))
     assert [node.name for node in graphs[1].graph.nodes if node.op == "call_method"] == ["exp", "cos", "sin"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_hook_that_compiled_code_has_called_is_not_compiled(hidden: bool) -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return inside(tensor.detach())
+
+    def inside(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 1
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return x.exp().sin()
+
+    x = torch.ones(2, requires_grad=True)
+    before = counters["frames"]["total"]
+    packs = _torch.never_compiled(pack) if hidden else pack
+    with torch.autograd.graph.saved_tensors_hooks(packs, lambda packed: packed):
+        torch.compile(outer, backend="aot_eager")(x)
+    assert (counters["frames"]["total"] - before == 1) is hidden
 
 
 def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

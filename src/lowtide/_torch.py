@@ -219,10 +219,21 @@ def anything_compiled() -> bool:
 
 def not_compiled_alone(function: F) -> F:
     """`function`, through which compiled code may go, but with which none begins. 2.13, since 2.7."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, skip)
+    return _marked(function, _FRAMES._FrameAction.DEFAULT)
+
+
+def never_compiled(function: F) -> F:
+    """`function`, which stays as it is where compiled code has it called, and all that it calls. 2.13, since 2.7."""
+    return _marked(function, _FRAMES._FrameAction.SKIP)
+
+
+def _marked(function: F, calls: Any) -> F:
+    strategy = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, calls)
+    _FRAMES.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+_FRAMES = torch._C._dynamo.eval_frame
 
 
 @contextlib.contextmanager

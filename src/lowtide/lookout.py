@@ -54,7 +54,6 @@ def lookout(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Front:
 LOOKS = 6
 """Updates of a model by which it is seen how it is trained."""
 
-
 UNSEEN = 3
 """Steps of one optimizer without a call that comes by, after which that is said."""
 

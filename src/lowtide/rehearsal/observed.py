@@ -143,11 +143,12 @@ class Observed:
         """The profile is of the largest size of which all is known, if there is none that is worth waiting for."""
         traced = [size for size in self._sizes.values() if size.traced is not None]
         known = [size for size in traced if size.plain is not None or not self._plain]
-        if known or not may_wait:
-            largest = max(self._sizes.values(), key=_Size.saved_bytes, default=None)
-            best = max(known or traced, key=_Size.saved_bytes, default=None)
-            if best is not None and largest is not None and (best is largest or not may_wait):
-                self.profile = best.profile(self.model, largest)
+        best = max(known if may_wait else known or traced, key=_Size.saved_bytes, default=None)
+        if best is None:
+            return
+        largest = max(self._sizes.values(), key=_Size.saved_bytes)
+        if best is largest or not may_wait:
+            self.profile = best.profile(self.model, largest)
 
 
 class _Unusable(Exception):

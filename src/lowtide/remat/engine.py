@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch import CALL, in_backward, in_function_transform, saved_tensor_hooks
+from lowtide._torch import CALL, in_backward, in_function_transform, never_compiled, saved_tensor_hooks
 from lowtide.errors import LowtideError
 from lowtide.remat import values
 from lowtide.remat.actions import OFFLOAD, SHAPE, SIGNS, Actions, Decision, actions_for
@@ -58,7 +58,6 @@ class Engine:
         """And those to which nothing was done, as the model was in eval mode."""
         self.here = Here()
         self._seams: list[Seam] = []
-        self._has_compiled = False
         self._said: set[str] = set()
 
     @property
@@ -238,7 +237,7 @@ class Engine:
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         now = Pass(self, plan)
-        with saved_tensors_hooks(self.hook(pack_into(now)), unpack), self.now(now):
+        with saved_tensors_hooks(pack_into(now), unpack), self.now(now):
             try:
                 return now.call(seam, args, kwargs)
             finally:
@@ -267,12 +266,7 @@ class Engine:
             if module not in inside:
                 self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
                 if self._seams[-1].is_compiled:  # what is called in there is no call any longer
-                    self._has_compiled = True
                     inside.update(below for below in module.modules() if below is not module)
-
-    def hook(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """A pack hook as compiled code can call it, which would compile it too."""
-        return torch.compiler.disable(pack) if self._has_compiled else pack  # type: ignore[no-untyped-call]
 
     def displaced(self) -> Iterator[Seam]:
         """Seams in whose place somebody else has come since, as `Module.compile` does."""
@@ -288,6 +282,7 @@ def pack_into(now: Pass) -> Callable[[Tensor], Handle]:
     """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
     reference = weakref.ref(now)
 
+    @never_compiled
     def pack(tensor: Tensor) -> Handle:
         now = reference()
         assert now is not None  # while the forward runs

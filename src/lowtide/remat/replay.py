@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch import storage_id
+from lowtide._torch import never_compiled, storage_id
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
 from lowtide.remat.layout import producer
@@ -191,7 +191,7 @@ class Frame:
             stack.enter_context(self.surroundings.again())
             stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
             stack.enter_context(seam.engine.now(rerun))
-            stack.enter_context(saved_tensors_hooks(seam.engine.hook(rerun.pack), unpack_held))
+            stack.enter_context(saved_tensors_hooks(rerun.pack, unpack_held))
             return seam.inner(*args, **kwargs)
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
@@ -241,6 +241,7 @@ class _Rerun:
         finally:
             self._inside_another = False
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | None:
         if not self._inside_another:
             self._catch(tensor)
@@ -264,10 +265,12 @@ class _Onward:
         """A module is called."""
         return seam.inner(*args, **kwargs)
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | None:
         return tensor.detach() if self._holds else None
 
 
+@never_compiled
 def unpack_held(packed: Tensor | None) -> Tensor:
     """For a call that runs backward inside of its forward."""
     if packed is None:

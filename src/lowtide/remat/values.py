@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from lowtide._torch import backward_number, node_metadata, saved_slot
+from lowtide._torch import backward_number, never_compiled, node_metadata, saved_slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -221,6 +221,7 @@ def registered(node: Node, output: int) -> Value | None:
     return None if found is None else found()
 
 
+@never_compiled
 def unpack(handle: Handle) -> Tensor:
     """The unpack hook."""
     if probe is None:
