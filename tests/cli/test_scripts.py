@@ -208,14 +208,22 @@ torch.manual_seed(0)
         (NEVER + "model.eval()(torch.randn(8, 64))", (), "Call model.train() before"),
         (NO_UPDATE, (), "ended, and no optimizer stepped: Linear was called"),
         (TRAIN, ("--steps", "1"), "ended after 1 optimizer steps, before Sequential was rehearsed"),
-        (TRAIN, ("--steps", "30", "--rows", *map(str, range(8, 48))), "of 20 steps no two were on batches of one size"),
+        (TRAIN, ("--steps", "30", "--rows", *map(str, range(8, 38))), "of 7 steps no two were on batches of one size"),
         (DEEPER, ("--steps", "30"), "of 12 steps no two did the same work: it saved "),
     ],
     ids=["nothing", "eval", "no update", "too short", "all sizes differ", "all depths differ"],
 )
 def test_what_was_not_there_is_said_in_words(
-    command: tuple[str, ...], text: str, args: tuple[str, ...], says: str, script: Callable[[str], str], run: Run
+    command: tuple[str, ...],
+    text: str,
+    args: tuple[str, ...],
+    says: str,
+    script: Callable[[str], str],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for user in ("rehearsal.observed", "script.crews"):
+        monkeypatch.setattr(f"lowtide.{user}.PATIENCE", 7)
     done = run(*command, script(text), *args)
     assert done.code == 2
     assert "lowtide.RehearsalError: " in done.err
