@@ -222,7 +222,7 @@ def test_what_was_not_there_is_said_in_words(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for user in ("rehearsal.observed", "script.crews"):
+    for user in ("script.crews", "rehearsal.observed"):  # who imports it from the other first
         monkeypatch.setattr(f"lowtide.{user}.PATIENCE", 7)
     done = run(*command, script(text), *args)
     assert done.code == 2
