@@ -76,7 +76,7 @@ def fastest(steps: Steps) -> float:
     return min(steps.seconds() for _ in range(ROUNDS))
 
 
-def measured(steps: Steps, plain: Bits | None) -> tuple[int, Bits]:
+def measured(steps: Steps) -> tuple[int, Bits]:
     """Peak and bits of the step from the first state."""
     static, _ = static_bytes(steps.model, steps.batch, ())
     steps.reset()
@@ -88,13 +88,13 @@ def measured(steps: Steps, plain: Bits | None) -> tuple[int, Bits]:
 def rows(name: str) -> Iterator[Row]:
     """All ways on one model, the plain step first."""
     plain = compiled(name)
-    plain_bytes, bits = measured(plain, None)
+    plain_bytes, bits = measured(plain)
     allocator.warm_up(4 * plain_bytes)
     plain_seconds = fastest(plain)  # now: what was compiled is gone when the next way is compiled with its own settings
     yield Row("compiled blocks", plain_bytes, None, equal=True)
 
     def row(way: str, steps: Steps, what: str = "") -> Row:
-        peak_bytes, found = measured(steps, bits)
+        peak_bytes, found = measured(steps)
         return Row(way, peak_bytes, fastest(steps) / plain_seconds, same(bits, found), what)
 
     for n, how in ((1, "every block"), (2, "every 2nd block")):

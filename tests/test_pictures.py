@@ -116,10 +116,22 @@ def test_with_nobody_else_there_no_names_are_needed(tmp_path: Path) -> None:
     assert not {"Lowtide", "the plain step"} & texts(tmp_path / "f.svg").keys()
 
 
-@pytest.mark.parametrize("model", ["bert", "gpt2", "resnet"])
-def test_no_name_covers_a_point_or_another_name(model: str) -> None:
-    """With the points that the benchmark measured, some of which are at the same place."""
-    others = read_points(DOCS / f"frontier-{model}.json")
+@pytest.mark.parametrize(
+    "others",
+    [
+        *(pytest.param(read_points(DOCS / f"frontier-{model}.json"), id=model) for model in ("bert", "gpt2", "resnet")),
+        pytest.param(
+            (
+                point("checkpoint the first half", 0.872, 269),
+                *(point(f"checkpoint every block: {n}", 0.92 + n / 800, 15 + 9 * n) for n in range(5)),
+                *(point(f"AOT, memory budget 0.{n}", 0.929 + n / 900, 24 + 10 * n) for n in range(5)),
+            ),
+            id="crowded",
+        ),
+    ],
+)
+def test_no_name_covers_a_point_or_another_name(others: tuple[Point, ...]) -> None:
+    """With the points that the benchmark measured, some of which are at the same place, and more that are close."""
     figure = draw(measured(150 * MIB, 200 * MIB, 300 * MIB, 450 * MIB, step_ms=600), others)
     boxes = names(figure, others)
     assert len(boxes) == len(others) + 2

@@ -165,20 +165,6 @@ def test_next_sequence_number() -> None:
 # --- modules --------------------------------------------------------------------------------------------------------
 
 
-def test_what_torch_compile_made() -> None:
-    module = torch.nn.Linear(2, 2)
-    assert _torch.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
-    assert not _torch.is_compiled(module)
-    module.compile(backend="eager")
-    assert _torch.is_compiled(module)
-    plan = Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
-    assert _torch.is_compiled(module)
-    plan.remove()
-    del module.__dict__[_torch.CALL]
-    Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
-    assert not _torch.is_compiled(module)
-
-
 def test_a_function_mode_is_left_out() -> None:
     class One(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,61 +186,21 @@ def test_a_function_mode_is_left_out() -> None:
     assert len(seen) == 2
 
 
-# --- backward -------------------------------------------------------------------------------------------------------
+# --- compiled code --------------------------------------------------------------------------------------------------
 
 
-def test_in_backward() -> None:
-    seen: list[bool] = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(_torch.in_backward()))
-    assert not _torch.in_backward()
-    y.sum().backward()
-    assert seen == [True]
-    assert not _torch.in_backward()
-
-
-def test_the_running_node_is_the_one_that_reads() -> None:
-    seen: list[int] = []
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.running_node())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
-        x = torch.ones(2, requires_grad=True)
-        y = x * x
-    assert y.grad_fn is not None
-    number = _torch.sequence_number(y.grad_fn)
-    y.sum().backward()
-    assert seen == [number, number]
-    assert _torch.running_node() == -1
-
-
-def test_compiled_code_lets_go_of_what_it_saved_when_it_has_read_it() -> None:
-    seen: list[tuple[str, bool]] = []
-
-    class Handle:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.tensor = tensor
-            weakref.finalize(self, lambda: seen.append(("gone", True)))
-
-    def unpack(handle: Handle) -> torch.Tensor:
-        seen.append(("read", _torch.in_compiled_backward()))
-        return handle.tensor
-
-    def run(function: Any) -> None:
-        seen.clear()
-        x = torch.ones(2, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(Handle, unpack):
-            y = function(x)
-        y.sum().backward()
-
-    run(torch.exp)
-    assert seen == [("read", False), ("gone", True)]
-    run(torch.compile(torch.exp, backend="aot_eager"))
-    assert seen == [("read", True), ("gone", True)]
-    assert not _torch.in_compiled_backward()
+def test_what_torch_compile_made() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert _torch.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
+    assert not _torch.is_compiled(module)
+    module.compile(backend="eager")
+    assert _torch.is_compiled(module)
+    plan = Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    assert _torch.is_compiled(module)
+    plan.remove()
+    del module.__dict__[_torch.CALL]
+    Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    assert not _torch.is_compiled(module)
 
 
 def test_code_that_is_not_compiled_alone() -> None:
@@ -297,6 +243,63 @@ def test_a_hook_that_compiled_code_has_called_is_not_compiled(hidden: bool) -> N
     with torch.autograd.graph.saved_tensors_hooks(packs, lambda packed: packed):
         torch.compile(outer, backend="aot_eager")(x)
     assert (counters["frames"]["total"] - before == 1) is hidden
+
+
+def test_compiled_code_lets_go_of_what_it_saved_when_it_has_read_it() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Handle:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+            weakref.finalize(self, lambda: seen.append(("gone", True)))
+
+    def unpack(handle: Handle) -> torch.Tensor:
+        seen.append(("read", _torch.in_compiled_backward()))
+        return handle.tensor
+
+    def run(function: Any) -> None:
+        seen.clear()
+        x = torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(Handle, unpack):
+            y = function(x)
+        y.sum().backward()
+
+    run(torch.exp)
+    assert seen == [("read", False), ("gone", True)]
+    run(torch.compile(torch.exp, backend="aot_eager"))
+    assert seen == [("read", True), ("gone", True)]
+    assert not _torch.in_compiled_backward()
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+def test_in_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(_torch.in_backward()))
+    assert not _torch.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not _torch.in_backward()
+
+
+def test_the_running_node_is_the_one_that_reads() -> None:
+    seen: list[int] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.running_node())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
+        x = torch.ones(2, requires_grad=True)
+        y = x * x
+    assert y.grad_fn is not None
+    number = _torch.sequence_number(y.grad_fn)
+    y.sum().backward()
+    assert seen == [number, number]
+    assert _torch.running_node() == -1
 
 
 def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

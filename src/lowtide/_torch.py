@@ -199,6 +199,24 @@ GLOBAL_FORWARD_HOOKS = (_module._global_forward_pre_hooks, _module._global_forwa
 """Hooks on the calls of all modules of the process: tables by key, as each module has its own. 2.13."""
 
 
+@contextlib.contextmanager
+def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[None]:
+    """The innermost mode of torch functions is out of force in this block, if it is one of `kind`. 2.13, since 2.0."""
+    if isinstance(overrides._get_current_function_mode(), kind):  # type: ignore[no-untyped-call]
+        with overrides._pop_mode_temporarily():
+            yield
+    else:
+        yield
+
+
+def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`module(*args, **kwargs)` past whatever stands in CALL: its hooks and its forward. 2.13."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+# --- compiled code --------------------------------------------------------------------------------------------------
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `torch.compile(module)` made it, or `module.compile()` compiled it where it stands. 2.13, since 2.2.
 
@@ -236,19 +254,12 @@ def _marked(function: F, calls: Any) -> F:
 _FRAMES = torch._C._dynamo.eval_frame
 
 
-@contextlib.contextmanager
-def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[None]:
-    """The innermost mode of torch functions is out of force in this block, if it is one of `kind`. 2.13, since 2.0."""
-    if isinstance(overrides._get_current_function_mode(), kind):  # type: ignore[no-untyped-call]
-        with overrides._pop_mode_temporarily():
-            yield
-    else:
-        yield
-
-
-def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`module(*args, **kwargs)` past whatever stands in CALL: its hooks and its forward. 2.13."""
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+def in_compiled_backward() -> bool:
+    """Whether the node that backward runs in this thread is compiled code. Such a node clears what it saved when it has
+    read it, and holds the tensors itself, each for as long as it computes with it. 2.13, since 2.0.
+    """
+    node: Node | None = torch._C._current_autograd_node()
+    return node is not None and node.name() == "CompiledFunctionBackward"
 
 
 # --- what is in force in this thread --------------------------------------------------------------------------------
@@ -286,14 +297,6 @@ def running_node() -> int:
     """The number (see `sequence_number`) of the node that backward runs in this thread; -1: none. 2.13, since 2.1."""
     node: Node | None = torch._C._current_autograd_node()
     return -1 if node is None else sequence_number(node)
-
-
-def in_compiled_backward() -> bool:
-    """Whether the node that backward runs in this thread is compiled code. Such a node clears what it saved when it has
-    read it, and holds the tensors itself, each for as long as it computes with it. 2.13, since 2.0.
-    """
-    node: Node | None = torch._C._current_autograd_node()
-    return node is not None and node.name() == "CompiledFunctionBackward"
 
 
 ENGINE = "_engine_run_backward"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,10 @@ def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
 
 
 def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
-    """Who is who: over no point, no line and no other name, with a thin line to the point if that is further away."""
+    """Who is who: over no point, no line and no other name, with a thin line to the point if that is further away.
+
+    Where so many points are together that some name finds no place, the thin lines may go behind other names.
+    """
     named = [p for p in others if p.name]
     plain_x = scale.x(frontier.plain_bytes)
     line_x, line_y = scale.xy(frontier.points)
@@ -197,19 +201,25 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
         min_distance=0.008,
         max_distance=0.25,
         nbr_candidates=1000,
-        avoid_label_lines_overlap=True,
     )
 
-    def lines_to_names(order: int) -> float:
-        """Their pixels together; a name that finds no place is as bad as a very long one."""
-        _, _, texts, leaders = allocate(axes, **settings, priority_strategy=order, draw_all=False)
-        pixels = sum(_pixels(axes, leader) if isinstance(leader, Line2D) else 10_000 for leader in leaders)
+    def lines_to_names(way: dict[str, Any]) -> tuple[int, float]:
+        """How many names find no place, and the pixels of the others' lines together."""
+        _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
+        lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
         for artist in (*texts, *leaders):
             if isinstance(artist, Artist):
                 artist.remove()
-        return pixels
+        return len(leaders) - len(lines), sum(lines)
 
-    _, _, _, leaders = allocate(axes, **settings, priority_strategy=min(range(ORDERS), key=lines_to_names))
+    def best(apart: bool) -> tuple[tuple[int, float], dict[str, Any]]:
+        ways = [dict(priority_strategy=order, avoid_label_lines_overlap=apart) for order in range(ORDERS)]
+        return min(((lines_to_names(way), way) for way in ways), key=itemgetter(0))
+
+    (missing, _), way = best(apart=True)
+    if missing:
+        _, way = best(apart=False)
+    _, _, _, leaders = allocate(axes, **settings, **way)
     for leader in leaders:
         if isinstance(leader, Line2D) and _pixels(axes, leader) < BESIDE:
             leader.remove()
