@@ -39,8 +39,9 @@ def run_python() -> RunPython:
     return run
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: recordings collect garbage and look at all objects, but not at these."""
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays() -> None:
+    """Recordings collect garbage and look at all objects, but not at what was imported or is left of other modules."""
     gc.collect()
     gc.freeze()
 
