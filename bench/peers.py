@@ -95,7 +95,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--quick", action="store_true", help="small models, few turns, into a temporary folder")
     parser.add_argument(
-        "--rounds", type=int, help="turns for each cell's times (default: 2, 6 where a time is claimed; 0: none)"
+        "--rounds", type=int, help="turns for each cell's times (default: until they are settled; 0: none)"
     )
     parser.add_argument("--out", help="folder for the results (default: docs)")
     parser.add_argument("--page", action="store_true", help="run nothing; write page and pictures from the results")

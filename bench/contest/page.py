@@ -92,7 +92,9 @@ def _head(results: Results) -> Iterator[str]:
     threads = f"{newest.threads} thread{'s' * (newest.threads > 1)} of {newest.processor}"
     yield _INTRODUCTION.format(
         command=results.command,
-        turns=f"of each {' or '.join(map(str, turns))} steps, in turns" if turns else "not measured in this run",
+        turns=f"of each {turns[0]} to {turns[-1]} steps, in turns, until one more changes little"
+        if turns
+        else "not measured in this run",
         versions=f"Run with {names}; {threads}; {minutes:.0f} minutes.",
         settings=", ".join(f"`{name}={value}`" for name, value in SETTINGS.items()),
     )

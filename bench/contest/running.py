@@ -32,9 +32,9 @@ SHARES = (80, 70, 60, 50, 40, 30)
 LADDER = 20
 """Budgets from the smallest to the plain peak, for the models in LADDER_OF."""
 LADDER_OF = frozenset({"gpt2"})
-ROUNDS = 2
-"""Turns for the times of each cell: so few that the whole takes some 20 minutes on two cores."""
-CLAIMED_ROUNDS = 6
+ROUNDS = 2, 6
+"""Turns for the times of each cell, at least and at most: so few that the whole takes some 20 minutes on two cores."""
+CLAIMED_ROUNDS = 6, 12
 """For the cells whose times are claimed."""
 
 
@@ -129,8 +129,9 @@ class Running:
 
     def _times(self, entrants: Sequence[Steps], *, claimed: bool) -> list[Timed | None]:
         """In turns, the plain step first."""
-        rounds = CLAIMED_ROUNDS if claimed else ROUNDS
-        return take_turns(entrants, rounds if self.rounds is None else self.rounds)
+        usual = CLAIMED_ROUNDS if claimed else ROUNDS
+        least, most = usual if self.rounds is None else (self.rounds, self.rounds)
+        return take_turns(entrants, least, most)
 
     def _alone(self, asked: Cell) -> Cell:
         with self.ours.within(asked) as cell:

@@ -10,6 +10,9 @@ from typing import Protocol
 
 from contest.pieces import Taken, undisturbed
 
+SETTLED = 0.005
+"""Times are, when one more turn moves none of their ratios to the first entrant's by more."""
+
 
 class Entrant(Protocol):
     def taken(self) -> Taken: ...
@@ -24,18 +27,28 @@ class Timed:
     faults: int
 
 
-def take_turns(entrants: Sequence[Entrant], rounds: int) -> list[Timed | None]:
-    """Run one step of each, `rounds` times; who begins changes from round to round. None for no rounds."""
+def take_turns(entrants: Sequence[Entrant], least: int, most: int) -> list[Timed | None]:
+    """Run one step of each in turns, who begins changes: `least` times, and up to `most` until the times are SETTLED.
+
+    None for no turns.
+    """
     steps: list[list[Taken]] = [[] for _ in entrants]
     faults = [0] * len(entrants)
+    known: list[float] | None = None
     gc.collect()
-    for turn in range(rounds):
+    for turn in range(most):
         for place in range(len(entrants)):
             who = (place + turn) % len(entrants)
             before = _faults()
             steps[who].append(entrants[who].taken())
             faults[who] = _faults() - before
-    return [Timed(undisturbed(s), len(s), n) if s else None for s, n in zip(steps, faults, strict=True)]
+        first, *others = (undisturbed(taken) for taken in steps)
+        ratios = [other / first for other in others]
+        moved = max((abs(now - then) for now, then in zip(ratios, known or ratios, strict=True)), default=0.0)
+        if known is not None and turn + 1 >= least and moved <= SETTLED:
+            break
+        known = ratios
+    return [Timed(undisturbed(taken), len(taken), n) if taken else None for taken, n in zip(steps, faults, strict=True)]
 
 
 def _faults() -> int:

@@ -95,10 +95,16 @@ def test_the_pieces_of_a_step_are_all_of_it() -> None:
 
 
 def test_there_are_as_many_turns_as_asked_for() -> None:
-    plain, mine = take_turns([Named(1.0, 1.0, 1.0), Named(1.5, 1.3, 1.4)], 3)
+    plain, mine = take_turns([Named(1.0, 1.0, 1.0), Named(1.5, 1.3, 1.4)], 3, 3)
     assert [(times.seconds, times.turns) for times in (plain, mine) if times] == [(1.0, 3), (1.3, 3)]
-    found = [take_turns([Named(*[1.0] * 9)], n)[0] for n in (0, 1, 3)]
+    found = [take_turns([Named(*[1.0] * 9)], n, n)[0] for n in (0, 1, 3)]
     assert [times and times.turns for times in found] == [None, 1, 3]
+
+
+def test_there_are_more_turns_until_the_ratios_stay() -> None:
+    disturbed = (9.0, 1.4, 1.2, 1.199, 1.0)
+    found = [take_turns([Named(*[1.0] * 5), Named(*disturbed)], least, most)[1] for least, most in ((2, 5), (5, 5))]
+    assert [times and (times.seconds, times.turns) for times in found] == [(1.199, 4), (1.0, 5)]
 
 
 def test_of_the_matmuls_every_second_is_saved_and_attention_always() -> None:
