@@ -10,7 +10,7 @@ from typing import Protocol
 
 from contest.pieces import Taken, undisturbed
 
-SETTLED = 0.005
+SETTLED = 0.01
 """Times are, when one more turn moves none of their ratios to the first entrant's by more."""
 
 

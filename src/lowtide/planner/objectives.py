@@ -8,7 +8,7 @@ from typing import Literal
 from lowtide.planner.records import Call, Profile, Value
 
 Objective = Literal["time", "flops"]
-DEARER = 100
+DEARER = 10
 """How many times more a FLOP counts than the time it takes, where plans are made for FLOPs."""
 
 
