@@ -90,6 +90,7 @@ def test_a_backward_inside_of_the_forward_may_run_in_another_thread():
 def test_a_digest_is_of_the_elements_however_they_lie():
     tensor = torch.randn(6, 4)
     assert digest(tensor.t()) == digest(tensor.t().contiguous()) != digest(tensor)
+    assert digest(tensor[:, 0]) == digest(tensor[:, 0].contiguous()) != digest(tensor[:, 1])
 
 
 def test_eight_bit_numbers_are_compared():

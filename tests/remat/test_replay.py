@@ -290,6 +290,27 @@ def test_a_large_buffer_that_something_else_changes_is_refused():
             loss.backward()
 
 
+@pytest.mark.parametrize(
+    ("rows_and_columns", "refused"),
+    [
+        (torch.triu_indices(4, 4, 1), None),
+        (torch.from_numpy(np.triu_indices(4, 1)[0].repeat(2))[::2].expand(2, 6), "running it again gives other bits"),
+    ],
+    ids=["of one tensor", "of every second element"],  # of which a copy has other strides
+)
+def test_buffers_that_are_views(rows_and_columns, refused):
+    def turned(m, x):
+        turn = x.new_zeros(4, 4).index_put((m.rows, m.columns), m.linear.bias.repeat(2)[:6])
+        return nonlinear(x @ (turn - turn.T))
+
+    model = Around(turned)
+    for name, buffer in zip(("rows", "columns"), rows_and_columns, strict=True):
+        model.part.register_buffer(name, buffer)
+    profile, _, verdict = within(model, step_of(model), torch.randn(500, 4), 0)
+    (call,) = (call for call in profile.calls if call.cls == "Replayed")
+    assert (call.refused and call.refused.partition(" for ")[0], verdict.identical) == (refused, True)
+
+
 def test_plain_attributes_are_as_before_the_replay():
     def counting(m, x):
         m.calls += 1
@@ -965,3 +986,25 @@ def test_seeds_that_nobody_has_written_into_are_kept_and_do_not_keep_their_block
     assert verdict.identical
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
     assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
+
+
+class Conditioned(nn.Module):
+    """Draws the small indices that it gives to an embedding, which saves them and nothing else knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels, self.linear = nn.Embedding(5, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.where(torch.rand(4) < 0.5, 4, torch.arange(4))
+        return x + torch.tanh(self.linear(x) * self.labels(drawn).mean(0))
+
+
+@pytest.mark.parametrize("part", [0, 60])
+def test_small_indices_that_are_given_to_a_part_and_saved_there_are_counted(part):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Conditioned() for _ in range(3)]).train(), torch.randn(256, 64)
+    profile, plan, verdict = within(model, step_of(model), x, part)
+    assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
+    assert verdict.identical
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes

@@ -141,7 +141,7 @@ def digest(tensor: Tensor) -> str:
     content = hashlib.blake2b(f"{dense.dtype}{tuple(dense.shape)}".encode(), digest_size=16)
     for piece in torch.split(dense.flatten(), _PIECE):
         # A copy: a storage that NumPy has seen can't be told from a borrowed one.
-        content.update(piece.view(torch.uint8).cpu().clone().numpy().data)
+        content.update(piece.contiguous().view(torch.uint8).cpu().clone().numpy().data)
     return content.hexdigest()
 
 

@@ -45,8 +45,9 @@ def assemble(
     several = passes(seen, end)
     natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
     _one_storage_a_value(seen, slots)
-    for n in [n for n in seen.block_of_slot if values[slots[n].value].is_seed]:
-        del seen.block_of_slot[n]
+    seeds = {n for n in seen.block_of_slot if values[slots[n].value].is_seed}
+    always = {seen.block_of_slot.pop(n) for n in seeds}  # there in any plan: part of the level, not of a decision
+    seen.block_of_input = {at: block for at, block in seen.block_of_input.items() if block not in always}
     there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
     blocks = sorted(there, key=seen.born.__getitem__)
     number = {block: i for i, block in enumerate(blocks)}

@@ -92,6 +92,8 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
     strides.
     """
     if view is not None:
+        if not (_reaches(one, view) and _reaches(other, view)):
+            return False
         one, other = one.as_strided(*view), other.as_strided(*view)
     if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
         return False
@@ -102,6 +104,13 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
     if bits is not None:
         one, other = one.view(bits), other.view(bits)
     return torch.equal(one, other)
+
+
+def _reaches(tensor: Tensor, view: Geometry) -> bool:
+    """Whether all elements of `view` are in the memory of `tensor`."""
+    shape, strides, offset = view
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return 0 in shape or (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 _BITS = {
