@@ -50,10 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Groups of tests that one worker runs alone come first, so that no other waits for it in the end.
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_gpu:
+    with_loss_head = [item for item in items if item.get_closest_marker("loss_head")]
+    if not (on_gpu or with_loss_head):
         return
     import torch
 
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        for item in with_loss_head:
+            item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} has no linear_cross_entropy"))

@@ -43,9 +43,9 @@ def test_held_by_python() -> None:
     x = torch.ones(2, requires_grad=True).exp()
     tensors = [x.sin()]  # its graph holds x
     tensors.append(x)
-    with_variable = _torch.held_by_python(tensors[1], 1)  # not inside an assert: pytest keeps what it asserts on
+    with_variable = _torch.held_by_python(tensors, 1, 1)  # not inside an assert: pytest keeps what it asserts on
     del x
-    found = [_torch.held_by_python(tensors[index], 1) for index in range(2)]
+    found = [_torch.held_by_python(tensors, index, 1) for index in range(2)]
     assert with_variable
     assert found == [False, False]
 

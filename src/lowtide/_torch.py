@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -80,13 +80,14 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2 and tensor._use_count() == 1)  # type: ignore[attr-defined]
 
 
-def held_by_python(tensor: torch.Tensor, known: int) -> bool:
-    """Whether Python refers to `tensor` beside the caller's `known` references; False where only C++ does. 2.13.
+def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
+    """Whether Python refers to the tensor `tensors[index]` beside `known` references; False where only C++ does. 2.13.
 
     The object of Python stays with its C++ tensor, which owns one reference to it while it has other owners.
     """
-    owners = int(tensor._use_count())  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor) - 2 - known - (owners > 1) > 0
+    owners = int(tensors[index]._use_count())
+    # An item, not a variable: since Python 3.14 a call may borrow the reference that a variable has.
+    return sys.getrefcount(tensors[index]) - 1 - known - (owners > 1) > 0
 
 
 def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:

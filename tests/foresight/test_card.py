@@ -31,6 +31,16 @@ def test_a_linear_layer_byte_by_byte() -> None:
     assert foreseen.peak_requested_bytes <= foreseen.peak_allocated_bytes <= foreseen.peak_reserved_bytes
 
 
+@pytest.mark.parametrize("version", ["2.13.1", "2.15.0+cu132"])
+def test_a_torch_whose_sources_were_not_read_is_said(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    case = build("gpt2")
+    foreseen = lowtide.foresee(case.model, case.step, case.batch, device="RTX 3060")
+    said = ("CUDA's behaviours of torch 2.13, whose sources were read: this is torch 2.15.0+cu132",)
+    assert foreseen.assumed == (said if version == "2.15.0+cu132" else ())
+    assert foreseen.fits
+
+
 def test_rehearsing_for_a_card_is_foreseeing() -> None:
     case = build("gpt2")
     there = lowtide.rehearse(case.model, case.step, case.batch, device="cuda:24GiB")

@@ -138,7 +138,7 @@ def test_fit_uses_it_and_plans_for_both_passes() -> None:
         assert same(plain, after_steps(model, optimizer, step))
 
 
-@pytest.mark.parametrize("names", [("loss head",), ("micro-batches",)])
+@pytest.mark.parametrize("names", [pytest.param(("loss head",), marks=pytest.mark.loss_head), ("micro-batches",)])
 def test_together_with_levers_that_change_the_model(names: tuple[str, ...]) -> None:
     found = []
     for more in ((), (NAME,)):

@@ -12,6 +12,8 @@ from lowtide.levers.choosing import rehearsed
 from lowtide.levers.lever import NoUse, Site
 from lowtide.planner.records import Pulled
 
+pytestmark = pytest.mark.loss_head
+
 ROUNDING = 2e-6
 """Relative, in float32."""
 

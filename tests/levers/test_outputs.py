@@ -61,6 +61,7 @@ def test_a_late_reader_is_told_which_lever_it_was(read: Callable[[Any], object])
         read(outputs)
 
 
+@pytest.mark.loss_head
 def test_nothing_is_left_of_a_lever_that_was_taken_off() -> None:
     model, batch = model_of("llama"), batch_of()
     gone = weakref.ref(model.lm_head.weight)

@@ -106,6 +106,7 @@ def test_fit_takes_the_fewest_pieces_that_fit_and_only_if_it_has_to() -> None:
     assert untouched(model)
 
 
+@pytest.mark.loss_head
 def test_together_with_a_chunked_loss_head() -> None:
     model, batch = model_of("llama"), batch_of()
     plain = run(model, batch)

@@ -45,6 +45,7 @@ def run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Done
     return command
 
 
+@pytest.mark.loss_head
 def test_a_script_with_a_lever_trains_within_less(run: Callable[..., Done], tmp_path: Path) -> None:
     saved = str(tmp_path / "plan.json")
     plain = run("run", "--budget", "100%")
@@ -80,6 +81,7 @@ def test_what_can_not_be_pulled_is_said_before_anything_runs(
     assert "it ran" not in done.err
 
 
+@pytest.mark.loss_head
 def test_a_lever_of_no_use_ends_the_run_with_the_reason(run: Callable[..., Done]) -> None:
     only_loss = TRAIN.replace("outputs = model", "loss = model").replace("labels=ids)", "labels=None).logits.sum()")
     done = run("run", "--budget", "70%", "--lever", "loss head", text=only_loss.replace("outputs.loss", "loss"))

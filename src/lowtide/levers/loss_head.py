@@ -48,8 +48,6 @@ class LossHead(Lever):
 
     def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on the output layer gives logits that are not computed, while the model trains."""
-        if not hasattr(functional, "linear_cross_entropy"):
-            raise NoUse(f"torch {torch.__version__} has no linear_cross_entropy; 2.13 has")
         return _On(_layer(model))
 
 
@@ -81,7 +79,9 @@ class _On:
 
 
 def _layer(model: nn.Module) -> nn.Linear:
-    """The model's output layer, as transformers' models tell it."""
+    """The model's output layer, as transformers' models tell it. Raises NoUse, also where torch is older than 2.13."""
+    if not hasattr(functional, "linear_cross_entropy"):
+        raise NoUse(f"torch {torch.__version__} has no linear_cross_entropy; 2.13 has")
     find = getattr(model, "get_output_embeddings", None)
     if find is None:
         raise NoUse(f"{type(model).__name__} is no model of transformers: it does not say what its output layer is")

@@ -31,10 +31,14 @@ from lowtide.errors import RehearsalError
 from lowtide.memory import entry
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
 
-NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")
-"""Lines that are kept off the user's terminal. The profiler writes the first each time it starts or stops (torch 2.13);
-the allocator warns by the second of the first block, and then of each thousandth, that is freed under a profiler
-without having been allocated under one."""
+NOISE = (
+    b"USDT:",
+    b"gpuGetDeviceCount failed",
+    b"Memory block of unknown size was allocated before the profiling started",
+)
+"""Lines that are kept off the user's terminal. The profiler writes the first each time it starts or stops (torch 2.13),
+and the second where torch is built for CUDA and there is no card. The allocator warns by the third of the first
+block, and then of each thousandth, that is freed under a profiler without having been allocated under one."""
 _MARK = "lowtide#"  # begins the name of each annotation; its number follows
 _SPARE_BLOCKS = 4000
 """The allocator warns at every thousandth free of a block that it does not know, and some of these lie where an earlier

@@ -65,7 +65,7 @@ def held_by_variables(frame: FrameType) -> Held:
         mask = everything[index][1]
         if mask is None:  # 1: by the tuple
             n_known = 1 + on_context.get(id(everything[index][0]), 0)
-            mask = _OTHERS if _torch.held_by_python(everything[index][0], n_known) else 0
+            mask = _OTHERS if _torch.held_by_python(everything[index], 0, n_known) else 0
         if mask:
             roots.append((everything[index][0], mask))
     del everything
@@ -147,7 +147,7 @@ class _Owners:
     def _is_shared(self, index: int) -> bool:
         n_known = self._n_known[index] + 1  # by the list of objects
         if isinstance(self._objects[index], Tensor):
-            return _torch.held_by_python(self._objects[index], n_known)
+            return _torch.held_by_python(self._objects, index, n_known)
         return sys.getrefcount(self._objects[index]) - 1 - n_known > 0
 
     def _reachable(self, first: Iterable[int]) -> set[int]:

@@ -161,7 +161,7 @@ class Search:
         if isinstance(thing, dict):
             return self._namespace(way, thing)
         if isinstance(thing, nn.Module):
-            return self._module(way)
+            return self._module(way, inner)
         if isinstance(thing, BackwardCFunction):
             attribute = _attribute(way.path[0]) if way.path else "?"
             of = type(thing).__name__.removesuffix("Backward")
@@ -216,9 +216,11 @@ class Search:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         return holder
 
-    def _module(self, way: _Way) -> Holder:
+    def _module(self, way: _Way, inner: _Way) -> Holder:
         name = self.modules.get(id(way.thing), type(way.thing).__name__)
-        path = tuple(p for p in way.path)
+        path = way.path
+        if vars(way.thing) is not inner.thing:  # since Python 3.13 objects refer to their attributes themselves
+            path = (f".{_holding_attribute(way.thing, inner.thing) or '?'}", *path)
         attribute = _attribute(path[0]) if path else "?"
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
             attribute, path = _attribute(path[1]), path[1:]

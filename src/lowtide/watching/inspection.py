@@ -88,7 +88,7 @@ def inspect(view: View, heap: Heap) -> list[Survivor]:
     """Everything of at least `least_bytes` that survived, largest first."""
     excused = heap.standing | {0}
     tensors = heap.tensors
-    held = [index for index in range(len(tensors)) if _torch.held_by_python(tensors[index], 1)]  # 1: by the list
+    held = [index for index in range(len(tensors)) if _torch.held_by_python(tensors, index, 1)]  # 1: by the list
     gradients = [(i, t.grad) for i, t in enumerate(tensors) if t.is_leaf and t.grad is not None]
     graphs = graphs_of(tensors, held, gradients, new_from=view.new_from)
     in_graphs = {index for graph in graphs if graph.unfreed for index in graph.tensors}

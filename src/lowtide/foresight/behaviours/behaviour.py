@@ -10,6 +10,9 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+READ_IN = "2.13"
+"""The version of torch in whose sources the behaviours were read."""
+
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

@@ -110,6 +110,7 @@ def _asked(card: Card, ledger: CardLedger | None) -> dict[str, Callable[..., Any
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_name": lambda device=None: card.name,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from lowtide import _torch
 from lowtide.foresight.answers import Answers
+from lowtide.foresight.behaviours.behaviour import READ_IN
 from lowtide.foresight.device.backend import card_in_use, take_place
 from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME, unbounded
@@ -150,8 +153,9 @@ class OnCard:
         )
 
 
-def _about(card: Card) -> tuple[str, ...]:
-    if card.capability is not None:
-        return ()
-    major, minor = CAPABILITY_ASSUMED
-    return (f"compute capability {major}.{minor}: only the memory of the card was given",)
+def _about(card: Card) -> Iterator[str]:
+    if card.capability is None:
+        major, minor = CAPABILITY_ASSUMED
+        yield f"compute capability {major}.{minor}: only the memory of the card was given"
+    if not torch.__version__.startswith(f"{READ_IN}."):
+        yield f"CUDA's behaviours of torch {READ_IN}, whose sources were read: this is torch {torch.__version__}"

@@ -1,7 +1,8 @@
 """Norms. Statistics are computed again from the input; running ones are not updated twice.
 
-Layer norm and RMS norm do not record their eps. It is asked of the module that owns the weight; else it is one of those
-in use that gives exactly the statistics that the node saved: the output depends on eps through them alone.
+Layer norm and RMS norm do not record their eps, nor does group norm since torch 2.14. It is asked of the module that
+owns the weight; else it is one of those in use that gives exactly the statistics that the node saved: the output
+depends on eps through them alone.
 """
 
 from __future__ import annotations
@@ -59,9 +60,21 @@ def rms_norm(
     "NativeGroupNormBackward0", edges={"input": 0, "weight": 1, "bias": 2}, owner="weight", together={"bias": "weight"}
 )
 def group_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, *, N: int, C: int, HxW: int, group: int, eps: float
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    result2: Tensor,
+    *,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float | None,
 ) -> Tensor:
-    return aten.native_group_norm(input, weight, bias, N, C, HxW, group, eps)[0]
+    def op(eps: float | None) -> Tensor:
+        return aten.native_group_norm(input, weight, bias, N, C, HxW, group, eps)
+
+    return first_with(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
 
 
 @recipe(
