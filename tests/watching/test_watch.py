@@ -215,6 +215,46 @@ def test_what_was_found_before_an_interrupt_is_said(tmp_path: Path, run_python: 
     assert [finding["code"] for finding in json.loads(report.read_text(encoding="utf-8"))["findings"]] == ["LT003"]
 
 
+LEARNS_TO_LEARN = """
+import torch
+from torch.func import functional_call
+from torch.nn import functional as F
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(4):
+    losses, total = [], 0.0
+    for _ in range(3):
+        x, y, weights = torch.randn(64, 16), torch.randn(64, 1), dict(model.named_parameters())
+        inner = F.mse_loss(functional_call(model, weights, (x,)), y)
+        gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        fast = {name: weight - 0.1 * g for (name, weight), g in zip(weights.items(), gradients)}
+        losses.append(F.mse_loss(functional_call(model, fast, (x,)), y))
+        total = total + losses[-1]
+    (GATHERED).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("gathered", ["total", "torch.stack(losses).mean()"])
+def test_losses_that_are_gathered_to_be_differentiated_are_not_to_be_detached(
+    gathered: str, tmp_path: Path, run_python: RunPython
+) -> None:
+    script, report = tmp_path / "train.py", tmp_path / "found.json"
+    text = LEARNS_TO_LEARN.replace("GATHERED", gathered)
+    script.write_text(text, encoding="utf-8")
+    done = run_python("-m", "lowtide", "watch", "--json", str(report), str(script))
+    assert done.returncode == 1, done.stderr
+    findings = json.loads(report.read_text(encoding="utf-8"))["findings"]
+    assert {finding["code"] for finding in findings} == {"LT003"}, done.stderr
+    fix = "del total, losses, inner, gradients, fast"
+    assert findings[0]["fix"].startswith(f"`{fix}` after the last backward pass")
+    script.write_text(text + f"    {fix}\n", encoding="utf-8")
+    done = run_python("-m", "lowtide", "watch", str(script))
+    assert done.returncode == 0, done.stderr
+
+
 def re_joined(text: str) -> str:
     """A traceback without the source lines and their markers."""
     return "\n".join(line for line in text.splitlines() if not line.startswith("    "))

@@ -34,7 +34,7 @@ class Rule:
     bad: str
     good: str
     fix: str
-    """One line; may use {name} (the variable or attribute), {made} and {backward} (places)."""
+    """One line; may use {name} (the variable or attribute), {names} (all variables), {made} and {backward} (places)."""
     matches: Callable[[Survivor, Past], bool] | None = None
 
 

@@ -27,6 +27,8 @@ class Entry:
     since_step: int = 0
     text: str = ""
     name: str = ""
+    names: tuple[str, ...] = ()
+    """All variables that hold it, where several do: all have to let go."""
     made: Place | None = None
     backward: Backward | None = None
     stats: Stats | None = None
@@ -47,6 +49,7 @@ class Entry:
             rule = NO_GRAD_MISSING
         fix = rule.fix.format(
             name=self.name or "it",
+            names=", ".join(self.names) or self.name or "it",
             made=self.made or "that line",
             backward=self.backward.place if self.backward else "backward()",
         )
@@ -141,7 +144,8 @@ class Ledger:
         entry.since_step = min(entry.since_step, born)
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         if rule is not CARRIED_STATE or main.is_input:
-            entry.text, entry.name = _text(group), holder.name if holder else ""
+            entry.text, entry.name = _text(main), holder.name if holder else ""
+            entry.names = tuple(dict.fromkeys(h.name for h in main.holders if h.kind == "variable" and h.name))
         calls = sorted((call for s in group for call in s.calls), key=lambda call: call.number)
         entry.calls = {call.number for call in calls}
         if calls:
@@ -165,14 +169,13 @@ def _by_holder(survivors: Iterable[Survivor]) -> dict[str, list[Survivor]]:
     return groups
 
 
-def _text(group: list[Survivor]) -> str:
-    """The holder; where several variables hold the same graph, all of them, for all have to let go."""
-    main = max(group, key=lambda s: (s.has_graph, s.held_bytes))
-    holder = main.holder
+def _text(survivor: Survivor) -> str:
+    """The holder; where several variables hold the same graph, all of them."""
+    holder = survivor.holder
     assert holder is not None
     if holder.kind != "variable":
         return holder.text
-    return " and ".join(dict.fromkeys(h.text for h in main.holders if h.kind == "variable"))
+    return " and ".join(dict.fromkeys(h.text for h in survivor.holders if h.kind == "variable"))
 
 
 def _is_never_needed(stats: Stats, least_bytes: int) -> bool:
@@ -191,6 +194,6 @@ def _never_needed(stats: Stats) -> Finding:
         since_step=stats.first_unreached_step,
         holder=f"nobody after the forward of {stats.model}: its graph was made for nothing, {stats.n_unreached} times",
         made_at=str(stats.site.place),
-        fix=rule.fix.format(name="its output", made=stats.site.place, backward="backward()"),
+        fix=rule.fix.format(name="its output", names="its output", made=stats.site.place, backward="backward()"),
         n_steps=stats.n_unreached,
     )

@@ -11,12 +11,17 @@ GROWTHS = 3
 
 def _is_list_of_graphs(survivor: Survivor, past: Past) -> bool:
     holder = survivor.holder
-    return survivor.has_graph and holder is not None and holder.entries is not None and holder.kind == "variable"
+    return _is_gathered(survivor) and holder is not None and holder.entries is not None and holder.kind == "variable"
 
 
 def _is_sum(survivor: Survivor, past: Past) -> bool:
     sites = [call.stats.site.key for call in survivor.calls]
-    return survivor.has_graph and survivor.is_scalar and len(sites) > len(set(sites))
+    return _is_gathered(survivor) and survivor.is_scalar and len(sites) > len(set(sites))
+
+
+def _is_gathered(survivor: Survivor) -> bool:
+    """Where gradients have a graph, losses are gathered to be differentiated, as in learning to learn."""
+    return survivor.has_graph and not any(backward.create_graph for backward in survivor.backwards)
 
 
 def _is_growing(survivor: Survivor, past: Past) -> bool:

@@ -32,6 +32,6 @@ ALIVE_AT_NEXT_FORWARD = Rule(
     "the values are the memory.",
     bad="predicted = model(x)\ncriterion(predicted, y).backward()",
     good="predicted = model(x)\ncriterion(predicted, y).backward()\ndel predicted",
-    fix="`del {name}` at the end of the step",
+    fix="`del {names}` at the end of the step",
     matches=_is_kept_output,
 )

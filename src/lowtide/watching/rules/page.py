@@ -31,7 +31,7 @@ def page() -> str:
 
 
 def _section(rule: Rule) -> str:
-    fix = rule.fix.format(name="x", made="train.py:42", backward="train.py:43")
+    fix = rule.fix.format(name="x", names="x", made="train.py:42", backward="train.py:43")
     return (
         f"## {rule.code} {rule.name}\n\n{rule.what}\n\n**Why it is bad.** {rule.why}\n\n"
         f"```python\n{rule.bad}\n```\n\nUse instead:\n\n```python\n{rule.good}\n```\n\n**Fix**, as it is said: {fix}\n"

@@ -25,7 +25,7 @@ RETAIN_GRAPH = Rule(
     "step's peak in bench/retention.py.",
     bad="loss.backward(retain_graph=True)\noptimizer.step()",
     good="loss.backward()\noptimizer.step()",
-    fix="`del {name}` after the last backward pass; if that is the one at {backward}, take `retain_graph=True` away",
+    fix="`del {names}` after the last backward pass; if that is the one at {backward}, take `retain_graph=True` away",
     matches=_is_retained,
 )
 
@@ -48,6 +48,6 @@ PARTIAL_BACKWARD = Rule(
     why="What backward does not come to it does not free: 21 % of the peak for an MLP (bench/retention.py).",
     bad="loss.backward(inputs=list(model.head.parameters()))",
     good="loss.backward(inputs=list(model.head.parameters()))\ndel loss",
-    fix="`del {name}` after the backward pass at {backward}, or run what needs no gradients under `torch.no_grad()`",
+    fix="`del {names}` after the backward pass at {backward}, or run what needs no gradients under `torch.no_grad()`",
     matches=_is_partial,
 )

@@ -16,7 +16,7 @@ BACKWARD_SKIPPED = Rule(
     "40 % of the peak for an MLP (bench/retention.py).",
     bad="loss = criterion(model(x), y)\nif not loss.isfinite():\n    continue",
     good="loss = criterion(model(x), y)\nif not loss.isfinite():\n    del loss\n    continue",
-    fix="drop what holds the graph before going on: `del {name}`",
+    fix="drop what holds the graph before going on: `del {names}`",
     matches=_is_unreached,
 )
 
