@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,8 +69,16 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
             step(batch)
             unchanged.rewind()
         frugal = False
+
+        def audited() -> Audit:
+            audit = _audit(model, step, batch, frugal=frugal)
+            while audit.leaked:
+                unchanged.restore()
+                audit = _audit(model, step, batch, frugal=frugal, leaky=audit.leaky)
+            return audit
+
         try:
-            audit = _audit(model, step, batch, frugal=False)
+            audit = audited()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -78,7 +86,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         if frugal:  # outside of `except`: the failed step's frames, and all they hold, are gone by now
             gc.collect()
             unchanged.restore()
-            audit = unless_out_of_memory(lambda: _audit(model, step, batch, frugal=True), _does_not_fit)
+            audit = unless_out_of_memory(audited, _does_not_fit)
         static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
         unchanged.rewind()
         engine = MostSaving(model, audit)
@@ -134,10 +142,10 @@ def doubted(profile: Profile) -> Profile:
     return replace(profile, notes=(*profile.notes, note))
 
 
-def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool) -> Audit:
+def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool, leaky: Collection[type[nn.Module]] = ()) -> Audit:
     _, static = static_bytes(model, batch, ())
     with recorder_for(place_of(model)) as recorder:
-        audit = Audit(model, static, recorder.mark, frugal=frugal)
+        audit = Audit(model, static, recorder.mark, frugal=frugal, leaky=leaky)
         with audit.running():
             step(batch)
     name = type(model).__name__

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch import in_backward
+from lowtide._torch import in_backward, next_sequence_number
 from lowtide.identity import in_words
 from lowtide.rehearsal import addresses
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
+from lowtide.rehearsal.outside import take_back
 from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.readers import settle
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
@@ -37,14 +38,27 @@ if TYPE_CHECKING:
     from lowtide.remat.noting import Place
 
 
+LEAKS = "it gives tensors to something outside of it, such as a list: run again, it would do so twice"
+
+
 class Audit(Remakes):
     """An engine that keeps everything, tries everything, and is the probe that measures what it tries."""
 
     def __init__(
-        self, model: nn.Module, static: frozenset[int], mark: Callable[[str, object], None], *, frugal: bool = False
+        self,
+        model: nn.Module,
+        static: frozenset[int],
+        mark: Callable[[str, object], None],
+        *,
+        frugal: bool = False,
+        leaky: Collection[type[nn.Module]] = (),
     ) -> None:
         super().__init__(model, static, mark, frugal=frugal)
         self.calls: list[CallDraft] = []
+        self.leaky = set(leaky)
+        """Modules of these classes give tensors to something outside of them: they are not run again."""
+        self.leaked: str | None = None
+        """A call whose second run did, so that the step was another one than the plain step."""
         self.inputs: list[list[str]] = []
         """What tensors each call of the model from outside was given, in words."""
         self.reads = 0
@@ -113,14 +127,30 @@ class Audit(Remakes):
         self.try_shape(index, returned)
         if frame is not None:
             frame.close()
-            call.refused = self.try_replay(call, frame)
+            call.refused = self.try_all(call, frame, returned)
             if call.refused is None:
                 call.state = self.state(frame.surroundings.nbytes)
-                if seam.module in self._blocks:
-                    self.try_advance(call, frame, returned)
-                    if self._frugal:
-                        self.let_go(call, frame)
+                if self._frugal and seam.module in self._blocks:
+                    self.let_go(call, frame)
         self._open.pop()
+
+    def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
+        """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
+        module = frame.seam.module
+        if self.leaky and any(type(part) in self.leaky for part in module.modules()):
+            return LEAKS
+        frame.held, first = [], next_sequence_number()
+        refused = self.try_replay(call, frame)
+        if refused is None and module in self._blocks:
+            self.try_advance(call, frame, returned)
+        if frame.is_held_outside():
+            take_back(first, next_sequence_number())
+            if frame.is_held_outside():
+                self.leaked = str(frame.seam)
+            self.leaky.add(type(module))
+            call.gives, refused = None, LEAKS
+        frame.held = None
+        return refused
 
     def try_replay(self, call: CallDraft, frame: Frame) -> str | None:
         """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Decisions, Fingerprint, Profile, Static
+    from lowtide.rehearsal.drafts import CallDraft
+    from lowtide.remat.replay import Frame
     from lowtide.remat.values import Handle
 
 NOT_RUN = "no plain step was run: its peak is predicted"
@@ -80,7 +82,7 @@ class Observed:
         self._watch = watch = _Watch(found, static, addresses, place)
         watch.recorder = watch.open.enter_context(recorder_for(place))
         if known is None:
-            watch.audit = Audit(self.model, addresses, watch.mark, frugal=True)
+            watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True)
             watch.leave.enter_context(watch.audit.running())
         elif not self._plain or known.traced is None or known.plain is not None:
             # Also where nothing is left to be found out: this takes the least memory.
@@ -208,6 +210,21 @@ def _n_elements(inputs: list[list[str]]) -> int:
 
 def _in_words(inputs: list[list[str]]) -> str:
     return " and ".join(", ".join(call) for call in inputs)
+
+
+class _OwnAudit(Audit):
+    """An audit that ends a step which it has changed, before there is an update."""
+
+    def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
+        refused = super().try_all(call, frame, returned)
+        if self.leaked is not None:
+            raise RehearsalError(
+                f"{self.leaked} writes tensors to something outside of it, such as a dict, and has now done so twice: "
+                "on trial it was run again.\n"
+                "  Have them returned or put in attributes of the module, or use lowtide.fit, which rehearses a step "
+                "before training begins."
+            )
+        return refused
 
 
 class _OwnTrace(Trace):

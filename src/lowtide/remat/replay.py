@@ -12,6 +12,7 @@ brings them back, and what the inner call saved is left to the inner call's own.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ class Frame:
         "arguments",
         "around",
         "count",
+        "held",
         "nested",
         "seam",
         "surroundings",
@@ -85,6 +87,9 @@ class Frame:
         """What a replay brings back, by its place among the saved tensors."""
         self.nested: list[tuple[Seam, bool]] = []
         """The calls inside that a plan replays at some time, in order, and whether it did this time."""
+        self.held: list[weakref.ref[Tensor]] | None = None
+        """On trial: what its runs save for a backward pass of their own. Nothing of that outlives the run, unless
+        something outside of the call has been given a part of it."""
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
         """What is saved at a place: its shape, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
@@ -95,6 +100,13 @@ class Frame:
         self._listening.stop()
         self.arguments.close()
         self.surroundings.learn()
+
+    def is_held_outside(self) -> bool:
+        """Whether what its runs made, since `held` is noted, is referred to by something outside of them."""
+        held = self.held or []
+        if any(reference() is not None for reference in held):
+            gc.collect()  # what a run leaves may wait for that
+        return any(reference() is not None for reference in held)
 
     @property
     def operands(self) -> tuple[Handle, ...]:
@@ -191,7 +203,8 @@ class Frame:
             stack.enter_context(self.surroundings.again())
             stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
             stack.enter_context(seam.engine.now(rerun))
-            stack.enter_context(saved_tensors_hooks(rerun.pack, unpack_held))
+            stack.enter_context(saved_tensors_hooks(rerun.pack, rerun.unpack))
+            stack.callback(rerun.end)
             return seam.inner(*args, **kwargs)
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
@@ -213,15 +226,45 @@ class Frame:
         )
 
 
-class _Rerun:
+class _Again:
+    """A second run in progress. What it saves nobody reads, unless it runs backward inside of its forward."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._holds = frame.seam.reach.holds or frame.held is not None
+        self._has_ended = False
+
+    def end(self) -> None:
+        self._has_ended = True
+
+    def hold(self, tensor: Tensor) -> Tensor | None:
+        if not self._holds:
+            return None
+        held = tensor.detach()
+        if self._frame.held is not None:
+            self._frame.held.append(weakref.ref(held))
+        return held
+
+    @never_compiled
+    def unpack(self, held: Tensor | None) -> Tensor:
+        if held is not None:
+            return held
+        if not self._has_ended:
+            raise _MustHold
+        raise ReplayMismatch(
+            f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
+            "backward has come to that: exclude it from replays."
+        )
+
+
+class _Rerun(_Again):
     """A replay in progress. Modules that are called in this thread meanwhile ask it, not the forward pass."""
 
     def __init__(self, frame: Frame, wanted: set[int]) -> None:
+        super().__init__(frame)
         self.found: dict[int, Tensor] = {}
-        self._frame = frame
         self._wanted = wanted
         self._last = max(wanted)
-        self._holds = frame.seam.reach.holds
         self._nested = iter(frame.nested)
         self._place = -1
         self._inside_another = False
@@ -245,7 +288,7 @@ class _Rerun:
     def pack(self, tensor: Tensor) -> Tensor | None:
         if not self._inside_another:
             self._catch(tensor)
-        return tensor.detach() if self._holds else None
+        return self.hold(tensor)
 
     def _catch(self, tensor: Tensor) -> None:
         self._place += 1
@@ -255,11 +298,8 @@ class _Rerun:
             raise _Stop
 
 
-class _Onward:
+class _Onward(_Again):
     """An advance in progress: nothing is caught."""
-
-    def __init__(self, frame: Frame) -> None:
-        self._holds = frame.seam.reach.holds
 
     def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
@@ -267,15 +307,7 @@ class _Onward:
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | None:
-        return tensor.detach() if self._holds else None
-
-
-@never_compiled
-def unpack_held(packed: Tensor | None) -> Tensor:
-    """For a call that runs backward inside of its forward."""
-    if packed is None:
-        raise _MustHold
-    return packed
+        return self.hold(tensor)
 
 
 @contextlib.contextmanager
