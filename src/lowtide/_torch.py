@@ -395,6 +395,25 @@ def written_by(operator: Any) -> tuple[int | str, ...]:
 _written: dict[Any, tuple[int | str, ...]] = {}
 
 
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+def n_collectives() -> int:
+    """How many collective operations this process has begun, over all of its process groups. 2.13, since 1.10."""
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def awaits_first_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether it has `static_graph`, and has not learned yet which parameters are used how often. 2.13, since 1.13."""
+    return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
+
+
+def has_new_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether it has put its buckets in the order in which gradients came: in its second forward. 2.13, since 2.1."""
+    return wrapper._has_rebuilt_buckets
+
+
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide._torch import is_compiled
@@ -114,10 +115,11 @@ def static_bytes(
 
     A batch that the step itself moves there, and Adam's step counters, are in memory of the host.
     `others` are modules beside the model that the step uses, such as a teacher: those on its device count as it does,
-    and so does what else the optimizers update.
+    and so does what else the optimizers update. Gradients include what DistributedDataParallel sends them in.
     """
     optimizers, there = list(optimizers), place_of(model)
     modules = [model, *(other for other in others if place_of(other) == there)]
+    wrappers = {m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)}
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     trained = [*(p for module in modules for p in module.parameters()), *updated]
     seen: set[int] = set()
@@ -137,7 +139,14 @@ def static_bytes(
     parameters = add(trained)
     buffers = add(b for module in modules for b in module.buffers())
     inputs = add(tensors_in(batch))
-    gradients = add(p.grad for p in trained)
+    gradients = add(p.grad for p in trained) + sum(map(_bucket_bytes, wrappers))
     state = add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry))
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     return static, frozenset(seen - {0})
+
+
+def _bucket_bytes(wrapper: DistributedDataParallel) -> int:
+    """Bytes of the buckets in which gradients are sent, but for those of which gradients that are there are views."""
+    model: nn.Module = wrapper.module
+    sent = (p for name, p in model.named_parameters() if p.requires_grad and name not in wrapper.parameters_to_ignore)
+    return sum(p.nbytes for p in sent if p.grad is None or not wrapper.gradient_as_bucket_view)

@@ -15,9 +15,10 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.record import Record
 from lowtide.planner.records import Plan
-from lowtide.rehearsal.checks import check, check_one_process
+from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
+from lowtide.rehearsal.processes import check_not_sharded, check_waits_for_nobody, n_sent
 from lowtide.rehearsal.unchanged import Unchanged
 
 if TYPE_CHECKING:
@@ -88,12 +89,14 @@ def verify(
     inexact = tuple(lever.name for lever in plan.levers if not lever.exact)
     place = place_of(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
-        check_one_process(unchanged.modules)
+        check_not_sharded(unchanged.modules)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
+            sent = n_sent()
             with recorder_for(place) as recorder:
                 planned_ms = _timed(model, step, batch)
+            check_waits_for_nobody(sent)
             if place.type != "cpu":  # recording takes time of the host, for which a device may have to wait
                 planned_ms = _timed(model, step, batch)
         unchanged.restore()

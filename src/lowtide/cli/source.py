@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,9 @@ def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(text: str, to: str) -> None:
-    """Write `text` to a file, or to stdout for "-"."""
+    """Write `text` to a file, or to stdout for "-": the first of several processes does."""
+    if rank():
+        return
     if to == "-":
         click.echo(text.removesuffix("\n"))
         return
@@ -63,7 +66,13 @@ def write(text: str, to: str) -> None:
 
 def say(text: str) -> None:
     """A line of ours on stderr, in the middle of what a script writes."""
-    click.echo(f"lowtide: {text}", err=True)
+    who = "lowtide" if rank() is None else f"lowtide, rank {rank()}"
+    click.echo(f"{who}: {text}", err=True)
+
+
+def rank() -> int | None:
+    """The number of this process among several that train together, as torchrun tells it; None for a single one."""
+    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 def profile_of(

@@ -26,12 +26,15 @@ from lowtide.levers.common_norm import OTHERS, CommonNorm, order_of
 from lowtide.levers.gathering import is_gathering
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.rehearsal.outcome import is_out_of_memory
+from lowtide.rehearsal.processes import several_processes
 from lowtide.rehearsal.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
+
+TOGETHER = "several processes train together, and what the others add to a gradient comes later than the update would"
 
 
 class StepInBackward(Lever):
@@ -111,6 +114,8 @@ class _On:
         """A backward pass has added to the parameter's gradient."""
         if is_gathering(parameter) or (isinstance(self._clip, CommonNorm) and self._clip.takes(parameter)):
             return
+        if several_processes():  # since it was put on
+            raise LowtideError(f"the lever 'step in backward' can't stay on: {TOGETHER}. Fit without it.")
         with self._lock:  # each card has a thread
             arrived = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
             if arrived > self._backwards:
@@ -162,6 +167,8 @@ class _On:
 
 def _steppable(optimizer: Optimizer | None) -> Optimizer:
     """The optimizer, if it can step on one parameter at a time. Raises NoUse otherwise."""
+    if several_processes():
+        raise NoUse(TOGETHER)
     if optimizer is None:
         raise NoUse("no single optimizer is known that steps on the model's parameters: pass optimizer=")
     name = type(optimizer).__name__
@@ -183,8 +190,6 @@ def _check_two_passes(model: nn.Module, seen: Seen) -> None:
     hooked = next((n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), None)
     if hooked is not None:
         raise NoUse(f"there is a hook on the gradient of {hooked}, {twice}")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise NoUse("gradients are clipped by their common norm, and what other processes add to them comes later")
     if seen.hooked or any(m._backward_hooks or m._backward_pre_hooks for m in model.modules()):
         raise NoUse(f"there are hooks on gradients in the step, {twice}")
 

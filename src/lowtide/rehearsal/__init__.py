@@ -18,7 +18,6 @@ from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import (
     SEVERAL_STREAMS,
     check,
-    check_one_process,
     check_same_work,
     check_uncompiled,
     doubts,
@@ -27,6 +26,7 @@ from lowtide.rehearsal.checks import (
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory, unless_out_of_memory
+from lowtide.rehearsal.processes import check_not_sharded, check_waits_for_nobody, n_sent
 from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
@@ -64,7 +64,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     check(model, step, optimizer)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
-        check_one_process(unchanged.modules)
+        check_not_sharded(unchanged.modules)
         if is_specialised(model):
             step(batch)
             unchanged.rewind()
@@ -89,8 +89,9 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
             audit = unless_out_of_memory(audited, _does_not_fit)
         static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
         unchanged.rewind()
-        engine = MostSaving(model, audit)
+        engine, sent = MostSaving(model, audit), n_sent()
         trace, recorder = unless_out_of_memory(lambda: _trace(engine, step, batch), _does_not_fit)
+        check_waits_for_nobody(sent)
         # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
         hopeless = frugal and place_of(model).type == "cpu"
         there, places = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)  # gradients have moved

@@ -20,6 +20,7 @@ from lowtide.rehearsal import addresses
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.outside import take_back
+from lowtide.rehearsal.processes import n_sent
 from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.readers import settle
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 
 LEAKS = "it gives tensors to something outside of it, such as a list: run again, it would do so twice"
+WAITS = "it waits for other processes, which need not run it again when this one does"
 
 
 class Audit(Remakes):
@@ -67,6 +69,8 @@ class Audit(Remakes):
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
         self._returned: Any = None
+        self._sent: list[int] = []
+        """For each call in progress, in how many collective operations this process had taken part."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -79,6 +83,7 @@ class Audit(Remakes):
             values.probe = None
             self.remove()
             self._open.clear()
+            self._sent.clear()
             self.let_go_of_all()
             self._late.clear()
 
@@ -96,6 +101,7 @@ class Audit(Remakes):
         call = CallDraft(id=self.scope.id, cls=type(seam.module).__name__, parent=parent, first_slot=len(self.slots))
         self.calls.append(call)
         self._open.append((len(self.calls) - 1, None))
+        self._sent.append(n_sent())
         if parent is None:
             self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
             call.refused = "it is the whole model"
@@ -121,13 +127,14 @@ class Audit(Remakes):
 
     def leaving(self, seam: Seam) -> None:
         index, frame = self._open[-1]
+        waited = n_sent() != self._sent.pop()
         returned, self._returned = self._returned, None
         call = self.calls[index]
         call.stop_slot = len(self.slots)
         self.try_shape(index, returned)
         if frame is not None:
             frame.close()
-            call.refused = self.try_all(call, frame, returned)
+            call.refused = WAITS if waited else self.try_all(call, frame, returned)
             if call.refused is None:
                 call.state = self.state(frame.surroundings.nbytes)
                 if self._frugal and seam.module in self._blocks:

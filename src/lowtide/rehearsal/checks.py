@@ -10,8 +10,6 @@ from lowtide._torch import is_compiled
 from lowtide.errors import RehearsalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lowtide.rehearsal.audit import Audit
     from lowtide.rehearsal.trace import Trace
 
@@ -58,33 +56,6 @@ def check_one_device(model: torch.nn.Module) -> None:
             f"parameters of {type(model).__name__} are on {' and '.join(places)}: memory is planned for one. Put "
             "the whole model on one device, or fit the part of it that is on the device in need."
         )
-
-
-def check_one_process(modules: Iterable[torch.nn.Module], *, on_trial: bool = True) -> None:
-    """Refuse a step that waits for other processes where it is taken `on_trial`, and a sharded model anywhere.
-
-    Raises RehearsalError.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    for module in modules:
-        if isinstance(module, FSDPModule | FullyShardedDataParallel):
-            raise RehearsalError(
-                f"{type(module).__name__} is sharded over processes (FSDP), which is not planned for yet: what one of "
-                "them would run again, all would have to."
-            )
-        if on_trial and isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            raise RehearsalError(
-                f"the step trains {type(module.module).__name__} in {distributed.get_world_size()} processes at once "
-                "(DistributedDataParallel). Each process decides by itself how many steps a rehearsal takes, and would "
-                "wait for the others without end.\n"
-                "  Fit the model in each process before it is wrapped, with a step that does not know the wrapper: the "
-                "plan stays in force inside of it. Leave room in the budget for the buckets that gradients are sent "
-                "in, which are as large as the gradients."
-            )
 
 
 def doubts(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:

@@ -18,9 +18,10 @@ from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, check_one_process, doubts
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, doubts
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
+from lowtide.rehearsal.processes import check_not_sharded, n_with_new_buckets
 from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.remat.given import elements, shapes_in
@@ -73,13 +74,14 @@ class Observed:
         if self.profile is not None:
             return
         check_one_device(self.model)
-        check_one_process(self.model.modules(), on_trial=False)
+        check_not_sharded(self.model.modules())
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._sizes):
             self._sizes.clear()  # other parameters are trained since
         static, addresses = static_bytes(self.model, batch, optimizers)
         known = self._sizes.get(found)
         self._watch = watch = _Watch(found, static, addresses, place)
+        watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.recorder = watch.open.enter_context(recorder_for(place))
         if known is None:
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True)
@@ -126,6 +128,8 @@ class Observed:
                 f"it saved {trace.packs} tensors, and another step on a batch of the same size, {watch.size.batch}, "
                 f"saved {len(size.audit.slots)}"
             )
+        if watch.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
+            raise _Unusable("DistributedDataParallel has put its buckets in another order in it")
         assert watch.engine is not None
         size.traced = watch, trace.kept, watch.engine.decisions
 
@@ -246,6 +250,7 @@ class _Watch:
     audit: Audit | None = None
     engine: MostSaving | None = None
     trace: _OwnTrace | None = None
+    n_with_new_buckets = 0
 
     def __init__(self, size: Fingerprint, static: Static, addresses: frozenset[int], place: torch.device) -> None:
         self.size = size

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._clock import accelerator_in_use
 from lowtide.identity import parts_of, tensors_in
+from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, put_back, states
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Unchanged:
 
     Usable several times over inside the block with `restore()`; the end of the block restores too, whatever happened.
     Copies live in host memory. Optimizers need not be named: one that steps inside the block is noticed before it does.
-    Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards.
+    Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards. No other process of
+    the training takes part meanwhile (`processes.py`).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Unchanged:
         if self._named is not None:
             self._noticed(self._named)
         self._n_updates = 0
+        self._alone = Alone(modules)
         self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._steps)
         self._calm()
         return self
@@ -124,6 +127,7 @@ class Unchanged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
+        self._alone.end()
         self._put_back()
 
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,157 @@
+"""Run by the tests: two processes that fit models which DistributedDataParallel wraps, each on its own."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+
+Step = Callable[[Tensor], Tensor]
+
+
+def build(*last: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(*layers, *last).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, reduced: bool = False) -> Step:
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if reduced:
+            distributed.all_reduce(loss.detach())
+        return loss.detach()
+
+    return step
+
+
+def batch_of(rank: int) -> Tensor:
+    return torch.randn(512, 64, generator=torch.Generator().manual_seed(rank))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> tuple[list[Tensor], int]:
+    """Parameters and buffers after three steps, and the peak of the last one."""
+    batch, step = batch_of(rank), step_of(model, optimizer)
+    torch.manual_seed(10 + rank)
+    for _ in range(3):
+        with lowtide.measure() as memory:
+            step(batch)
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers())], memory.peak_bytes
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def refused(run: Callable[[], Any], why: str) -> None:
+    with pytest.raises(lowtide.LowtideError, match=why):
+        run()
+
+
+def fits_alone(rank: int) -> None:
+    """A model that DDP wraps is fitted by each process alone, and then trains to plain DDP's bits."""
+    for settings in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        model, optimizer = build(nn.BatchNorm1d(64))
+        plain, plain_peak = train(DistributedDataParallel(model, **settings), optimizer, rank)
+
+        model, optimizer = build(nn.BatchNorm1d(64))
+        wrapped = DistributedDataParallel(model, **settings)
+        before = [p.detach().clone() for p in wrapped.parameters()]
+        step, batch = step_of(wrapped, optimizer), batch_of(rank)
+        profile = lowtide.rehearse(wrapped, step, batch) if rank == 1 and not settings else None  # more steps there
+        of = model if rank == 0 else wrapped  # the step calls the wrapper, whichever of the two is fitted
+        fitted = lowtide.fit(of, step, batch, budget="70%", optimizer=optimizer, profile=profile)
+        assert fitted.plan.remake, "nothing was planned"
+        assert fitted.verdict.identical
+        assert fitted.verdict.differences is not None
+        assert equal(before, list(wrapped.parameters()))
+        assert wrapped.require_backward_grad_sync
+        assert wrapped.require_forward_param_sync
+        planned, peak = train(wrapped, optimizer, rank)
+        assert equal(plain, planned), f"other bits with {settings}"
+        assert isinstance(fitted.applied, lowtide.Applied)
+        assert not fitted.applied.drifted
+        assert peak < 0.75 * plain_peak, (peak, plain_peak)
+
+
+def counts_buckets(rank: int) -> None:
+    """What DDP sends gradients in is counted, once."""
+    for views in (False, True):
+        model, optimizer = build()
+        size = sum(p.nbytes for p in model.parameters())
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        for _ in range(2):  # gradients, which stay, are views of the buckets from here on
+            step_of(wrapped, optimizer)(batch_of(rank))
+        for of in (wrapped, model):
+            static = lowtide.rehearse(of, step_of(wrapped, optimizer), batch_of(rank)).static
+            assert static.gradients == size * (1 if views else 2), (static, size)
+
+
+def fits_before_it_is_wrapped(rank: int) -> None:
+    """A plan stays in force inside of the wrapper."""
+    model, optimizer = build()
+    plain, plain_peak = train(DistributedDataParallel(model), optimizer, rank)
+    model, optimizer = build()
+    fitted = lowtide.fit(model, step_of(model, optimizer), batch_of(rank), budget="70%", optimizer=optimizer)
+    planned, peak = train(DistributedDataParallel(model), optimizer, rank)
+    assert equal(plain, planned)
+    assert peak < 0.75 * plain_peak
+    assert isinstance(fitted.applied, lowtide.Applied)
+    assert not fitted.applied.drifted
+
+
+def refuses_what_waits(rank: int) -> None:
+    """A step that waits for others by itself, a graph that is not known yet, a sharded model, an update too early."""
+    model, optimizer = build()
+    wrapped, batch = DistributedDataParallel(model), batch_of(rank)
+    plain, reduced = step_of(wrapped, optimizer), step_of(wrapped, optimizer, reduced=True)
+    refused(lambda: lowtide.rehearse(wrapped, reduced, batch), "1 collective operation")
+    plan = lowtide.plan(lowtide.rehearse(wrapped, plain, batch), "70%")
+    refused(lambda: lowtide.verify(wrapped, reduced, batch, plan), "1 collective operation")
+
+    with lowtide.fit(wrapped, plain, batch, budget="60%", levers=("outputs", "step in backward")) as fitted:
+        assert not fitted.plan.levers
+        assert any("several processes train together" in note for note in fitted.plan.notes)
+
+    model, optimizer = build()
+    static = DistributedDataParallel(model, static_graph=True)
+    step = step_of(static, optimizer)
+    refused(lambda: lowtide.rehearse(static, step, batch), "static_graph")
+    step(batch)
+    lowtide.rehearse(static, step, batch)
+
+    model, optimizer = build()
+    for layer in (*model.children(), model):
+        fully_shard(layer, mesh=distributed.init_device_mesh("cpu", (2,)))
+    refused(lambda: lowtide.rehearse(model, step_of(model, optimizer), batch), "FSDP")
+
+
+def work(rank: int) -> None:
+    torch.set_num_threads(1)
+    model, optimizer = build()
+    step, batch = step_of(model, optimizer), batch_of(rank)
+    early = lowtide.fit(model, step, batch, budget="60%", levers=("step in backward",), optimizer=optimizer)
+    assert [lever.name for lever in early.plan.levers] == ["step in backward"]
+    before = [p.detach().clone() for p in model.parameters()]
+
+    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+    refused(lambda: step(batch), "several processes train together")
+    assert equal(before, list(model.parameters()))
+    for case in (fits_alone, counts_buckets, fits_before_it_is_wrapped, refuses_what_waits):
+        case(rank)
+        sys.stdout.write(f"{case.__name__}: as it should be\n")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)  # type: ignore[no-untyped-call]
