@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,38 @@ def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_un
         step(larger)
     assert len(said) == 1
     step(larger)
+
+
+@pytest.mark.filterwarnings("ignore:.*the peak may be above the budget")
+@pytest.mark.parametrize("budget", ["70%", "100%"])
+def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(tmp_path, budget):
+    planned, plain = build("gpt2"), build("gpt2")
+    larger = {key: tensor.repeat(2, 1) for key, tensor in planned.batch.items()}
+    profile = lowtide.rehearse(planned.model, planned.step, planned.batch)
+    asked = lowtide.plan(profile, budget)
+    asked.to_json(tmp_path / "plan.json")
+    made = Plan.from_json(tmp_path / "plan.json")
+    assert made == asked
+    assert made.larger.decisions == smallest_peak(profile)[0]
+    torch.manual_seed(7)
+    expected = [plain.step(batch) for batch in (planned.batch, larger, planned.batch)]
+
+    def peak(plan, batch):
+        with lowtide.apply(planned.model, plan), lowtide.measure() as memory:
+            planned.model(**batch).loss.backward()
+        planned.model.zero_grad()
+        return memory.peak_bytes
+
+    most_saving = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    assert most_saving.larger is None
+    assert peak(made, larger) == peak(most_saving, larger) < 0.95 * peak(replace(made, larger=None), larger)
+    assert peak(made, planned.batch) == peak(replace(made, larger=None), planned.batch)
+    torch.manual_seed(7)
+    with lowtide.apply(planned.model, made) as applied:
+        found = [planned.step(batch) for batch in (planned.batch, larger, planned.batch)]
+    assert all(map(torch.equal, expected, found))
+    assert same(state(plain), state(planned))
+    assert not applied.drifted
 
 
 def test_training_in_eval_mode_under_a_plan_is_said() -> None:

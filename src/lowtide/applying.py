@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide._removable import Removable
 from lowtide.errors import LowtideError, StalePlan
@@ -23,24 +23,42 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from lowtide.remat.seam import Seam
+
+
+class _Planned(Engine):
+    """An engine with a plan, and with what is done instead for larger batches."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        decided = (plan,) if plan.larger is None else (plan, plan.larger)
+        super().__init__(model, *(actions_for(d.remake, d.replay, d.advance, d.offload) for d in decided))
+        self.mixed = frozenset(plan.mixed)
+        self._number = 0
+
+    def expect(self, is_larger: bool) -> None:
+        """Told before each call of the model."""
+        self._number = int(is_larger and len(self.tables) > 1)
+
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        return self._number if self.tables[self._number] else None
+
 
 class Applied(Removable):
     """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None, say: Callable[[str], None]) -> None:
         self.plan = plan
-        self._engine = Engine(model, actions_for(plan.remake, plan.replay, plan.advance, plan.offload))
-        self._engine.mixed = frozenset(plan.mixed)
+        self._engine = engine = _Planned(model, plan)
         with contextlib.ExitStack() as undo:
-            undo.callback(lookout(model, plan, say).remove)  # behind the levers, as the rehearsal was
+            undo.callback(lookout(model, plan, say, engine.expect).remove)  # behind the levers, as the rehearsal was
             try:
                 undo.callback(put_on(model, plan.levers, optimizer).remove)
             except NoUse as why:
                 raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
-            if any(self._engine.tables):
-                undo.callback(self._engine.remove)
-                self._engine.install()
-                undo.callback(passed_by(self._engine, say).remove)
+            if any(engine.tables):
+                undo.callback(engine.remove)
+                engine.install()
+                undo.callback(passed_by(engine, say).remove)
             self._undo = undo.pop_all()
 
     @property
@@ -63,8 +81,9 @@ def apply(
 ) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
-    `optimizer` is needed where one of the plan's levers changes it. `say` is called, once each, when the model is
-    trained on a larger batch than the plan is for, or more of its parameters are, and when compiled code runs past it.
+    `optimizer` is needed where one of the plan's levers changes it. Batches that are larger than those it is for get
+    the most saving plan. `say` is called, once each, when one comes, when more parameters are trained, and when
+    compiled code runs past the plan.
 
     Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
     that can't be put on; then nothing is in force.

@@ -95,6 +95,7 @@ def fit(
     With `offload=True` saved tensors may also wait for backward in memory of the host, where that takes less time than
     making them again; not on a CPU.
 
+    A batch that is larger than this one gets the most saving plan, and a warning that it may need more than the budget.
     With `shapes` smaller batches pay less or nothing: `batch` is the largest of the loop, and `shapes` a small one of
     the same form, or "auto" for its sequences (without any, its rows) cut to a quarter. Each bucket of sizes between
     the two has a plan and a proof of its own, which is some 30 steps; the result is a FittedSizes. No levers then, and

@@ -10,7 +10,7 @@ from conftest import RunPython
 from lowtide import cli
 from lowtide.planner import plan
 from lowtide.planner.frontier import frontier
-from lowtide.planner.records import Plan
+from lowtide.planner.records import Decided, Plan
 from planner.profiles import chain
 
 PROFILE = chain(6)
@@ -36,11 +36,14 @@ def test_blocks_of_which_the_same_is_decided_are_shown_as_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     remake = {f"h.{i}.{part}#0:{n}": "MulBackward0" for i in range(8) for part, n in (("ln", 0), ("ln", 1), ("act", 0))}
-    replace(SMALL, remake=remake, replay=("h.3.attn#0",)).to_json(tmp_path / "plan.json")
+    larger = Decided(remake={}, replay=tuple(f"h.{i}#0" for i in range(8)))
+    replace(SMALL, remake=remake, replay=("h.3.attn#0",), larger=larger).to_json(tmp_path / "plan.json")
     cli.main(["plan", "show", str(tmp_path / "plan.json")])
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
         "  h.{0-7}: remake act, ln (2)",
         "  h.3: replay attn",
+        "on larger batches:",
+        "  h.{0-7}: replay itself",
     ]
 
 

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide._torch import CALL, call_module
+from lowtide._torch import CALL, call_module, saved_tensor_hooks
 from lowtide.planner.records import Profile
 from lowtide.remat.engine import Engine, actions_for
 from lowtide.remat.seam import Seam
@@ -504,13 +505,21 @@ def test_the_input_of_a_replayed_block_is_remade_from_what_another_one_was_given
     assert not engine.drifted
 
 
-def test_a_plan_that_changes_nothing_only_looks_how_large_batches_are():
+def test_a_plan_that_changes_nothing_only_looks_how_large_batches_are_and_is_there_for_larger_ones():
     model, x = Masked().train(), torch.randn(2, 24, WIDTH)
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), x)
     whole, *parts = attributes(model)
-    with lowtide.apply(model, lowtide.plan(profile, 2 * profile.measured_plain_peak_bytes)):
+    plan = lowtide.plan(profile, 2 * profile.measured_plain_peak_bytes)
+    with lowtide.apply(model, replace(plan, larger=None)):
         assert attributes(model) == [whole | {CALL}, *parts]
     assert attributes(model) == [whole, *parts]
+    has_hooks = []
+    watch = next(model.children()).register_forward_hook(lambda *_: has_hooks.append(saved_tensor_hooks() is not None))
+    with lowtide.apply(model, plan, say=lambda what: None):
+        for batch in (x, torch.cat([x, x]), x):
+            model(batch)
+    watch.remove()
+    assert has_hooks == [False, True, False]
 
 
 # --- how often ops run ------------------------------------------------------------------------------------------------

@@ -141,10 +141,21 @@ def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted)
     assert not switched.drifted
 
 
-def test_a_batch_beyond_the_largest_gets_its_plan_and_one_warning(fitted):
-    case, _ = fitted
-    with pytest.warns(UserWarning, match=r"more than for the largest batch that was rehearsed \(\[4, 64\]\)"):
-        case.model(**{name: tensor.repeat(2, 1) for name, tensor in case.batch.items()}).loss.backward()
+def test_a_batch_beyond_the_largest_gets_the_most_saving_plan_and_one_warning(fitted):
+    case, found = fitted
+    larger = {name: tensor.repeat(2, 1) for name, tensor in case.batch.items()}
+    peaks = []
+    for plan in (found.buckets[-1].plan, replace(found.buckets[-1].plan, larger=None)):
+        other = build("gpt2")
+        with lowtide.apply(other.model, plan, say=lambda what: None), lowtide.measure() as memory:
+            other.model(**larger).loss.backward()
+        peaks.append(memory.peak_bytes)
+    with (
+        pytest.warns(UserWarning, match=r"more than for the largest batch that was rehearsed \(\[4, 64\]\)"),
+        lowtide.measure() as memory,
+    ):
+        case.model(**larger).loss.backward()
+    assert memory.peak_bytes == peaks[0] < peaks[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         case.model(**{name: tensor.repeat(3, 1) for name, tensor in case.batch.items()}).loss.backward()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from lowtide.errors import Infeasible
 from lowtide.planner.bound import lower_bound
 from lowtide.planner.objectives import Objective, flops_first
 from lowtide.planner.predict import Simulator
-from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.planner.solve import Solver, solve
+from lowtide.planner.records import Decided, Decisions, Plan, Profile
+from lowtide.planner.solve import Solver, most_saving, solve
 from lowtide.units import parse_budget
 
 Allowed = Literal["all", "cheap"]
@@ -51,8 +51,8 @@ def plan(
     plain_bytes = plain.peak_bytes if measured is None else measured
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
+    allowed = simulator_of(profile, allow, minimize, offload=offload)
     if plain_bytes > budget_bytes:
-        allowed = simulator_of(profile, allow, minimize, offload=offload)
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
         try:
             if solver is solve:
@@ -72,23 +72,33 @@ def plan(
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
         "the solver's decisions are over the budget"
     )
-    at = {slot.address: profile.values[slot.value] for slot in profile.slots if profile.values[slot.value].recipe}
+    larger = with_free(simulator, most_saving(allowed))
+    kept = _kept_somewhere(profile)
     return Plan(
+        **_engines_view(profile, decisions),
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
-        remake={address: at[address].node for address in sorted(decisions.remake)},
-        replay=tuple(sorted(decisions.replay)),
-        advance=tuple(sorted(decisions.advance)),
-        offload=tuple(sorted(decisions.offload)),
         predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
         plain=plain,
         step_ms=profile.step_ms,
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
         given=profile.given,
-        mixed=tuple(sorted(decisions.remake & _kept_somewhere(profile))),
+        larger=None if larger == decisions else Decided(**_engines_view(profile, larger)),
+        mixed=tuple(sorted((decisions.remake | larger.remake) & kept)),
         notes=profile.notes,
     )
+
+
+def _engines_view(profile: Profile, decisions: Decisions) -> dict[str, Any]:
+    """The fields of a Decided."""
+    nodes = {slot.address: v.node for slot in profile.slots if (v := profile.values[slot.value]).recipe}
+    return {
+        "remake": {address: nodes[address] for address in sorted(decisions.remake)},
+        "replay": tuple(sorted(decisions.replay)),
+        "advance": tuple(sorted(decisions.advance)),
+        "offload": tuple(sorted(decisions.offload)),
+    }
 
 
 def _kept_somewhere(profile: Profile) -> set[str]:

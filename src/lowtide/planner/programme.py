@@ -201,7 +201,9 @@ class _Rows:
             most.append(np.array([limit]))
             n_rows += 1
         self.n = n_fixed + n_own
-        entries = np.concatenate(values), (np.concatenate(rows), np.concatenate(variables))
+        # Integers of 32 bits: SciPy 1.11 solves with no others.
+        places = tuple(np.concatenate(each).astype(np.int32) for each in (rows, variables))
+        entries = np.concatenate(values), places
         self.matrix = csr_array(entries, shape=(n_rows, self.n))
         self.most: Floats = np.concatenate(most)
         room = [programme.limit - programme.more.get(position, 0.0) for position in programme.positions]

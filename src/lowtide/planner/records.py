@@ -223,35 +223,17 @@ class Prediction(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Record):
-    """What to do with each saved slot so that a step's peak stays within `budget_bytes`.
+class Decided(Record):
+    """Decisions, with all that the engine has to know. In JSON text they are folded (`folding.py`)."""
 
-    In its JSON text what is decided is `decisions`, written once for blocks that are alike (`folding.py`).
-    """
-
-    fingerprint: Fingerprint
-    budget_bytes: int
     remake: dict[str, str]
     """Slot address -> autograd node whose recipe remakes it."""
     replay: tuple[str, ...]
     """Ids of the module calls that run again for what they saved."""
-    predicted: Prediction
-    plain: Prediction
-    step_ms: float
     advance: tuple[str, ...] = ()
     """Ids of the module calls that run forward again for their result."""
     offload: tuple[str, ...] = ()
     """Addresses of slots that are copied to the host and back."""
-    bound_ms: float = 0.0
-    """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
-    levers: tuple[Pulled, ...] = ()
-    """Put on together with the plan; what they cost is part of `predicted.extra_ms`."""
-    given: tuple[str, ...] = ()
-    """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
-    mixed: tuple[str, ...] = ()
-    """Addresses of `remake` at which some call of the model saves something that is kept."""
-    notes: tuple[str, ...] = ()
-    format: int = FORMAT
 
     @property
     def decisions(self) -> Decisions:
@@ -262,15 +244,53 @@ class Plan(Record):
             offload=frozenset(self.offload),
         )
 
+    def folded(self) -> dict[str, Block]:
+        """Written once for blocks that are alike."""
+        return fold(self.remake, self.replay, self.advance, self.offload)
+
+
+def _unfolded(blocks: object) -> dict[str, object]:
+    """The fields of a Decided. Raises ValueError for what is none."""
+    return dict(zip(("remake", *KINDS), unfold(msgspec.convert(blocks, dict[str, Block])), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Decided):
+    """What to do with each saved slot so that a step's peak stays within `budget_bytes`.
+
+    In its JSON text what is decided is `decisions`, written once for blocks that are alike.
+    """
+
+    fingerprint: Fingerprint
+    budget_bytes: int
+    predicted: Prediction
+    plain: Prediction
+    step_ms: float
+    larger: Decided | None = None
+    """What is done instead for batches that are larger than `given`: the decisions of the smallest peak. None where
+    these are the plan's own."""
+    bound_ms: float = 0.0
+    """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
+    levers: tuple[Pulled, ...] = ()
+    """Put on together with the plan; what they cost is part of `predicted.extra_ms`."""
+    given: tuple[str, ...] = ()
+    """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
+    mixed: tuple[str, ...] = ()
+    """Addresses at which what is to be remade is something that is kept in some call of the model."""
+    notes: tuple[str, ...] = ()
+    format: int = FORMAT
+
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)
         first = {name: fields.pop(name) for name in ("format", "fingerprint", "budget_bytes")}
-        del fields["remake"], fields["replay"], fields["advance"], fields["offload"]
-        return {**first, "decisions": fold(self.remake, self.replay, self.advance, self.offload), **fields}
+        del fields["remake"], fields["replay"], fields["advance"], fields["offload"], fields["larger"]
+        larger = {} if self.larger is None else {"larger": self.larger.folded()}
+        return {**first, "decisions": self.folded(), **fields, **larger}
 
     @classmethod
     def _read(cls, text: bytes) -> Self:
         fields = msgspec.json.decode(text, type=dict[str, Any])
-        decisions = msgspec.convert(fields.pop("decisions", None), dict[str, Block])
-        fields |= zip(("remake", *KINDS), unfold(decisions), strict=True)
+        fields |= _unfolded(fields.pop("decisions", None))
+        if "larger" in fields:
+            fields["larger"] = _unfolded(fields["larger"])
         return msgspec.convert(fields, cls)

@@ -79,11 +79,16 @@ def _solve(ladder: Ladder, budget_bytes: int, until: float | None = None) -> Dec
     return simulator.decisions(Search(ladder.moves).tidied(found.choice))
 
 
+def most_saving(simulator: Simulator) -> Decisions:
+    """The decisions with the smallest peak that the search finds."""
+    ladder = ladder_of(simulator)
+    return simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
+
+
 def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
     """The decisions with the smallest peak that the search finds, and what they need. `offload` as for `plan`."""
     simulator = Simulator(profile if offload else replace(profile, offload_bytes_per_ms=None))
-    ladder = ladder_of(simulator)
-    decisions = simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
+    decisions = most_saving(simulator)
     return decisions, simulator.predict(decisions)
 
 

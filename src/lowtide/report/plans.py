@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowtide.planner.folding import KINDS, fold, join
 from lowtide.planner.record import Record
-from lowtide.planner.records import Plan
+from lowtide.planner.records import Decided, Plan
 from lowtide.report.text import decisions, levers
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
 
@@ -26,6 +26,8 @@ def show(plan: Plan) -> str:
             *levers(plan),
             decisions(plan),
             *(f"  {line}" for line in blocks(plan)),
+            *(["on larger batches:"] if plan.larger is not None else []),
+            *(f"  {line}" for line in (blocks(plan.larger) if plan.larger is not None else ())),
             *(f"note: {note}" for note in plan.notes),
         )
     )
@@ -43,9 +45,9 @@ def _bound(plan: Plan) -> str:
     return f"; no plan takes less than {extra(plan.bound_ms, plan.step_ms)}"
 
 
-def blocks(plan: Plan) -> Iterator[str]:
+def blocks(decided: Decided) -> Iterator[str]:
     """One line for blocks of which the same is decided: `transformer.h.{0-7}: remake ln_1 (2), mlp.act`."""
-    for block, made in fold(plan.remake, plan.replay, plan.advance, plan.offload).items():
+    for block, made in decided.folded().items():
         kinds = ("remake", *KINDS)
         parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
         yield f"{block or 'outside of blocks'}: {'; '.join(parts)}"

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 class Switching(Engine):
-    """An engine with a plan for each of `buckets`, smallest first."""
+    """An engine with a plan for each of `buckets`, smallest first, and one for larger batches still."""
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
-        super().__init__(model, *(actions_for(p.remake, p.replay, p.advance, p.offload) for p in plans))
+        decided = [*plans, plans[-1].larger or plans[-1]]
+        super().__init__(model, *(actions_for(d.remake, d.replay, d.advance, d.offload) for d in decided))
         self.mixed = frozenset(address for plan in plans for address in plan.mixed)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
@@ -32,9 +33,14 @@ class Switching(Engine):
         self._largest = buckets[-1].size
         self._was_larger = False
 
+    @property
+    def does_anything(self) -> bool:
+        """Whether there is anything to do for a batch that was rehearsed."""
+        return any(self.tables[: len(self._shapes)])
+
     def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """By the shapes of what the outermost call is given: a few comparisons."""
-        chosen = len(self.tables) - 1
+        chosen = len(self._shapes) - 1
         if seam.path in self._telling:
             found = shapes_of(args, kwargs)
             for number, shapes in enumerate(self._shapes):
@@ -42,6 +48,7 @@ class Switching(Engine):
                     chosen = number
                     break
             else:
+                chosen += 1
                 self.larger(seam, found)
         return chosen if self.tables[chosen] else None
 
@@ -52,7 +59,7 @@ class Switching(Engine):
             shapes = [list(shape) for shape in found]
             self.say(
                 f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): it "
-                "gets that one's plan and may need more than the budget. Fit with the largest."
+                "gets the most saving plan and may need more than the budget. Fit with the largest."
             )
 
 
@@ -62,7 +69,7 @@ class Switched(Removable):
     def __init__(self, engine: Switching) -> None:
         self._engine = engine
         self._passed_by: RemovableHandle | None = None
-        if any(engine.tables):
+        if engine.does_anything:
             engine.install()
             self._passed_by = passed_by(engine, engine.say)
 
