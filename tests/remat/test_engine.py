@@ -514,7 +514,7 @@ def test_a_plan_that_changes_nothing_only_looks_how_large_batches_are_and_is_the
         assert attributes(model) == [whole | {CALL}, *parts]
     assert attributes(model) == [whole, *parts]
     has_hooks = []
-    watch = next(model.children()).register_forward_hook(lambda *_: has_hooks.append(saved_tensor_hooks() is not None))
+    watch = model.blocks[0].register_forward_hook(lambda *_: has_hooks.append(saved_tensor_hooks() is not None))
     with lowtide.apply(model, plan, say=lambda what: None):
         for batch in (x, torch.cat([x, x]), x):
             model(batch)
