@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowtide._removable import Removable
 from lowtide.errors import LowtideError, StalePlan
@@ -16,31 +16,11 @@ from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
 from lowtide.lookout import lookout, passed_by
 from lowtide.planner.records import Plan
-from lowtide.remat.actions import actions_for
-from lowtide.remat.engine import Engine
+from lowtide.remat.planned import Planned
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-    from lowtide.remat.seam import Seam
-
-
-class _Planned(Engine):
-    """An engine with a plan, and with what is done instead for larger batches."""
-
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        decided = (plan,) if plan.larger is None else (plan, plan.larger)
-        super().__init__(model, *(actions_for(d.remake, d.replay, d.advance, d.offload) for d in decided))
-        self.mixed = frozenset(plan.mixed)
-        self._number = 0
-
-    def expect(self, is_larger: bool) -> None:
-        """Told before each call of the model."""
-        self._number = int(is_larger and len(self.tables) > 1)
-
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        return self._number if self.tables[self._number] else None
 
 
 class Applied(Removable):
@@ -48,17 +28,17 @@ class Applied(Removable):
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None, say: Callable[[str], None]) -> None:
         self.plan = plan
-        self._engine = engine = _Planned(model, plan)
+        self._engine = Planned(model, plan)
         with contextlib.ExitStack() as undo:
-            undo.callback(lookout(model, plan, say, engine.expect).remove)  # behind the levers, as the rehearsal was
+            undo.callback(lookout(model, plan, say).remove)  # behind the levers, as the rehearsal was
             try:
                 undo.callback(put_on(model, plan.levers, optimizer).remove)
             except NoUse as why:
                 raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
-            if any(engine.tables):
-                undo.callback(engine.remove)
-                engine.install()
-                undo.callback(passed_by(engine, say).remove)
+            if any(self._engine.tables):
+                undo.callback(self._engine.remove)
+                self._engine.install()
+                undo.callback(passed_by(self._engine, say).remove)
             self._undo = undo.pop_all()
 
     @property

@@ -24,39 +24,28 @@ if TYPE_CHECKING:
     from lowtide.remat.engine import Engine
 
 
-def lookout(model: nn.Module, plan: Plan, say: Callable[[str], None], larger: Callable[[bool], None]) -> Front:
-    """Says once when `model` is trained on more than it was in the rehearsal, or more of it is trained.
-
-    Where the plan has something else for larger batches, `larger` is told of each call whether it is for one.
-    """
+def lookout(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Front:
+    """Says once, and goes, when `model` is trained on more than it was in the rehearsal, or more of it is trained."""
     known = [shapes_in(words) for words in plan.given]
     parameters = tuple(model.parameters())
     n_trained = sum(p.requires_grad for p in parameters)
-    said = False
 
     def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if model.training and torch.is_grad_enabled():
             found = tensors_in_call(args, kwargs)
             shapes = tuple(tuple(tensor.shape) for tensor in found)
-            is_larger = bool(known) and not any(no_larger(shapes, most) for most in known)
-            larger(is_larger)
-            if said:
-                pass
-            elif is_larger:
+            if known and not any(no_larger(shapes, most) for most in known):
                 outgrown(f"was given {in_words(found)}, and the plan is for {' and for '.join(plan.given)}")
             elif (n_now := sum(p.requires_grad for p in parameters)) > n_trained:
                 outgrown(f"has {n_now} parameters that are trained, and the plan is for {n_trained}")
         return inner(*args, **kwargs)
 
     def outgrown(what: str) -> None:
-        nonlocal said
-        said = True
-        if plan.larger is None:
-            front.remove()
+        front.remove()
+        saving = "" if plan.larger is None else ", though larger batches get the most saving plan"
         say(
-            f"{type(model).__name__} {what}: the peak may be above the budget"
-            f"{'' if plan.larger is None else ', though larger batches get the most saving plan'}. Plan for the "
-            "largest batch (in a script, let it come first), and for all that is trained."
+            f"{type(model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest batch (in "
+            "a script, let it come first), and for all that is trained."
         )
 
     front = Front(model, around)

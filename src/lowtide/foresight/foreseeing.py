@@ -26,7 +26,7 @@ from lowtide.memory.cards import Card, parse_card
 from lowtide.memory.events import Timeline
 from lowtide.planner.records import Static
 from lowtide.rehearsal.checks import check
-from lowtide.remat.engine import Engine, actions_for
+from lowtide.remat.planned import Planned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -123,13 +123,13 @@ def foresee(
 
         return foresee_on(parse_card(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
     own = device_of(model).replace("meta", "cpu")
-    actions = planned(model, batch, plan, own)
+    engine = planned(model, batch, plan, own)
     fakes = _torch.fake_mode()
     answers, trials = Answers(fakes), Trials()
     ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
     with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept:
-        names = Names(Engine(model, actions), ledger.mark)
+        names = Names(engine, ledger.mark)
         with ledger, Questions(answers, ledger.adopt), transformers_unaware(), as_written():
             adopt(ledger, everything)
             step(batch)
@@ -163,14 +163,14 @@ def as_written() -> Iterator[None]:
         yield
 
 
-def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Any:
-    """What the engine is to do under a plan. Raises StalePlan for a plan of another model or, if given, device."""
+def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Planned:
+    """The engine with a plan. Raises StalePlan for a plan of another model or, if given, device."""
     if plan is None:
-        return actions_for({}, ())
+        return Planned(model, None)
     found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device or plan.fingerprint.device)
     if differences := plan.fingerprint.differences(found):
         raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
-    return actions_for(plan.remake, plan.replay, plan.advance, plan.offload)
+    return Planned(model, plan)
 
 
 def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:

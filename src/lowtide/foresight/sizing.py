@@ -54,7 +54,8 @@ def largest(
 
     Every tensor of `batch` that is as long along `batch_dim` as the first one is made longer or shorter: integers and
     booleans by repeating what is there. `batch_dim=1` finds the longest sequence; say the `most` that the model takes,
-    such as its number of positions. With `plan` the step runs under it: a plan does not depend on the batch's size.
+    such as its number of positions. With `plan` the step runs under it, and on larger batches than those it is for
+    under the most saving one, as it would in training.
 
     With `device`, a card as `foresee` takes it, the peak is the most that the allocator can reserve there, and without
     a `budget` it has to be there beside the largest CUDA context, so that the cache never has to be emptied.

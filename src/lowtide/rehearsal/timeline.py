@@ -14,13 +14,14 @@ from lowtide.rehearsal.blocks import repeated_blocks
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.trace import Trace, address
 from lowtide.rehearsal.unchanged import Unchanged
-from lowtide.remat.engine import Engine, actions_for
+from lowtide.remat.planned import Planned
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from lowtide.planner.records import Plan
+    from lowtide.remat.engine import Engine
     from lowtide.remat.seam import Seam
     from lowtide.remat.values import Handle
 
@@ -44,11 +45,10 @@ def timeline(
         found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch)
         if differences := plan.fingerprint.differences(found):
             raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
-    actions = {} if plan is None else actions_for(plan.remake, plan.replay, plan.advance, plan.offload)
     with Unchanged(model, batch, optimizer, step) as unchanged:
         step(batch)
         with recorder_for(place_of(model)) as recorder:
-            names = _Names(Engine(model, actions), recorder.mark)
+            names = _Names(Planned(model, plan), recorder.mark)
             with names.running():
                 step(batch)
             state = [t for o in unchanged.optimizers for entry in o.state.values() for t in tensors_in(entry)]

@@ -26,7 +26,6 @@ from lowtide.foresight.questions import Questions
 from lowtide.foresight.twins import Twins, swap
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Timeline
-from lowtide.remat.engine import Engine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,13 +72,13 @@ class OnCard:
         alone: bool = False,
     ) -> None:
         self._card, self._model, self._batch, self._alone = card, model, batch, alone
-        actions = planned(model, batch, plan)
+        engine = planned(model, batch, plan)
         self._fakes = _torch.fake_mode(run_on_zeros=False)
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
         self._kept = Kept(model, *reached, batch)
         self._placed = Placed(Twins(self._fakes, NAME), self.answers)
-        self._names = Names(Engine(model, actions), self._ledger.mark)
+        self._names = Names(engine, self._ledger.mark)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
 
