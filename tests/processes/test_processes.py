@@ -12,10 +12,17 @@ from lowtide.planner.records import Plan
 HERE = Path(__file__).parent
 
 
-def test_each_process_fits_what_ddp_wraps(run_python: RunPython, tmp_path: Path) -> None:
-    done = run_python(str(HERE / "wrapped.py"), str(tmp_path / "meeting"))
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("fits_alone", "fits_before_it_is_wrapped"),
+        ("counts_buckets", "refuses_what_waits", "refuses_an_update_too_early"),
+    ],
+    ids=["fits", "refuses"],
+)
+def test_each_process_fits_what_ddp_wraps(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
+    done = run_python(str(HERE / "wrapped.py"), str(tmp_path / "meeting"), *cases)
     assert done.returncode == 0, done.stderr
-    cases = ("fits_alone", "counts_buckets", "fits_before_it_is_wrapped", "refuses_what_waits")
     assert sorted(done.stdout.splitlines()) == sorted([f"{case}: as it should be" for case in cases] * 2)
 
 

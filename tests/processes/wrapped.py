@@ -111,7 +111,7 @@ def fits_before_it_is_wrapped(rank: int) -> None:
 
 
 def refuses_what_waits(rank: int) -> None:
-    """A step that waits for others by itself, a graph that is not known yet, a sharded model, an update too early."""
+    """A step that waits for others by itself, a graph that is not known yet, a sharded model."""
     model, optimizer = build()
     wrapped, batch = DistributedDataParallel(model), batch_of(rank)
     plain, reduced = step_of(wrapped, optimizer), step_of(wrapped, optimizer, reduced=True)
@@ -136,20 +136,30 @@ def refuses_what_waits(rank: int) -> None:
     refused(lambda: lowtide.rehearse(model, step_of(model, optimizer), batch), "FSDP")
 
 
-def work(rank: int) -> None:
-    torch.set_num_threads(1)
+def refuses_an_update_too_early(rank: int) -> None:
+    """Also where the lever was put on while there was one process."""
+    distributed.destroy_process_group()
     model, optimizer = build()
     step, batch = step_of(model, optimizer), batch_of(rank)
     early = lowtide.fit(model, step, batch, budget="60%", levers=("step in backward",), optimizer=optimizer)
     assert [lever.name for lever in early.plan.levers] == ["step in backward"]
     before = [p.detach().clone() for p in model.parameters()]
-
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+    meet(rank, "again")
     refused(lambda: step(batch), "several processes train together")
     assert equal(before, list(model.parameters()))
-    for case in (fits_alone, counts_buckets, fits_before_it_is_wrapped, refuses_what_waits):
-        case(rank)
-        sys.stdout.write(f"{case.__name__}: as it should be\n")
+
+
+def meet(rank: int, again: str = "") -> None:
+    place = f"file://{sys.argv[1]}{again}"
+    distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+
+
+def work(rank: int) -> None:
+    torch.set_num_threads(1)
+    meet(rank)
+    for case in sys.argv[2:]:
+        globals()[case](rank)
+        sys.stdout.write(f"{case}: as it should be\n")
     distributed.destroy_process_group()
 
 
