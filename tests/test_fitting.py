@@ -204,6 +204,23 @@ def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(t
     assert not applied.drifted
 
 
+def test_a_batch_that_is_longer_and_has_fewer_rows_is_no_larger_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)])
+
+    def peak(plan, *shape):
+        with lowtide.apply(model, plan, say=lambda what: None), lowtide.measure() as memory:
+            model(torch.zeros(*shape, 64)).sum().backward()
+        model.zero_grad()
+        return memory.peak_bytes
+
+    profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), torch.zeros(16, 32, 64))
+    made = lowtide.plan(profile, "85%")
+    alone = replace(made, larger=None)
+    assert peak(made, 8, 64) == peak(alone, 8, 64)
+    assert peak(made, 8, 65) < peak(alone, 8, 65)
+
+
 def test_training_in_eval_mode_under_a_plan_is_said() -> None:
     case = build("gpt2")
     with lowtide.fit(case.model, case.step, case.batch, budget="70%"):

@@ -2,10 +2,12 @@
 
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.profiler import profile
 
@@ -430,6 +432,29 @@ def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.Capt
     assert (allocation.name, allocation.extra_fields.alloc_size) == (_torch.ALLOCATION, 100)
     assert (free.extra_fields.alloc_size, free.extra_fields.device.type) == (-100, "cpu")
     assert allocation.extra_fields.ptr == free.extra_fields.ptr == address
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+def test_collective_operations_are_counted_and_wrappers_say_what_they_know(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        before = _torch.n_collectives()
+        torch.distributed.all_reduce(torch.zeros(1))
+        assert _torch.n_collectives() == before + 1
+        for is_static in (False, True):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            wrapper = nn.parallel.DistributedDataParallel(model, static_graph=is_static)
+            awaits, new_buckets = [], []
+            for _ in range(3):
+                awaits.append(_torch.awaits_first_backward(wrapper))
+                new_buckets.append(_torch.has_new_buckets(wrapper))
+                wrapper(torch.zeros(1, 4)).sum().backward()
+            assert awaits == [is_static, False, False]
+            assert is_static or new_buckets == [False, False, True]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --- the caching allocator, on CUDA ---------------------------------------------------------------------------------

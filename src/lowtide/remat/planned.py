@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.remat import values
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
-from lowtide.remat.given import no_larger, shapes_in, shapes_of
+from lowtide.remat.given import elements, shapes_in, shapes_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,12 +24,15 @@ class Planned(Engine):
         tables = [actions_for(d.remake, d.replay, d.advance, d.offload) for d in decided]
         super().__init__(model, *(tables or [{}]))
         self.mixed = frozenset(plan.mixed if plan is not None else ())
-        self._given = [shapes_in(words) for words in (plan.given if plan is not None else ())]
+        given = () if plan is None else plan.given
+        self._most = max((elements(shapes_in(words)) for words in given), default=None)
 
     def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """What is for larger batches where the call is given more than any that was rehearsed."""
+        """What is for larger batches where a call is given more elements than any that was rehearsed.
+
+        One that is longer and has fewer rows, as where batches are put together by their tokens, is none.
+        """
         number = 0
-        if len(self.tables) > 1 and self._given:
-            found = shapes_of(args, kwargs)
-            number = int(not any(no_larger(found, most) for most in self._given))
+        if len(self.tables) > 1 and self._most is not None:
+            number = int(elements(shapes_of(args, kwargs)) > self._most)
         return number if self.tables[number] or values.probe is not None else None  # a probe is told what is kept

@@ -8,7 +8,7 @@ from lowtide._removable import Removable
 from lowtide.lookout import passed_by
 from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
-from lowtide.remat.given import Shapes, shapes_of, within
+from lowtide.remat.given import Shapes, elements, shapes_of, within
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,13 +42,13 @@ class Switching(Engine):
         """By the shapes of what the outermost call is given: a few comparisons."""
         chosen = len(self._shapes) - 1
         if seam.path in self._telling:
-            found = shapes_of(args, kwargs)
+            found, last = shapes_of(args, kwargs), self._shapes[-1]
             for number, shapes in enumerate(self._shapes):
                 if seam.path in shapes and within(found, shapes[seam.path]):
                     chosen = number
                     break
             else:
-                chosen += 1
+                chosen += seam.path not in last or elements(found) > elements(last[seam.path])
                 self.larger(seam, found)
         return chosen if self.tables[chosen] else None
 
@@ -58,8 +58,8 @@ class Switching(Engine):
             self._was_larger = True
             shapes = [list(shape) for shape in found]
             self.say(
-                f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): it "
-                "gets the most saving plan and may need more than the budget. Fit with the largest."
+                f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): "
+                "larger batches get the most saving plan and may need more than the budget. Fit with the largest."
             )
 
 
