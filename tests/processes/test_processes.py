@@ -23,7 +23,8 @@ HERE = Path(__file__).parent
 def test_each_process_fits_what_ddp_wraps(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
     done = run_python(str(HERE / "wrapped.py"), str(tmp_path / "meeting"), *cases)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted([f"{case}: as it should be" for case in cases] * 2)
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert sorted(said) == sorted([f"{case}: as it should be" for case in cases] * 2)
 
 
 def test_a_script_in_several_processes_runs_within_a_budget(run_python: RunPython, tmp_path: Path) -> None:
