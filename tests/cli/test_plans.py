@@ -11,6 +11,7 @@ from lowtide import cli
 from lowtide.planner import plan
 from lowtide.planner.frontier import frontier
 from lowtide.planner.records import Decided, Plan
+from lowtide.report.plans import compare, show_diff
 from planner.profiles import chain
 
 PROFILE = chain(6)
@@ -55,6 +56,15 @@ def test_a_plan_is_shown_as_json(files: tuple[str, str], capsys: pytest.CaptureF
 def test_equal_plans_do_not_differ(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "diff", files[0], files[0]]) == 0
     assert capsys.readouterr().out == "the plans are the same\n"
+
+
+def test_plans_that_differ_only_for_larger_batches_are_not_the_same(files: tuple[str, str], tmp_path: Path) -> None:
+    other = str(tmp_path / "other.json")
+    replace(SMALL, larger=None).to_json(other)
+    assert SMALL.larger is not None
+    assert compare(SMALL, Plan.from_json(other)).larger
+    assert "on larger batches" in show_diff(SMALL, Plan.from_json(other))
+    assert compare(SMALL, Plan.from_json(files[0])).same
 
 
 def test_the_difference_of_two_plans(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

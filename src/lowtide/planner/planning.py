@@ -73,9 +73,8 @@ def plan(
         "the solver's decisions are over the budget"
     )
     larger = with_free(simulator, most_saving(allowed))
-    kept = _kept_somewhere(profile)
     return Plan(
-        **_engines_view(profile, decisions),
+        **_decided(profile, decisions),
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
         predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
@@ -84,13 +83,13 @@ def plan(
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
         given=profile.given,
-        larger=None if larger == decisions else Decided(**_engines_view(profile, larger)),
-        mixed=tuple(sorted((decisions.remake | larger.remake) & kept)),
+        larger=None if larger == decisions else Decided(**_decided(profile, larger)),
+        mixed=tuple(sorted((decisions.remake | larger.remake) & _kept_somewhere(profile))),
         notes=profile.notes,
     )
 
 
-def _engines_view(profile: Profile, decisions: Decisions) -> dict[str, Any]:
+def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     """The fields of a Decided."""
     nodes = {slot.address: v.node for slot in profile.slots if (v := profile.values[slot.value]).recipe}
     return {

@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide.remat import values
-from lowtide.remat.actions import actions_for
+from lowtide.remat.actions import Actions, actions_for
 from lowtide.remat.engine import Engine
 from lowtide.remat.given import elements, shapes_in, shapes_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lowtide.planner.records import Plan
+    from lowtide.planner.records import Decided, Plan
     from lowtide.remat.seam import Seam
+
+
+def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
+    """What the engine does, as `Engine` takes it."""
+    return actions_for(decided.remake, decided.replay, decided.advance, decided.offload)
 
 
 class Planned(Engine):
@@ -21,8 +26,7 @@ class Planned(Engine):
 
     def __init__(self, model: nn.Module, plan: Plan | None) -> None:
         decided = [] if plan is None else [plan] if plan.larger is None else [plan, plan.larger]
-        tables = [actions_for(d.remake, d.replay, d.advance, d.offload) for d in decided]
-        super().__init__(model, *(tables or [{}]))
+        super().__init__(model, *(map(table_of, decided) if decided else [{}]))
         self.mixed = frozenset(plan.mixed if plan is not None else ())
         given = () if plan is None else plan.given
         self._most = max((elements(shapes_in(words)) for words in given), default=None)

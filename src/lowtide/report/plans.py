@@ -72,11 +72,13 @@ class PlanDiff(Record):
     only_first: tuple[str, ...]
     """Decisions that only the first plan has: `remake transformer.h.0.mlp.act#0:0`."""
     only_second: tuple[str, ...]
+    larger: bool = False
+    """Whether something else is done on larger batches."""
 
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        return not (self.fingerprint or self.numbers or self.only_first or self.only_second)
+        return not (self.fingerprint or self.numbers or self.only_first or self.only_second or self.larger)
 
 
 def compare(first: Plan, second: Plan) -> PlanDiff:
@@ -88,6 +90,7 @@ def compare(first: Plan, second: Plan) -> PlanDiff:
         numbers={name: (one[name], other[name]) for name in one if one[name] != other[name]},
         only_first=tuple(line for line in mine if line not in theirs),
         only_second=tuple(line for line in theirs if line not in mine),
+        larger=(first.larger or first).decisions != (second.larger or second).decisions,
     )
 
 
@@ -126,6 +129,7 @@ def show_diff(first: Plan, second: Plan) -> str:
             lines.append(f"{words} FLOPs: {one:.3g} -> {other:.3g}")
     lines += [f"- {line}" for line in _folded(first, found.only_first)]
     lines += [f"+ {line}" for line in _folded(second, found.only_second)]
+    lines += ["on larger batches they do something else"] if found.larger else []
     return "\n".join(lines)
 
 

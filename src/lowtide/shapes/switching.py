@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._removable import Removable
 from lowtide.lookout import passed_by
-from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 from lowtide.remat.given import Shapes, elements, shapes_of, within
+from lowtide.remat.planned import table_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +23,7 @@ class Switching(Engine):
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
-        decided = [*plans, plans[-1].larger or plans[-1]]
-        super().__init__(model, *(actions_for(d.remake, d.replay, d.advance, d.offload) for d in decided))
+        super().__init__(model, *map(table_of, [*plans, plans[-1].larger or plans[-1]]))
         self.mixed = frozenset(address for plan in plans for address in plan.mixed)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
@@ -48,7 +47,8 @@ class Switching(Engine):
                     chosen = number
                     break
             else:
-                chosen += seam.path not in last or elements(found) > elements(last[seam.path])
+                if seam.path not in last or elements(found) > elements(last[seam.path]):
+                    chosen += 1
                 self.larger(seam, found)
         return chosen if self.tables[chosen] else None
 
