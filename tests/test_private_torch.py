@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.profiler import profile
+from torch.distributed.fsdp import fully_shard
 
 from conftest import RunPython
 from lowtide import _torch
@@ -453,6 +454,52 @@ def test_collective_operations_are_counted_and_wrappers_say_what_they_know(tmp_p
                 wrapper(torch.zeros(1, 4)).sum().backward()
             assert awaits == [is_static, False, False]
             assert is_static or new_buckets == [False, False, True]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_units_that_are_sharded(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+        x = torch.ones(2, 4)
+        [group] = _torch.shard_groups(model[0])
+        assert not _torch.shard_groups(model), "it has no parameters of its own"
+        for _ in range(2):  # before and after the first forward
+            assert _torch.shards_between(model[0], is_root=False)
+            assert not _torch.shards_between(model, is_root=True)
+            model(x)
+            assert not group.is_unsharded
+
+        group.reshard = lambda: None
+        model(x)
+        del group.reshard
+        assert group.is_unsharded
+        order = len(group.comm_ctx.post_forward_order)
+        with _torch.as_in_backward(model[0]):
+            model[0](x)
+        assert group.is_unsharded
+        assert len(group.comm_ctx.post_forward_order) == order > 0
+        _torch.shards_at_once(group)
+        assert not group.is_unsharded
+        _torch.forget_step(model[0])  # which is not for the root to say
+        assert group.comm_ctx.post_forward_order
+        _torch.forget_step(model)
+        assert not group.comm_ctx.post_forward_order
+
+        model.set_requires_gradient_sync(False)
+        assert not _torch.has_unsent_gradients(group)
+        model(x).sum().backward()
+        assert _torch.has_unsent_gradients(group)
+        _torch.forget_step(model)
+        assert not _torch.has_unsent_gradients(group)
+        model.set_requires_gradient_sync(True)
+        model(x).sum().backward()
+        gradient = model[1].bias.grad.full_tensor()
+        assert torch.equal(gradient, torch.full((4,), 2.0)), "those of the step that was forgotten are in it"
     finally:
         torch.distributed.destroy_process_group()
 

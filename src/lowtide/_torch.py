@@ -414,6 +414,81 @@ def has_new_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     return wrapper._has_rebuilt_buckets
 
 
+# --- sharded modules: FSDP2 -----------------------------------------------------------------------------------------
+
+
+def shard_groups(module: Any) -> list[Any]:
+    """The groups of parameters that `fully_shard` gathers together for this module. 2.13; one group until 2.11."""
+    return _groups(module._get_fsdp_state())
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g is not None]
+
+
+def shards_between(module: Any, *, is_root: bool) -> bool:
+    """Whether it lets go of its whole parameters after its forward and gathers them again for its backward. 2.13.
+
+    The root does not where nobody asked it to, which it finds out in its first forward.
+    """
+    by_itself = module._get_fsdp_state()._auto_reshard_after_forward
+    return not (is_root and by_itself) and any(g.post_forward_mesh_info is not None for g in shard_groups(module))
+
+
+def shards_at_once(group: Any) -> None:
+    """Let go of a group's whole parameters as after its forward, if it does so at all. 2.13, since 2.4."""
+    with group.use_training_state(type(group._training_state).FORWARD):
+        group.reshard()
+
+
+@contextlib.contextmanager
+def as_in_backward(module: Any) -> Iterator[None]:
+    """In this block a forward of the module is a second one for backward: whole parameters stay as they are. 2.13."""
+    state = module._get_fsdp_state()
+    before, state._training_state = state._training_state, type(state._training_state).PRE_BACKWARD
+    try:
+        yield
+    finally:
+        state._training_state = before
+
+
+def forget_step(module: Any) -> None:
+    """Be as between two steps, wherever this one was broken off. 2.13; before that there is no word for it."""
+    state = module._get_fsdp_state()
+    if not state._is_root:
+        return
+    if hasattr(state, "_reset_iter_state"):
+        state._reset_iter_state()
+    else:
+        state._root_post_backward_final_callback()
+    for group in (g for other in state._state_ctx.all_states for g in _groups(other)):
+        group.reshard()
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+
+
+def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Have distributed tensors added up like this, as for the norm that gradients are clipped by. Gives how they were.
+
+    2.13, since 2.5.
+    """
+    functional: Any = torch.distributed._functional_collectives
+    before: Callable[..., torch.Tensor] = functional.all_reduce
+    functional.all_reduce = how
+    return before
+
+
+def has_unsent_gradients(group: Any) -> bool:
+    """Whether gradients of earlier micro-batches wait to be added to those of other processes. 2.13, since 2.4."""
+    whole = (getattr(p, "_unsharded_param", None) for p in group.fsdp_params)
+    waiting = [group._partial_reduce_output, *(p.unsharded_accumulated_grad for p in group.fsdp_params)]
+    waiting += [p.grad for p in whole if p is not None]
+    return any(gradient is not None for gradient in waiting)
+
+
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
 
 

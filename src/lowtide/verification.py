@@ -18,7 +18,7 @@ from lowtide.planner.records import Plan
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
-from lowtide.rehearsal.processes import check_not_sharded, check_waits_for_nobody, n_sent
+from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.unchanged import Unchanged
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ def verify(
     inexact = tuple(lever.name for lever in plan.levers if not lever.exact)
     place = place_of(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
-        check_not_sharded(unchanged.modules)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)

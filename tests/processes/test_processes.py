@@ -1,6 +1,7 @@
 """Training in several processes, real ones: what a plan does there, and what is refused."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,14 +22,29 @@ HERE = Path(__file__).parent
     ids=["fits", "refuses"],
 )
 def test_each_process_fits_what_ddp_wraps(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
-    done = run_python(str(HERE / "wrapped.py"), str(tmp_path / "meeting"), *cases)
+    check(run_python(str(HERE / "wrapped.py"), str(tmp_path / "meeting"), *cases), cases)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("fits", "fits_half_precision", "fits_what_stays_whole", "refuses"),
+        ("fits_units_in_units", "fits_steps_of_micro_batches", "is_as_it_was", "is_told_what_is_not_whole"),
+    ],
+    ids=["as is usual", "else"],
+)
+def test_each_process_fits_what_is_sharded(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
+    check(run_python(str(HERE / "sharded.py"), str(tmp_path / "meeting"), *cases), cases)
+
+
+def check(done: "subprocess.CompletedProcess[str]", cases: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert sorted(said) == sorted([f"{case}: as it should be" for case in cases] * 2)
+    assert sorted(re.findall(r"(\w+): as it should be", done.stdout)) == sorted(cases * 2)
 
 
-def test_a_script_in_several_processes_runs_within_a_budget(run_python: RunPython, tmp_path: Path) -> None:
-    script, saved = str(HERE / "train.py"), tmp_path / "plan.json"
+@pytest.mark.parametrize("name", ["train.py", "train_sharded.py"])
+def test_a_script_in_several_processes_runs_within_a_budget(name: str, run_python: RunPython, tmp_path: Path) -> None:
+    script, saved = str(HERE / name), tmp_path / "plan.json"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     plain = run_python(*torchrun, script)
     assert plain.returncode == 0, plain.stderr

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.rehearsal.trials import identical
-from lowtide.remat.builder import Builder
+from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.layout import producer
 from lowtide.remat.noting import Noting, Place
 from lowtide.remat.recipes import CannotRemake
@@ -41,13 +41,8 @@ class Dropping:
     def __init__(
         self, drops: Callable[[Value], bool], module: nn.Module | None = None, *, careless: bool = False
     ) -> None:
-        modules = [] if module is None else list(module.modules())
-        owners: dict[int, tuple[nn.Module, ...]] = {}
-        for owner in modules:
-            for parameter in owner.parameters(recurse=False):
-                owners[id(parameter)] = (*owners.get(id(parameter), ()), owner)
         self.drops, self.careless = drops, careless
-        self.builder = Builder(owners)
+        self.builder = Builder(Owners(module or nn.Module()))
         self.refused: dict[str, str] = {}
         """Why a node's output was kept."""
         self.dropped: list[str] = []

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from lowtide import _torch
-from lowtide.errors import StalePlan
+from lowtide.errors import RehearsalError, StalePlan
 from lowtide.foresight.answers import Answers
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.ledger import Ledger
@@ -27,6 +27,7 @@ from lowtide.memory.events import Timeline
 from lowtide.planner.records import Static
 from lowtide.rehearsal.checks import check
 from lowtide.remat.planned import Planned
+from lowtide.remat.sharding import units
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -164,7 +165,16 @@ def as_written() -> Iterator[None]:
 
 
 def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Planned:
-    """The engine with a plan. Raises StalePlan for a plan of another model or, if given, device."""
+    """The engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
+
+    RehearsalError for a model that is sharded: fake tensors can't be gathered.
+    """
+    for unit in units(model.modules()):
+        raise RehearsalError(
+            f"{type(unit).__name__} is sharded over processes (fully_shard), and what it gathers can't be foreseen. "
+            "Use lowtide.rehearse or `lowtide run`, which take the step; or foresee the model before it is sharded, "
+            "which gives the activations."
+        )
     if plan is None:
         return Planned(model, None)
     found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device or plan.fingerprint.device)

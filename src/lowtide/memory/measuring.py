@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowtide import units
 from lowtide.errors import RehearsalError
+from lowtide.identity import parts_of
 from lowtide.memory import cpu, dels
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.cuda import CudaRecorder
@@ -188,9 +189,9 @@ def _labels(stream: EventStream, model: nn.Module | None, optimizer: torch.optim
     block_at = {block.address: block.id for block in Timeline(stream).alive_at(len(stream) - 1)}
     labels: dict[int, Label] = {}
     for category, name, tensor in _named_tensors(model, optimizer):
-        block = block_at.get(_address(tensor))
-        if block is not None:
-            labels.setdefault(block, Label(category, name))
+        for part in parts_of(tensor):
+            if (block := block_at.get(_address(part))) is not None:
+                labels.setdefault(block, Label(category, name))
     return labels
 
 

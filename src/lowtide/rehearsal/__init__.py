@@ -26,7 +26,7 @@ from lowtide.rehearsal.checks import (
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory, unless_out_of_memory
-from lowtide.rehearsal.processes import check_not_sharded, check_waits_for_nobody, n_sent
+from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
@@ -64,7 +64,6 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     check(model, step, optimizer)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
-        check_not_sharded(unchanged.modules)
         if is_specialised(model):
             step(batch)
             unchanged.rewind()

@@ -8,29 +8,30 @@ lets go of each repeated block when it has been audited, and replays it in backw
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch import in_backward, next_sequence_number
-from lowtide.identity import in_words
-from lowtide.rehearsal import addresses
+from lowtide._torch import in_backward, next_sequence_number, storage_id
+from lowtide.identity import in_words, tensors_in
+from lowtide.rehearsal import addresses, readers, units
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.outside import take_back
 from lowtide.rehearsal.processes import n_sent
 from lowtide.rehearsal.profile import transients
-from lowtide.rehearsal.readers import settle
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
 from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical, timed
+from lowtide.rehearsal.units import AROUND_UNITS, Units
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
-from lowtide.remat.values import Handle, Maker, Value
+from lowtide.remat.values import Geometry, Handle, Maker, Value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +70,7 @@ class Audit(Remakes):
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
         self._returned: Any = None
+        self._units = Units(model)
         self._sent: list[int] = []
         """For each call in progress, in how many collective operations this process had taken part."""
 
@@ -78,7 +80,8 @@ class Audit(Remakes):
         self.install()
         values.probe = self
         try:
-            yield
+            with self._units.watched():
+                yield
         finally:
             values.probe = None
             self.remove()
@@ -89,7 +92,8 @@ class Audit(Remakes):
 
     def settle(self, stream: EventStream) -> None:
         """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
-        settle(self.enough, self.values, self.slots)
+        readers.settle(self.enough, self.values, self.slots)
+        units.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
         transients(self.values, stream)
 
@@ -101,12 +105,17 @@ class Audit(Remakes):
         call = CallDraft(id=self.scope.id, cls=type(seam.module).__name__, parent=parent, first_slot=len(self.slots))
         self.calls.append(call)
         self._open.append((len(self.calls) - 1, None))
-        self._sent.append(n_sent())
+        self._sent.append(self._n_sent())
+        self._units.hold(seam.module)
+        if seam.module in self._units.apart:
+            self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
         if parent is None:
             self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
             call.refused = "it is the whole model"
         elif not worth_a_replay(seam.module):
             call.refused = "what it saves has recipes"
+        elif seam.module in self._units.around:
+            call.refused = AROUND_UNITS
         elif seam.module in self._around_blocks:
             call.refused = "the blocks in it are replayed instead"
         else:
@@ -127,7 +136,9 @@ class Audit(Remakes):
 
     def leaving(self, seam: Seam) -> None:
         index, frame = self._open[-1]
-        waited = n_sent() != self._sent.pop()
+        if index in self.homes.spans:
+            self.homes.spans[index] = self.homes.spans[index][0], next_sequence_number()
+        waited = self._n_sent() != self._sent.pop()
         returned, self._returned = self._returned, None
         call = self.calls[index]
         call.stop_slot = len(self.slots)
@@ -138,8 +149,13 @@ class Audit(Remakes):
             if call.refused is None:
                 call.state = self.state(frame.surroundings.nbytes)
                 if self._frugal and seam.module in self._blocks:
-                    self.let_go(call, frame)
+                    self.let_go(call, frame, returned)
+        self._units.let_go(seam.module)
         self._open.pop()
+
+    def _n_sent(self) -> int:
+        """Collective operations so far, but for those that gathered parameters."""
+        return n_sent() - self._units.n_sent
 
     def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
         """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
@@ -148,7 +164,7 @@ class Audit(Remakes):
             return LEAKS
         frame.held, first = [], next_sequence_number()
         refused = self.try_replay(call, frame)
-        if refused is None and module in self._blocks:
+        if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
         if frame.is_held_outside():
             take_back(first, next_sequence_number())
@@ -192,17 +208,26 @@ class Audit(Remakes):
             call.gives = self._index[value]
             self._passed_through.append(value)
 
-    def let_go(self, call: CallDraft, frame: Frame) -> None:
+    def let_go(self, call: CallDraft, frame: Frame, returned: Any) -> None:
         """Free what an audited block saved: its replay brings it back."""
         inputs = {slot.value for slot in call.inputs}
+        if frame.seam.module in self._units.apart:  # what it returned is read where it can't be run again
+            given = {storage_id(tensor) for tensor in tensors_in(returned)}
+            inputs |= {
+                self._index[value]
+                for value, _ in self._saved_in(call)
+                if value.tensor is not None and storage_id(value.tensor) in given
+            }
         mine: dict[Value, int] = {}
-        for n in range(call.first_slot, call.stop_slot):
-            value, _ = self._handles[n]
+        for n, (value, _) in enumerate(self._saved_in(call), call.first_slot):
             draft = self.values[self._index[value]]
             if self._index[value] not in inputs and draft.bytes and not draft.is_seed:
                 value.tensor, value.maker = None, frame
                 mine.setdefault(value, n - call.first_slot)
         frame.values = {place: weakref.ref(value) for value, place in mine.items()}
+
+    def _saved_in(self, call: CallDraft) -> list[tuple[Value, Geometry | None]]:
+        return [self._handles[n] for n in range(call.first_slot, call.stop_slot)]
 
     # --- the probe
 

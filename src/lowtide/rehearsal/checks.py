@@ -8,6 +8,7 @@ import torch
 
 from lowtide._torch import is_compiled
 from lowtide.errors import RehearsalError
+from lowtide.rehearsal.processes import check_sharding
 
 if TYPE_CHECKING:
     from lowtide.rehearsal.audit import Audit
@@ -41,6 +42,7 @@ def check(model: Any, step: Any, optimizer: Any = None) -> None:
             f"no parameter of {type(model).__name__} requires a gradient: there is no backward to plan."
         )
     check_one_device(model)
+    check_sharding(model.modules())
 
 
 def check_one_device(model: torch.nn.Module) -> None:

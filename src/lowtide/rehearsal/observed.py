@@ -21,7 +21,7 @@ from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, doubts
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
-from lowtide.rehearsal.processes import check_not_sharded, n_with_new_buckets
+from lowtide.rehearsal.processes import check_sharding, n_with_new_buckets
 from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.remat.given import elements, shapes_in
@@ -74,7 +74,7 @@ class Observed:
         if self.profile is not None:
             return
         check_one_device(self.model)
-        check_not_sharded(self.model.modules())
+        check_sharding(self.model.modules())
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._sizes):
             self._sizes.clear()  # other parameters are trained since

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide.identity import tensors_in
+from lowtide.identity import parts_of, tensors_in
 from lowtide.rehearsal.unchanged import RandomState
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class Outcome:
         copied: dict[str, dict[str, Tensor]] = {"loss": {}, "gradients": {}, "parameters": {}} if copies else {}
 
         def copy(kind: str, name: str, tensor: Tensor) -> None:
-            if copies:
-                copied[kind][name] = tensor.detach().to("cpu", copy=True)
+            for number, part in enumerate(_parts(tensor)) if copies else ():
+                copied[kind][f"{name}, {number}"] = part.detach().to("cpu", copy=True)
 
         def look(number: int) -> None:
             for name, parameter in model.named_parameters():
@@ -132,17 +132,23 @@ class Outcome:
 
 
 def digest(tensor: Tensor) -> str:
-    """A digest of a tensor's dtype, shape and bits."""
-    dense = tensor.detach()
-    if dense.layout is not torch.strided:
-        dense = dense.cpu().to_dense()
-    if not dense.is_contiguous():
-        dense = dense.cpu()  # `flatten` would copy it where it is, and a device may have no room for that
-    content = hashlib.blake2b(f"{dense.dtype}{tuple(dense.shape)}".encode(), digest_size=16)
-    for piece in torch.split(dense.flatten(), _PIECE):
-        # A copy: a storage that NumPy has seen can't be told from a borrowed one.
-        content.update(piece.contiguous().view(torch.uint8).cpu().clone().numpy().data)
+    """A digest of a tensor's dtype, shape and bits; of one that is distributed, of the part that is here."""
+    content = hashlib.blake2b(digest_size=16)
+    for dense in map(torch.Tensor.detach, _parts(tensor)):
+        if dense.layout is not torch.strided:
+            dense = dense.cpu().to_dense()
+        if not dense.is_contiguous():
+            dense = dense.cpu()  # `flatten` would copy it where it is, and a device may have no room for that
+        content.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
+        for piece in torch.split(dense.flatten(), _PIECE):
+            # A copy: a storage that NumPy has seen can't be told from a borrowed one.
+            content.update(piece.contiguous().view(torch.uint8).cpu().clone().numpy().data)
     return content.hexdigest()
+
+
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """What a wrapper has inside, as a distributed tensor has its local part; else the tensor itself."""
+    return parts_of(tensor) if hasattr(tensor, "__tensor_flatten__") else (tensor,)
 
 
 def _text_digest(text: str) -> str:

@@ -1,19 +1,31 @@
 """Training in several processes: a step that is rehearsed is taken by this process alone.
 
 How many steps a rehearsal takes is for each process to find out. So those that DistributedDataParallel wraps send
-nothing meanwhile, neither gradients nor buffers, as inside of its `no_sync()`. What waits for the others all the same,
-as SyncBatchNorm does, is refused; so are sharded models (FSDP), whose every forward waits for the others.
+nothing meanwhile, neither gradients nor buffers, as inside of its `no_sync()`, and those that `fully_shard` has sharded
+(FSDP2) take their own part of each parameter for all the others' parts. What waits for the others all the same, as
+SyncBatchNorm does, is refused.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch import awaits_first_backward, has_new_buckets, n_collectives
+from lowtide._torch import (
+    awaits_first_backward,
+    forget_step,
+    has_new_buckets,
+    has_unsent_gradients,
+    n_collectives,
+    shard_groups,
+    sum_over_processes,
+)
 from lowtide.errors import RehearsalError
+from lowtide.remat.sharding import units
 
 
 def several_processes() -> bool:
@@ -27,17 +39,48 @@ def n_sent() -> int:
     return n_collectives() if several_processes() else 0
 
 
-def check_not_sharded(modules: Iterable[torch.nn.Module]) -> None:
-    """Refuse a model that is sharded over processes. Raises RehearsalError."""
-    if not several_processes():
+def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
+    """Refuse a model that is sharded over processes in a way that is not planned for. Raises RehearsalError."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
+    if fsdp is None:
         return
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
+    modules = tuple(modules)
     for module in modules:
-        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+        if isinstance(module, fsdp.FullyShardedDataParallel):
             raise RehearsalError(
-                f"{type(module).__name__} is sharded over processes (FSDP), which is not planned for yet: what one of "
-                "them would run again, all would have to."
+                f"{type(module).__name__} is wrapped in FullyShardedDataParallel (FSDP1), which is not planned for: "
+                "what one process would run again, all would have to. Shard with "
+                "torch.distributed.fsdp.fully_shard (FSDP2) instead."
+            )
+    for unit in units(modules):
+        if why := _not_planned(unit):
+            raise RehearsalError(f"{type(unit).__name__} {why}, which is not planned for.")
+
+
+def _not_planned(unit: torch.nn.Module) -> str | None:
+    """What is special about a unit, in words."""
+    for group in shard_groups(unit):
+        if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
+            return "is sharded with CPUOffloadPolicy"
+        if any(parameter.is_dtensor for parameter in group.fsdp_params):
+            return "has parameters that are distributed tensors besides (tensor parallel)"
+    return None
+
+
+def _check_at_rest(groups: Iterable[Any]) -> None:
+    """Refuse what is sharded and in the middle of a step. Raises RehearsalError."""
+    for group in groups:
+        if has_unsent_gradients(group):
+            raise RehearsalError(
+                "gradients of earlier micro-batches have not been added up over the processes "
+                "(set_requires_gradient_sync), and a rehearsal would lose them. Fit before the first of them, or after "
+                "the update."
+            )
+        if group.is_unsharded:
+            names = " and ".join(type(module).__name__ for module in group.modules)
+            raise RehearsalError(
+                f"the parameters of {names} are whole now, as after a forward without backward. Call its reshard() in "
+                "all processes before."
             )
 
 
@@ -46,8 +89,8 @@ def check_waits_for_nobody(sent_before: int) -> None:
     if n := n_sent() - sent_before:
         raise RehearsalError(
             f"the step waits for other processes ({n} collective operations), not counting what "
-            "DistributedDataParallel sends. Each process decides by itself how many steps a rehearsal takes, and would "
-            "wait for the others without end.\n"
+            "DistributedDataParallel and fully_shard send. Each process decides by itself how many steps a rehearsal "
+            "takes, and would wait for the others without end.\n"
             "  Fit a step that leaves them out, if they are sums of losses for a log, say. With SyncBatchNorm, run the "
             "script with `lowtide run`: it rehearses in steps that all processes take."
         )
@@ -59,12 +102,17 @@ def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
 
 
 class Alone:
-    """What DistributedDataParallel wraps sends nothing to other processes until `end()`.
+    """What DistributedDataParallel wraps or `fully_shard` has sharded sends nothing to other processes until `end()`.
 
     Raises RehearsalError where it has to send once first.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        modules = tuple(modules)
+        check_sharding(modules)
+        self._units = units(modules)
+        groups = [group for unit in self._units for group in shard_groups(unit)]
+        _check_at_rest(groups)
         wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if any(map(awaits_first_backward, wrappers)):
             raise RehearsalError(
@@ -74,8 +122,45 @@ class Alone:
         self._before = [(w, w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
         for wrapper in wrappers:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        self._sent = [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
+        for group in groups:
+            group._all_gather_comm, group._reduce_scatter_comm = _OwnPart(), _OwnPart()
+        self._sum = sum_over_processes(_own_sum) if self._units else None
+
+    def forget_step(self) -> None:
+        """Be as between two steps, wherever one was broken off."""
+        for unit in self._units:
+            forget_step(unit)
 
     def end(self) -> None:
         """Send again."""
+        for group, gather, scatter in self._sent:
+            group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+        if self._sum is not None:
+            sum_over_processes(self._sum)
         for wrapper, gradients, buffers in self._before:
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = gradients, buffers
+
+
+def _own_sum(tensor: torch.Tensor, *_: Any, **settings: Any) -> torch.Tensor:
+    """Of what this process has, by itself."""
+    return tensor.clone()
+
+
+class _OwnPart:
+    """Gathers and adds up as if all processes had what this one has, without asking them."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *_: Any, **settings: Any
+    ) -> None:
+        """The input of all is longer: a part for each. `input_tensor` may be a part of `output_tensor`."""
+        if output_tensor.numel() < input_tensor.numel():
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()].view_as(output_tensor))
+            return
+        own = input_tensor.data_ptr()
+        for part in output_tensor.view(group.size(), *input_tensor.shape):
+            if part.data_ptr() != own:
+                part.copy_(input_tensor)

@@ -78,8 +78,11 @@ class Reached:
         if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
             return ()
         attributes = getattr(thing, "__dict__", None)
-        if type(attributes) is not dict or type(thing).__module__.partition(".")[0] in _OPAQUE:
+        defined_in = type(thing).__module__
+        if type(attributes) is not dict or defined_in.partition(".")[0] in _OPAQUE:
             return ()
+        if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
+            return ()  # as of FSDP: tensors that have memory for a while
         if isinstance(thing, nn.Module):
             self.modules.append(thing)
         elif _has_state(type(thing)):

@@ -15,12 +15,15 @@ import torch
 from torch import nn
 
 from lowtide._clock import now_ms
+from lowtide._torch import sequence_number
 from lowtide.identity import parts_of, place_of
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter, identical
+from lowtide.rehearsal.units import Homes
 from lowtide.rehearsal.unrecorded import Unrecorded
 from lowtide.remat.actions import MASK, NOTED, SHAPE, SIGNS, with_noted
+from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.forward import Scope
 from lowtide.remat.layout import producer
@@ -76,6 +79,8 @@ class Remakes(Engine):
         """The values of these remakes, and of those that they pass through."""
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
+        self.homes = Homes()
+        self.builder = self._numbering = Numbering(self.builder.owners)
 
     def let_go_of_all(self) -> None:
         """Hold no tensor any longer: backward begins, or the step is over."""
@@ -121,7 +126,9 @@ class Remakes(Engine):
             return there, view
         if there is None or there not in self._index:
             value = Value(base.detach(), output=output)
-            self.try_recipe(self.add(value, base, node.name()), node, output, base)
+            index = self.add(value, base, node.name())
+            self.homes.born[index] = sequence_number(node)
+            self.try_recipe(index, node, output, base)
         else:  # so far only passed through in the remakes of others
             value = there
             if not certain(value):
@@ -133,7 +140,8 @@ class Remakes(Engine):
 
     def add(self, value: Value, base: Tensor, node: str) -> int:
         """A new value; 0 bytes for what is there anyway."""
-        parts = [part for part in parts_of(base) if part.untyped_storage().data_ptr() not in self._static]
+        is_parameter = value.leaf and self.builder.owners.sharded  # whole for a while: it is not kept for backward
+        parts = [p for p in parts_of(base) if not is_parameter and p.untyped_storage().data_ptr() not in self._static]
         self._index[value] = len(self.values)
         self.values.append(ValueDraft(bytes=sum(part.numel() * part.element_size() for part in parts), node=node))
         return len(self.values) - 1
@@ -315,6 +323,8 @@ class Remakes(Engine):
                 upstream = self.operands(value.maker)
                 spent = self._meter.of(value.maker)
                 self._index[value] = self._timed[value.maker] = len(self.values)
+                if value in self._numbering.numbers:
+                    self.homes.born[len(self.values)] = self._numbering.numbers[value]
                 over = self.over(value.maker)
                 self.values.append(replace(spent, needs=upstream, over=over, recipe=spent.node))
                 self._passed_through.append(value)
@@ -328,6 +338,21 @@ class Remakes(Engine):
     def over(self, maker: Remake) -> int | None:
         """The index of the operand that a remake wrote its result over."""
         return None if maker.over is None else self._index[maker.over]
+
+
+class Numbering(Builder):
+    """A builder that knows for what it has built of which node each value is."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, owners: Owners) -> None:
+        super().__init__(owners)
+        self.numbers: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
+
+    def remake(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
+        value = super().remake(node, output, like, depth)
+        self.numbers[value] = sequence_number(node)
+        return value
 
 
 def noted_elsewhere(places: Iterable[Place], scope: Scope) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide._torch import backward_number, in_compiled_backward, running_node
-from lowtide.identity import in_words
+from lowtide.identity import in_words, parts_of
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
@@ -111,7 +111,7 @@ class Trace:
 
     def _gradients(self) -> None:
         gradients = (p.grad for p in self.engine.model.parameters())
-        self.mark("gradients", tuple(address(g) for g in gradients if g is not None))
+        self.mark("gradients", tuple(address(part) for g in gradients if g is not None for part in parts_of(g)))
 
     def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in_call(args, kwargs)
@@ -134,7 +134,8 @@ class Trace:
             self.kept.add(slot)
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
-        self.mark("pack", (slot, address(tensor)))
+        is_whole_for_a_while = handle.value.leaf and self.engine.builder.owners.sharded
+        self.mark("pack", (slot, 0 if is_whole_for_a_while else address(tensor)))
         self._holding.watch(handle)
         self.mark("states", tuple(map(address, states_of(handle.value.maker))))
 

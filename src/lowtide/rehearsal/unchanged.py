@@ -98,6 +98,7 @@ class Unchanged:
             state.calm()
 
     def _put_back(self) -> None:
+        self._alone.forget_step()
         for container, key, tensor in self._places:
             put_back(container, key, tensor)
         with torch.no_grad():
@@ -127,8 +128,8 @@ class Unchanged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
-        self._alone.end()
         self._put_back()
+        self._alone.end()
 
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._n_updates += 1

@@ -10,6 +10,7 @@ from lowtide._torch import is_plain, output_metadata
 from lowtide.remat.noting import Number
 from lowtide.remat.recipes import RECIPES, CannotRemake
 from lowtide.remat.remake import Remake
+from lowtide.remat.sharding import units
 from lowtide.remat.source import NodeSource
 from lowtide.remat.values import Handle, Value, register, registered, rootless
 
@@ -20,8 +21,30 @@ if TYPE_CHECKING:
 MAX_CHAIN = 32
 """Nodes that one remake may go through before it meets a value that somebody holds."""
 
-Owners = dict[int, tuple[torch.nn.Module, ...]]
-"""`id` of a parameter -> the modules that own it."""
+
+class Owners:
+    """Which modules own each parameter."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.sharded = bool(units(model.modules()))
+        """Whether parameters may be others while a module runs."""
+        self._found: dict[int, tuple[torch.nn.Module, ...]] = {}
+        self._look()
+
+    def of(self, parameter: int) -> tuple[torch.nn.Module, ...]:
+        """The modules that own the parameter of this `id`; none if there is no such parameter."""
+        if self.sharded and parameter and parameter not in self._found:
+            self._look()
+        return self._found.get(parameter, ())
+
+    def _look(self) -> None:
+        found: dict[int, tuple[torch.nn.Module, ...]] = {}
+        for module in self._model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found[id(parameter)] = (*found.get(id(parameter), ()), module)
+        self._found |= found
 
 
 class Builder:
@@ -65,6 +88,8 @@ class Builder:
                 arguments[name] = operand
         stride = None if like is None else like.stride()
         remake = Remake(found, arguments, constants, stride, frozenset(source.noted))
+        if self.owners.sharded:
+            remake.sharded = tuple(h for h in remake.operands if h is not None and h.value.leaf)
         value = Value(maker=remake, output=output)
         value.passing = like is None
         register(node, output, value)

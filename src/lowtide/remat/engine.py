@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, model: nn.Module, *actions: Mapping[str, dict[int, Actions]]) -> None:
         """`actions` are those of one plan, or of several, of which `choose` takes one for each run of the model."""
         self.model = model
-        self.builder = Builder(owners(model))
+        self.builder = Builder(Owners(model))
         self.tables = actions
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
@@ -316,13 +316,3 @@ def shared(found: Value, base: Tensor, frame: Frame | None) -> bool:
     if frame is None or not isinstance(found.maker, Frame):
         return True
     return found.maker.encloses(frame) or frame.encloses(found.maker)
-
-
-def owners(model: nn.Module) -> Owners:
-    """Which modules own each parameter."""
-    found: dict[int, tuple[nn.Module, ...]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found[id(parameter)] = (*found.get(id(parameter), ()), module)
-    return found

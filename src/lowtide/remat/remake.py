@@ -11,6 +11,7 @@ from lowtide._torch import any_autocast, has_one_owner, is_fake, set_version
 from lowtide.remat import values
 from lowtide.remat.layout import laid_out
 from lowtide.remat.recipes import OUT, Recipe
+from lowtide.remat.sharding import check_is_whole
 from lowtide.remat.values import Handle, Value
 
 if TYPE_CHECKING:
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
 class Remake:
     """A pending run of a recipe. As long as it is pending its operands know that somebody waits for them."""
 
-    __slots__ = ("__weakref__", "certain", "constants", "noted", "operands", "over", "places", "recipe", "stride")
+    __slots__ = (
+        "__weakref__",
+        "certain",
+        "constants",
+        "noted",
+        "operands",
+        "over",
+        "places",
+        "recipe",
+        "sharded",
+        "stride",
+    )
 
     def __init__(
         self,
@@ -40,6 +52,8 @@ class Remake:
         """What the result's strides must be; None where nobody looks at it with a geometry of its own."""
         self.noted = noted
         """Where what it takes was noted, as far as autograd does not record it."""
+        self.sharded: tuple[Handle, ...] = ()
+        """The operands that are parameters, where these may be sharded over processes."""
         self.over: Value | None = None
         """The operand that the result was written over when it was made last."""
         flat: list[Handle | None] = []
@@ -59,6 +73,8 @@ class Remake:
     def make(self, value: Value) -> Tensor:
         """Run the recipe; the result stays if somebody waits for it."""
         tensors = [None if operand is None else operand.get() for operand in self.operands]
+        for parameter in self.sharded:
+            check_is_whole(parameter.get())
         if values.probe is not None:
             values.probe.making(self)
         out = self.spare(tensors) if self.recipe.into else {}

@@ -25,6 +25,7 @@ from lowtide._torch import never_compiled, storage_id
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
 from lowtide.remat.layout import producer
+from lowtide.remat.sharding import run_again
 from lowtide.remat.surroundings import Surroundings
 from lowtide.remat.values import Geometry, Handle, Value
 
@@ -200,6 +201,7 @@ class Frame:
         seam = self.seam
         args, kwargs = self.arguments.again(operands)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(run_again(seam.reach.units))
             stack.enter_context(self.surroundings.again())
             stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
             stack.enter_context(seam.engine.now(rerun))

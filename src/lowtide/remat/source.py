@@ -11,7 +11,7 @@ from lowtide.remat.layout import contiguous_stride
 from lowtide.remat.noting import Number, Place, noted
 from lowtide.remat.recipes import FILLED, OUTPUT_CONSTANTS, CannotRemake, Recipe
 from lowtide.remat.scores import added_to_scores
-from lowtide.remat.values import Handle, Value
+from lowtide.remat.values import Handle, Value, rootless
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class NodeSource:
             return what if isinstance(what, Number) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
-            return Handle(Value(owned.detach()))
+            return Handle(rootless(owned))
         if self.absent(name):
             return None
         raise CannotRemake(f"{self.node.name()} does not record {name}")
@@ -106,7 +106,7 @@ class NodeSource:
         """The attribute `name` of the modules that own the recipe's parameter, if they agree on it."""
         if self.recipe.owner is None:
             return None
-        modules = self.builder.owners.get(self.parameter(self.recipe.owner), ())
+        modules = self.builder.owners.of(self.parameter(self.recipe.owner))
         found = [attribute for module in modules if (attribute := getattr(module, name, None)) is not None]
         return found[0] if found and all(same(other, found[0]) for other in found) else None
 

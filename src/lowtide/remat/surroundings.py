@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lowtide._torch import is_plain
 from lowtide.remat.attributes import Attributes
+from lowtide.remat.sharding import units
 from lowtide.remat.values import changed_in_place
 
 if TYPE_CHECKING:
@@ -38,10 +40,12 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 class Reach:
     """What calls of one module can touch, and what its first call was seen to do with it."""
 
-    __slots__ = ("cards", "generators", "holds", "modules", "numpy", "python", "written")
+    __slots__ = ("cards", "generators", "holds", "modules", "numpy", "python", "units", "written")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
+        self.units = tuple(units(self.modules))
+        """Those of which the parameters are others while they run than before and after."""
         self.cards = cards(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         found = (item for part in self.modules for item in vars(part).values())
         self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
@@ -105,7 +109,7 @@ class Surroundings:
             for module in self.reach.modules
             for table, copied in ((module._parameters, ()), (module._buffers, self.buffers))
             for name, tensor in table.items()
-            if tensor is not None and (module, name) not in copied
+            if tensor is not None and (module, name) not in copied and (is_plain(tensor) or not self.reach.units)
         ]
 
     @property

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch import in_backward, is_fake, not_compiled_alone
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.identity import parts_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -182,8 +183,8 @@ class Steps:
 
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
         """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
-        trained = [p.detach() for p in model.parameters() if p.requires_grad and p.numel() and not is_fake(p)]
-        ends = [str(p[(-1,) * p.dim()].item()) for p in trained]
+        trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
+        ends = [str(p[(-1,) * p.dim()].item()) for whole in trained for p in parts_of(whole) if p.numel()]
         self._n_by_hand += bool(self._ends) and ends != self._ends
         self._ends = ends
         if self._n_by_hand == MOST_BY_HAND:

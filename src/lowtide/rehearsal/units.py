@@ -1,0 +1,152 @@
+"""Rehearsals of models that `fully_shard` has sharded (`remat/sharding.py`).
+
+A unit gathers its parameters before its forward, lets go of them after it, and gathers them again for its backward.
+While a unit is audited it does not let go of them: what it saved is made again in its forward. And of what is made
+inside of it, only that is decided about which is read inside of it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lowtide._torch import n_collectives, shard_groups, shards_at_once, shards_between
+from lowtide.remat.sharding import units
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
+
+ELSEWHERE = "it is read outside of the sharded module that made it, whose parameters are not whole by then"
+TAKES_ELSEWHERE = "it takes what only another sharded module could make again, whose parameters are not whole by then"
+AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
+
+
+class Units:
+    """The units of a model that are sharded again between their forward and their backward, during an audit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = units(model.modules())
+        inside = {below for unit in found for below in unit.modules() if below is not unit}
+        self.apart = frozenset(unit for unit in found if shards_between(unit, is_root=unit not in inside))
+        self.around = frozenset(m for m in model.modules() if any(b in self.apart for b in m.modules() if b is not m))
+        """Modules that have units inside."""
+        self._gathering = [_Counted(group) for unit in found for group in shard_groups(unit)]
+        self._held: list[nn.Module] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside of this block it is counted what they send, and units stay whole from `hold` to `let_go`."""
+        with ExitStack() as stack:
+            for counted in self._gathering:
+                stack.enter_context(counted)
+            try:
+                yield
+            finally:
+                while self._held:
+                    self._let_go(self._held.pop())
+
+    @property
+    def n_sent(self) -> int:
+        """Collective operations that gathered parameters."""
+        return sum(counted.n for counted in self._gathering)
+
+    def hold(self, module: nn.Module) -> None:
+        """A call begins: a unit stays whole when its forward is over."""
+        if module in self.apart:
+            self._held.append(module)
+            for group in shard_groups(module):
+                group.reshard = _nothing
+
+    def let_go(self, module: nn.Module) -> None:
+        """It is over, and nothing is tried any more."""
+        if module in self.apart:
+            self._held.remove(module)
+            self._let_go(module)
+
+    def _let_go(self, module: nn.Module) -> None:
+        for group in shard_groups(module):
+            del group.reshard
+            shards_at_once(group)
+
+
+class _Counted:
+    """What gathers the parameters of a group, with a count of its collective operations."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._gather = group, group._all_gather_comm
+        self.n = 0
+
+    def __enter__(self) -> None:
+        self._gather, self._group._all_gather_comm = self._group._all_gather_comm, self
+
+    def __exit__(self, *_: object) -> None:
+        self._group._all_gather_comm = self._gather
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._gather.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = n_collectives()
+        try:
+            return self._gather(*args, **kwargs)
+        finally:
+            self.n += n_collectives() - before
+
+
+def _nothing() -> None:
+    """Stands for letting go of parameters."""
+
+
+class Homes:
+    """Inside of which call of a unit each value was made."""
+
+    def __init__(self) -> None:
+        self.born: dict[int, int] = {}
+        """By value, the number of the autograd node that made it."""
+        self.spans: dict[int, tuple[int, int]] = {}
+        """By call of a unit, the first number of a node made inside of it, and the first one after."""
+
+    def of(self, index: int) -> int | None:
+        """The innermost call of a unit in which a value was made; None for a value that was made in none."""
+        number = self.born.get(index)
+        if number is None:
+            return None
+        found = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
+        return max(found)[1] if found else None
+
+
+def settle(values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequence[CallDraft], homes: Homes) -> None:
+    """Refuse what would have to be made again where the unit that made it is not whole."""
+    if not homes.spans:
+        return
+    around: list[frozenset[int]] = []
+    for index, call in enumerate(calls):  # parents come before their children
+        above = frozenset[int]() if call.parent is None else around[call.parent]
+        around.append(above | {index} if index in homes.spans else above)
+    readers: dict[int, set[frozenset[int]]] = {}
+    for slot in (*slots, *(given for call in calls for given in call.inputs)):
+        readers.setdefault(slot.value, set()).add(around[slot.call])
+    home = {index: at for index in range(len(values)) if (at := homes.of(index)) is not None}
+    held = {index for index, at in home.items() if any(at not in there for there in readers.get(index, ()))}
+    for index in held:
+        values[index].recipe, values[index].refused = None, ELSEWHERE
+    for index, value in enumerate(values):
+        if value.recipe is not None and any(
+            home[need] not in there for need in _upstream(index, values, home, held) for there in readers.get(index, ())
+        ):
+            value.recipe, value.refused = None, TAKES_ELSEWHERE
+
+
+def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
+    """What might have to be made again for a value, of what has a home: itself, and what it takes that is not held."""
+    found: set[int] = set()
+    pending = [index]
+    while pending:
+        at = pending.pop()
+        if at not in found and at not in held:
+            found.add(at)
+            pending += values[at].needs
+    return found & set(home)

@@ -1,0 +1,46 @@
+"""Modules that `fully_shard` (FSDP2) has sharded over processes, its units: their parameters are whole only while they
+run, forward or backward.
+
+What is made inside of a unit is made again in the unit's own backward, where its parameters are whole anyway: so a plan
+sends nothing between processes, and each of them may have a plan of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from lowtide._torch import as_in_backward, shard_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+APART = (
+    "the parameters of {} are sharded over processes and not whole at this place of backward, where the plan would "
+    "make something again that takes them. Rehearse again if the model has changed; if not, please report it."
+)
+
+
+def units(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that `fully_shard` was called on."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
+    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+
+
+def check_is_whole(parameter: Tensor) -> None:
+    """Raises RuntimeError if there is nothing in a parameter's memory now."""
+    if parameter.numel() and not parameter.untyped_storage().nbytes():
+        raise RuntimeError(APART.format(f"the module with a parameter {list(parameter.shape)}"))
+
+
+@contextlib.contextmanager
+def run_again(found: Iterable[nn.Module]) -> Iterator[None]:
+    """In this block units are run for backward, with the parameters they have. Raises RuntimeError if one has none."""
+    with contextlib.ExitStack() as stack:
+        for unit in found:
+            if not all(group.is_unsharded for group in shard_groups(unit)):
+                raise RuntimeError(APART.format(type(unit).__name__))
+            stack.enter_context(as_in_backward(unit))
+        yield

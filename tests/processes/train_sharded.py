@@ -1,0 +1,36 @@
+"""Run by the tests: a script for torchrun that shards its model and clips gradients; some batches are shorter."""
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.special.erf(self.inner(self.norm(x))).sinh()
+
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(*[Block() for _ in range(4)])
+for unit in (*model, model):
+    fully_shard(unit, mesh=distributed.init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.AdamW(model.parameters())
+torch.manual_seed(rank)
+for number in range(8):
+    loss = model(torch.randn(256 if rank and number == 1 else 512, 64)).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"process {rank}: {[p.to_local().double().sum().item().hex() for p in model.parameters()]}\n", end="")  # noqa: T201
+del loss
+distributed.barrier()
+distributed.destroy_process_group()
