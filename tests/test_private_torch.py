@@ -1,7 +1,9 @@
 """That the private names of torch in `lowtide._torch` exist and do what Lowtide relies on."""
 
+import gc
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -438,70 +440,71 @@ def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.Capt
 # --- several processes ----------------------------------------------------------------------------------------------
 
 
-def test_collective_operations_are_counted_and_wrappers_say_what_they_know(tmp_path: Path) -> None:
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A process group that outlives what the test makes: torch 2.13 hangs now and then where a wrapper is the last."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        before = _torch.n_collectives()
-        torch.distributed.all_reduce(torch.zeros(1))
-        assert _torch.n_collectives() == before + 1
-        for is_static in (False, True):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            wrapper = nn.parallel.DistributedDataParallel(model, static_graph=is_static)
-            awaits, new_buckets = [], []
-            for _ in range(3):
-                awaits.append(_torch.awaits_first_backward(wrapper))
-                new_buckets.append(_torch.has_new_buckets(wrapper))
-                wrapper(torch.zeros(1, 4)).sum().backward()
-            assert awaits == [is_static, False, False]
-            assert is_static or new_buckets == [False, False, True]
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
-def test_units_that_are_sharded(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for unit in (*model, model):
-            fully_shard(unit, mesh=mesh)
-        x = torch.ones(2, 4)
-        [group] = _torch.shard_groups(model[0])
-        assert not _torch.shard_groups(model), "it has no parameters of its own"
-        for _ in range(2):  # before and after the first forward
-            assert _torch.shards_between(model[0], is_root=False)
-            assert not _torch.shards_between(model, is_root=True)
-            model(x)
-            assert not group.is_unsharded
+def test_collective_operations_are_counted_and_wrappers_say_what_they_know(one_process: None) -> None:
+    before = _torch.n_collectives()
+    torch.distributed.all_reduce(torch.zeros(1))
+    assert _torch.n_collectives() == before + 1
+    for is_static in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        wrapper = nn.parallel.DistributedDataParallel(model, static_graph=is_static)
+        awaits, new_buckets = [], []
+        for _ in range(3):
+            awaits.append(_torch.awaits_first_backward(wrapper))
+            new_buckets.append(_torch.has_new_buckets(wrapper))
+            wrapper(torch.zeros(1, 4)).sum().backward()
+        assert awaits == [is_static, False, False]
+        assert is_static or new_buckets == [False, False, True]
 
-        group.reshard = lambda: None
+
+def test_units_that_are_sharded(one_process: None) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+    x = torch.ones(2, 4)
+    [group] = _torch.shard_groups(model[0])
+    assert not _torch.shard_groups(model), "it has no parameters of its own"
+    for _ in range(2):  # before and after the first forward
+        assert _torch.shards_between(model[0], is_root=False)
+        assert not _torch.shards_between(model, is_root=True)
         model(x)
-        del group.reshard
-        assert group.is_unsharded
-        order = len(group.comm_ctx.post_forward_order)
-        with _torch.as_in_backward(model[0]):
-            model[0](x)
-        assert group.is_unsharded
-        assert len(group.comm_ctx.post_forward_order) == order > 0
-        _torch.shards_at_once(group)
         assert not group.is_unsharded
-        _torch.forget_step(model[0])  # which is not for the root to say
-        assert group.comm_ctx.post_forward_order
-        _torch.forget_step(model)
-        assert not group.comm_ctx.post_forward_order
 
-        model.set_requires_gradient_sync(False)
-        assert not _torch.has_unsent_gradients(group)
-        model(x).sum().backward()
-        assert _torch.has_unsent_gradients(group)
-        _torch.forget_step(model)
-        assert not _torch.has_unsent_gradients(group)
-        model.set_requires_gradient_sync(True)
-        model(x).sum().backward()
-        gradient = model[1].bias.grad.full_tensor()
-        assert torch.equal(gradient, torch.full((4,), 2.0)), "those of the step that was forgotten are in it"
-    finally:
-        torch.distributed.destroy_process_group()
+    group.reshard = lambda: None
+    model(x)
+    del group.reshard
+    assert group.is_unsharded
+    order = len(group.comm_ctx.post_forward_order)
+    with _torch.as_in_backward(model[0]):
+        model[0](x)
+    assert group.is_unsharded
+    assert len(group.comm_ctx.post_forward_order) == order > 0
+    _torch.shards_at_once(group)
+    assert not group.is_unsharded
+    _torch.forget_step(model[0])  # which is not for the root to say
+    assert group.comm_ctx.post_forward_order
+    _torch.forget_step(model)
+    assert not group.comm_ctx.post_forward_order
+
+    model.set_requires_gradient_sync(False)
+    assert not _torch.has_unsent_gradients(group)
+    model(x).sum().backward()
+    assert _torch.has_unsent_gradients(group)
+    _torch.forget_step(model)
+    assert not _torch.has_unsent_gradients(group)
+    model.set_requires_gradient_sync(True)
+    model(x).sum().backward()
+    gradient = model[1].bias.grad.full_tensor()
+    assert torch.equal(gradient, torch.full((4,), 2.0)), "those of the step that was forgotten are in it"
 
 
 # --- the caching allocator, on CUDA ---------------------------------------------------------------------------------

@@ -44,6 +44,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that have the memory: those inside of a sparse or nested one or of another wrapper, else itself."""
+    if tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor names its mesh, too
+                yield from parts_of(part)
+    else:
+        yield tensor
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let `tensor._version` be this number, as if it had been changed in place so many times. 2.13, since 2.6."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

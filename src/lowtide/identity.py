@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowtide._torch import is_compiled
+from lowtide._torch import is_compiled, parts_of
 from lowtide.planner.records import Fingerprint, Static
 
 if TYPE_CHECKING:
@@ -87,22 +87,6 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return copy.deepcopy(leaf, {id(tensor): change(tensor) for tensor in inside}) if inside else leaf
 
     return tree_map(changed, tree)
-
-
-def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that have the memory: those inside of a sparse or nested one or of another wrapper, else itself."""
-    if tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    elif hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor names its mesh, too
-                yield from parts_of(part)
-    else:
-        yield tensor
 
 
 _NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)

@@ -1,7 +1,7 @@
 """What may be decided about a sharded model: nothing is made again where the parameters for it are not whole."""
 
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
-from lowtide.rehearsal.units import ELSEWHERE, TAKES_ELSEWHERE, Homes, settle
+from lowtide.rehearsal.units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, Homes, settle
 
 MODEL, ONE, INSIDE, TWO = range(4)
 """Calls: two units in a model, and one of a module inside of the first unit."""
@@ -54,6 +54,16 @@ def test_nothing_is_made_on_the_way_through_another_unit():
         None,
         TAKES_ELSEWHERE,
     ]
+
+
+def test_nothing_is_made_again_in_a_unit_that_is_not_gathered_for_backward():
+    calls = [CallDraft(id=str(n), cls="Block", parent=parent) for n, parent in enumerate([None, MODEL, ONE, MODEL])]
+    slots = [SlotDraft(address="", label="", value=n, call=call) for n, call in enumerate([INSIDE, TWO])]
+    values, homes = [remade(), remade()], Homes()
+    homes.born, homes.spans, homes.gone = {0: 11, 1: 21}, SPANS, {ONE}
+    settle(values, slots, calls, homes)
+    assert [value.refused for value in values] == [NEVER, None]
+    assert [call.refused for call in calls] == [None, NEVER, NEVER, None]
 
 
 def test_an_argument_of_a_call_is_read_inside_of_it():

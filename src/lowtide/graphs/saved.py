@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowtide import _torch
+from lowtide._torch import parts_of
 from lowtide.graphs.records import Kept
-from lowtide.identity import parts_of
 from lowtide.remat.values import Handle
 
 if TYPE_CHECKING:

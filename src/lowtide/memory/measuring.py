@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import units
+from lowtide._torch import parts_of
 from lowtide.errors import RehearsalError
-from lowtide.identity import parts_of
 from lowtide.memory import cpu, dels
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.cuda import CudaRecorder

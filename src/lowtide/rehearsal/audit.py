@@ -109,6 +109,7 @@ class Audit(Remakes):
         self._units.hold(seam.module)
         if seam.module in self._units.apart:
             self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
+            self.homes.gone |= {len(self.calls) - 1} if seam.module in self._units.gone else set()
         if parent is None:
             self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
             call.refused = "it is the whole model"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide.identity import parts_of, tensors_in
+from lowtide._torch import parts_of
+from lowtide.identity import tensors_in
 from lowtide.rehearsal.unchanged import RandomState
 
 if TYPE_CHECKING:

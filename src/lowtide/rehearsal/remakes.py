@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lowtide._clock import now_ms
-from lowtide._torch import sequence_number
-from lowtide.identity import parts_of, place_of
+from lowtide._torch import parts_of, sequence_number
+from lowtide.identity import place_of
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter, identical

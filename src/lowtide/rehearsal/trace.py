@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide._torch import backward_number, in_compiled_backward, running_node
-from lowtide.identity import in_words, parts_of
+from lowtide._torch import backward_number, in_compiled_backward, parts_of, running_node
+from lowtide.identity import in_words
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft

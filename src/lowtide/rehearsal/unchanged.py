@@ -12,7 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._clock import accelerator_in_use
-from lowtide.identity import parts_of, tensors_in
+from lowtide._torch import parts_of
+from lowtide.identity import tensors_in
 from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, put_back, states
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ELSEWHERE = "it is read outside of the sharded module that made it, whose parameters are not whole by then"
 TAKES_ELSEWHERE = "it takes what only another sharded module could make again, whose parameters are not whole by then"
+NEVER = "the parameters of the sharded module that it is inside of are not gathered for backward"
 AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
 
 
@@ -31,6 +32,8 @@ class Units:
         found = units(model.modules())
         inside = {below for unit in found for below in unit.modules() if below is not unit}
         self.apart = frozenset(unit for unit in found if shards_between(unit, is_root=unit not in inside))
+        self.gone = frozenset(u for u in self.apart if not all(g.unshard_in_backward for g in shard_groups(u)))
+        """Of these, those that are not gathered for their backward."""
         self.around = frozenset(m for m in model.modules() if any(b in self.apart for b in m.modules() if b is not m))
         """Modules that have units inside."""
         self._gathering = [_Counted(group) for unit in found for group in shard_groups(unit)]
@@ -108,6 +111,8 @@ class Homes:
         """By value, the number of the autograd node that made it."""
         self.spans: dict[int, tuple[int, int]] = {}
         """By call of a unit, the first number of a node made inside of it, and the first one after."""
+        self.gone: set[int] = set()
+        """Those of them that are not gathered for their backward."""
 
     def of(self, index: int) -> int | None:
         """The innermost call of a unit in which a value was made; None for a value that was made in none."""
@@ -131,8 +136,14 @@ def settle(values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequ
         readers.setdefault(slot.value, set()).add(around[slot.call])
     home = {index: at for index in range(len(values)) if (at := homes.of(index)) is not None}
     held = {index for index, at in home.items() if any(at not in there for there in readers.get(index, ()))}
-    for index in held:
-        values[index].recipe, values[index].refused = None, ELSEWHERE
+    for index, at in home.items():
+        if at in homes.gone:
+            values[index].recipe, values[index].refused = None, NEVER
+        elif index in held:
+            values[index].recipe, values[index].refused = None, ELSEWHERE
+    for call, there in zip(calls, around, strict=True):
+        if there & homes.gone and call.refused is None:
+            call.refused = NEVER
     for index, value in enumerate(values):
         if value.recipe is not None and any(
             home[need] not in there for need in _upstream(index, values, home, held) for there in readers.get(index, ())

@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import in_backward, is_fake, not_compiled_alone
+from lowtide._torch import in_backward, is_fake, not_compiled_alone, parts_of
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.identity import parts_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
