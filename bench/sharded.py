@@ -1,11 +1,11 @@
 """Lowtide on models that FSDP2 has sharded over two processes, beside checkpointing: exact bytes, FLOPs, times, bits.
 
-    python bench/sharded.py                   # some 6 minutes on two cores; writes docs/sharded.md
+    python bench/sharded.py                   # some 10 minutes on two cores; writes docs/sharded.md
     python bench/sharded.py --models llama    # prints the rows of this model alone
 
 Each repeated block and the whole are sharded with `fully_shard`; gloo connects the processes, which have a core each.
 Peaks are the CPU allocator's in the first process, with AdamW's state, its parameters' parts and the batch. FLOPs are
-beyond the plain step's. Times are the fastest of 8 steps over the fastest of 8 plain ones before; they scatter by some
+beyond the plain step's. Times are the fastest of 5 steps over the fastest of 5 plain ones before; they scatter by some
 10 %. Sent is how many collective operations a step takes. Bits are those of the parameters after two steps, in both
 processes.
 """
@@ -38,9 +38,9 @@ from lowtide.report.text import decisions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sharded.md"
 MODELS = ("gpt2-dropout", "llama")
-ROUNDS = 8
+ROUNDS = 5
 """The fastest step of so many counts."""
-SHARES = (70, 50, 40)
+SHARES = (70, 50)
 """Budgets, percent of the plain step's peak."""
 
 
@@ -71,21 +71,18 @@ class Sharded:
             self.step(self.batch)
         return [p.to_local().detach().clone() for p in self.model.parameters()]
 
-    def peak_bytes(self) -> int:
+    def taken(self) -> tuple[int, int]:
+        """Bytes at the peak of a step, and how many collective operations it takes part in."""
         static, _ = static_bytes(self.model, self.batch, [self.optimizer])
+        before = n_collectives()
         with lowtide.measure() as memory:
             self.step(self.batch)
-        return static.total + memory.peak_bytes
+        return static.total + memory.peak_bytes, n_collectives() - before
 
     def flops(self) -> int:
         with Flops() as counter:
             self.step(self.batch)
         return counter.total
-
-    def sent(self) -> int:
-        before = n_collectives()
-        self.step(self.batch)
-        return n_collectives() - before
 
     def seconds(self) -> float:
         """Of the fastest step."""
@@ -106,22 +103,22 @@ def lines(name: str) -> Iterator[str]:
         "|---|---:|---:|---:|---:|---:|---|---|",
     )
     plain = Sharded(name)
-    parts, plain_bytes, plain_flops = plain.parts(), plain.peak_bytes(), plain.flops()
+    parts, (plain_bytes, sent), plain_flops = plain.parts(), plain.taken(), plain.flops()
     allocator.warm_up(3 * plain_bytes)
     plain_seconds = plain.seconds()
-    yield f"| FSDP2 | {plain_bytes / 2**20:.1f} MiB | 100.0% | | | {plain.sent()} | | |"
+    yield f"| FSDP2 | {plain_bytes / 2**20:.1f} MiB | 100.0% | | | {sent} | | |"
 
     def row(way: str, steps: Sharded, what: str = "") -> tuple[str, int]:
         same = torch.tensor(all(map(torch.equal, parts, steps.parts())))
         distributed.all_reduce(same, distributed.ReduceOp.MIN)
-        peak_bytes, flops, seconds = steps.peak_bytes(), steps.flops() / plain_flops - 1, steps.seconds()
+        (peak_bytes, sent), flops, seconds = steps.taken(), steps.flops() / plain_flops - 1, steps.seconds()
         cells = (
             way,
             f"{peak_bytes / 2**20:.1f} MiB",
             f"{peak_bytes / plain_bytes:.1%}",
             f"{flops:+.1%}",
             f"{seconds / plain_seconds:.2f} x",
-            str(steps.sent()),
+            str(sent),
             "same" if same else "other",
             what,
         )
@@ -135,8 +132,9 @@ def lines(name: str) -> Iterator[str]:
     budgets["the smallest"] = smallest_peak(profile)[1].peak_bytes
     for budget, budget_bytes in budgets.items():
         ours = Sharded(name)
-        with lowtide.fit(ours.model, ours.step, ours.batch, budget=budget_bytes, profile=profile, levers=()) as fitted:
-            yield row(f"**Lowtide, {budget}**", ours, decisions(fitted.plan))[0]
+        plan = lowtide.plan(profile, budget_bytes)
+        with lowtide.apply(ours.model, plan):
+            yield row(f"**Lowtide, {budget}**", ours, decisions(plan))[0]
 
 
 def work(rank: int, meeting: str, names: list[str], page: str) -> None:
