@@ -132,7 +132,10 @@ def lines(name: str) -> Iterator[str]:
     budgets["the smallest"] = smallest_peak(profile)[1].peak_bytes
     for budget, budget_bytes in budgets.items():
         ours = Sharded(name)
-        plan = lowtide.plan(profile, budget_bytes)
+        try:
+            plan = lowtide.plan(profile, budget_bytes)
+        except lowtide.Infeasible:
+            continue
         with lowtide.apply(ours.model, plan):
             yield row(f"**Lowtide, {budget}**", ours, decisions(plan))[0]
 

@@ -17,15 +17,15 @@ from torch import nn
 
 from lowtide._torch import in_backward, next_sequence_number, storage_id
 from lowtide.identity import in_words, tensors_in
-from lowtide.rehearsal import addresses, readers, units
+from lowtide.rehearsal import addresses, readers, sharding
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.outside import take_back
 from lowtide.rehearsal.processes import n_sent
 from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
+from lowtide.rehearsal.sharding import AROUND_UNITS, Units
 from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical, timed
-from lowtide.rehearsal.units import AROUND_UNITS, Units
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.remake import Remake
@@ -93,7 +93,7 @@ class Audit(Remakes):
     def settle(self, stream: EventStream) -> None:
         """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
         readers.settle(self.enough, self.values, self.slots)
-        units.settle(self.values, self.slots, self.calls, self.homes)
+        sharding.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
         transients(self.values, stream)
 

@@ -76,7 +76,11 @@ class Unchanged:
         self._n_updates = 0
         self._alone = Alone(modules)
         self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._steps)
-        self._calm()
+        try:
+            self._calm()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     @property
@@ -129,8 +133,10 @@ class Unchanged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
-        self._put_back()
-        self._alone.end()
+        try:
+            self._put_back()
+        finally:
+            self._alone.end()
 
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._n_updates += 1

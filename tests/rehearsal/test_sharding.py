@@ -1,7 +1,7 @@
 """What may be decided about a sharded model: nothing is made again where the parameters for it are not whole."""
 
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
-from lowtide.rehearsal.units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, Homes, settle
+from lowtide.rehearsal.sharding import ELSEWHERE, NEVER, TAKES_ELSEWHERE, Homes, settle
 
 MODEL, ONE, INSIDE, TWO = range(4)
 """Calls: two units in a model, and one of a module inside of the first unit."""
