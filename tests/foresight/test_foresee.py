@@ -57,8 +57,10 @@ def test_a_plan_can_be_foreseen_for_its_own_model(name: str) -> None:
     assert foreseen.peak_bytes < 0.75 * plain.peak_bytes
     larger = {key: tensor.repeat(2, 1) for key, tensor in case.batch.items()}
     foreseen = lowtide.foresee(case.model, case.step, larger, plan=plan)
-    with lowtide.apply(case.model, plan, say=lambda what: None), lowtide.measure() as memory:
-        case.step(larger)
+    with lowtide.apply(case.model, plan, say=lambda what: None):
+        case.step(larger)  # the optimizer's state comes in the first step, which can be its peak
+        with lowtide.measure() as memory:
+            case.step(larger)
     assert foreseen.timeline.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.005)
     other = build("bert")
     with pytest.raises(lowtide.StalePlan, match="BertForMaskedLM"):
