@@ -5,8 +5,8 @@
 
 Each repeated block and the whole are sharded with `fully_shard`; gloo connects the processes, which have a core each.
 Peaks are the CPU allocator's in the first process, with AdamW's state, its parameters' parts and the batch. FLOPs are
-beyond the plain step's. Times are the fastest of 5 steps over the fastest of 5 plain ones before; they scatter by some
-10 %. Sent is how many collective operations a step takes. Bits are those of the parameters after two steps, in both
+beyond the plain step's. Times are the fastest of 5 steps over the fastest of 5 plain ones before; they scatter by up to
+30 %. Sent is how many collective operations a step takes. Bits are those of the parameters after two steps, in both
 processes.
 """
 
