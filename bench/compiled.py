@@ -10,18 +10,13 @@ step of the same compiled blocks.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from contest import allocator
+from contest import allocator, tables
 from contest.models import Contestant, contestant
 from contest.step import Bits, Steps
 from contest.ways import blocks, every_nth_block
@@ -31,7 +26,6 @@ import lowtide
 from lowtide.identity import static_bytes
 from lowtide.report.text import decisions
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "compiled.md"
 MODELS = ("gpt2", "gpt2-dropout", "llama")
 ROUNDS = 8
 """The fastest step of so many counts."""
@@ -136,30 +130,11 @@ def section(name: str) -> Iterator[str]:
         yield row.line(plain_bytes)
 
 
-def head() -> Iterator[str]:
-    """What the page says before its tables."""
-    assert __doc__ is not None
-    yield "# Compiled blocks"
-    yield ""
-    yield "`python bench/compiled.py`. " + " ".join(__doc__.split("\n\n")[-1].split())
-    yield ""
-    yield f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads, with"
-    yield " ".join(f"`{key}={value}`" for key, value in allocator.SETTINGS.items()) + "."
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS)
-    options = parser.parse_args()
-    if not allocator.in_force():  # malloc reads its settings when a process starts
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=allocator.environment(), check=False).returncode)
-    lines = list(head())
-    for name in options.models or MODELS:
-        for line in section(name):
-            print(line, flush=True)
-            lines.append(line)
-    if options.models is None:
-        PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert __doc__ is not None
+    models = tables.models_asked(__doc__, MODELS)
+    head = tables.head("compiled", "Compiled blocks", __doc__, f"{torch.get_num_threads()} threads")
+    tables.write(None if models else "compiled", head, map(section, models or MODELS))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,13 @@ processes.
 
 from __future__ import annotations
 
-import argparse
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from contest import allocator
+from contest import allocator, tables
 from contest.flops import Flops
 from contest.models import SEED, Batch, contestant
 from contest.ways import blocks, every_nth_block
@@ -36,7 +31,6 @@ from lowtide.identity import static_bytes
 from lowtide.planner import smallest_peak
 from lowtide.report.text import decisions
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "sharded.md"
 MODELS = ("gpt2-dropout", "llama")
 ROUNDS = 5
 """The fastest step of so many counts."""
@@ -95,7 +89,7 @@ class Sharded:
         return min(found)
 
 
-def lines(name: str) -> Iterator[str]:
+def section(name: str) -> Iterator[str]:
     """The table of one model, line by line, as it is measured. Both processes have to come to the end of it."""
     yield from ("", f"## {contestant(name).description}", "")
     yield from (
@@ -140,40 +134,26 @@ def lines(name: str) -> Iterator[str]:
             yield row(f"**Lowtide, {budget}**", ours, decisions(plan))[0]
 
 
-def work(rank: int, meeting: str, names: list[str], page: str) -> None:
+def work(rank: int, meeting: str, models: list[str] | None) -> None:
+    """In each process; the first one tells."""
+    assert __doc__ is not None
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    found = list(head())
-    for name in names:
-        for line in lines(name):
-            found.append(line)
-            if rank == 0:
-                print(line, flush=True)
-    if page and rank == 0:
-        Path(page).write_text("\n".join(found) + "\n", encoding="utf-8")
+    found = map(section, models or MODELS)
+    if rank == 0:
+        head = tables.head("sharded", "Sharded models", __doc__, "two processes of one thread each")
+        tables.write(None if models else "sharded", head, found)
+    else:
+        for lines in found:
+            list(lines)
     distributed.destroy_process_group()
 
 
-def head() -> Iterator[str]:
-    """What the page says before its tables."""
-    assert __doc__ is not None
-    yield "# Sharded models"
-    yield ""
-    yield "`python bench/sharded.py`. " + " ".join(__doc__.split("\n\n")[-1].split())
-    yield ""
-    yield f"torch {torch.__version__}, Python {platform.python_version()}, two processes of one thread each, with"
-    yield " ".join(f"`{key}={value}`" for key, value in allocator.SETTINGS.items()) + "."
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS)
-    options = parser.parse_args()
-    if not allocator.in_force():  # malloc reads its settings when a process starts
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=allocator.environment(), check=False).returncode)
+    assert __doc__ is not None
+    models = tables.models_asked(__doc__, MODELS)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/meeting", list(options.models or MODELS), "" if options.models else str(PAGE))
-        torch.multiprocessing.spawn(work, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.spawn(work, args=(f"{folder}/meeting", models), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

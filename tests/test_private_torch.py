@@ -479,35 +479,44 @@ def test_units_that_are_sharded(one_process: None) -> None:
         fully_shard(unit, mesh=mesh)
     x = torch.ones(2, 4)
     [group] = _torch.shard_groups(model[0])
+    assert group.modules == (model[0],)
     assert not _torch.shard_groups(model), "it has no parameters of its own"
+    assert group.is_whole_in_backward
+    assert not group.is_on_host
+    assert not group.is_tensor_parallel
     for _ in range(2):  # before and after the first forward
-        assert _torch.shards_between(model[0], is_root=False)
-        assert not _torch.shards_between(model, is_root=True)
+        assert group.parts_after_forward
+        assert _torch.parts_by_itself(model)
         model(x)
-        assert not group.is_unsharded
+        assert not group.is_whole
 
-    group.reshard = lambda: None
+    group.stay_whole()
     model(x)
-    del group.reshard
-    assert group.is_unsharded
-    order = len(group.comm_ctx.post_forward_order)
+    assert group.is_whole
+    ran = model[0]._get_fsdp_state()._comm_ctx.post_forward_order
+    before = len(ran)
     with _torch.as_in_backward(model[0]):
         model[0](x)
-    assert group.is_unsharded
-    assert len(group.comm_ctx.post_forward_order) == order > 0
-    _torch.shards_at_once(group)
-    assert not group.is_unsharded
-    _torch.forget_step(model[0])  # which is not for the root to say
-    assert group.comm_ctx.post_forward_order
+    assert group.is_whole
+    assert len(ran) == before > 0
+    group.part()
+    assert not group.is_whole
+    _torch.forget_step(model[0])  # which is not for it to say
+    assert ran
     _torch.forget_step(model)
-    assert not group.comm_ctx.post_forward_order
+    assert not ran
+
+    gather, scatter = group.senders
+    group.senders = scatter, gather
+    assert group.senders == (scatter, gather)
+    group.senders = gather, scatter
 
     model.set_requires_gradient_sync(False)
-    assert not _torch.has_unsent_gradients(group)
+    assert not group.has_unsent_gradients
     model(x).sum().backward()
-    assert _torch.has_unsent_gradients(group)
+    assert group.has_unsent_gradients
     _torch.forget_step(model)
-    assert not _torch.has_unsent_gradients(group)
+    assert not group.has_unsent_gradients
     model.set_requires_gradient_sync(True)
     model(x).sum().backward()
     gradient = model[1].bias.grad.full_tensor()

@@ -433,29 +433,95 @@ def has_new_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
 # --- sharded modules: FSDP2 -----------------------------------------------------------------------------------------
 
 
-def shard_groups(module: Any) -> list[Any]:
-    """The groups of parameters that `fully_shard` gathers together for this module. 2.13; one group until 2.11."""
+class ShardGroup:
+    """Parameters that `fully_shard` gathers together. 2.13; the parts that send, since 2.9 or longer."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Those that `fully_shard` was called on."""
+        modules: tuple[torch.nn.Module, ...] = self._group.modules
+        return modules
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are gathered now."""
+        return bool(self._group.is_unsharded)
+
+    @property
+    def parts_after_forward(self) -> bool:
+        """Whether they are let go of after forward, and gathered again for backward."""
+        return self._group.post_forward_mesh_info is not None
+
+    @property
+    def is_whole_in_backward(self) -> bool:
+        """Whether they are gathered for backward at all."""
+        return bool(self._group.unshard_in_backward)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether they wait in memory of the host."""
+        return type(self._group.offload_policy).__name__ == "CPUOffloadPolicy"
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether any of them is a distributed tensor also when it is gathered."""
+        return any(parameter.is_dtensor for parameter in self._group.fsdp_params)
+
+    @property
+    def has_unsent_gradients(self) -> bool:
+        """Whether gradients of earlier micro-batches wait to be added to those of other processes."""
+        whole = (getattr(p, "_unsharded_param", None) for p in self._group.fsdp_params)
+        waiting = [self._group._partial_reduce_output]
+        waiting += [p.unsharded_accumulated_grad for p in self._group.fsdp_params]
+        waiting += [p.grad for p in whole if p is not None]
+        return any(gradient is not None for gradient in waiting)
+
+    @property
+    def senders(self) -> tuple[Any, Any]:
+        """What gathers the parameters, and what adds up the gradients."""
+        return self._group._all_gather_comm, self._group._reduce_scatter_comm
+
+    @senders.setter
+    def senders(self, both: tuple[Any, Any]) -> None:
+        self._group._all_gather_comm, self._group._reduce_scatter_comm = both
+
+    def stay_whole(self) -> None:
+        """Do not let go of the parameters, until `part`."""
+        self._group.reshard = lambda: None
+
+    def part(self) -> None:
+        """Let go of them as after forward, if that is done at all."""
+        del self._group.reshard
+        with self._group.use_training_state(type(self._group._training_state).FORWARD):
+            self._group.reshard()
+
+    def forget_gradients(self) -> None:
+        """Drop what waits to be sent, and the whole parameters."""
+        self._group.reshard()
+        for parameter in self._group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+
+
+def shard_groups(module: Any) -> list[ShardGroup]:
+    """The groups of a module that `fully_shard` was called on. 2.13; one until 2.11."""
     return _groups(module._get_fsdp_state())
 
 
-def _groups(state: Any) -> list[Any]:
+def _groups(state: Any) -> list[ShardGroup]:
     groups = getattr(state, "_fsdp_param_groups", None)
-    return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g is not None]
+    return [ShardGroup(g) for g in (groups if groups is not None else [state._fsdp_param_group]) if g is not None]
 
 
-def shards_between(module: Any, *, is_root: bool) -> bool:
-    """Whether it lets go of its whole parameters after its forward and gathers them again for its backward. 2.13.
-
-    The root does not where nobody asked it to, which it finds out in its first forward.
-    """
-    by_itself = module._get_fsdp_state()._auto_reshard_after_forward
-    return not (is_root and by_itself) and any(g.post_forward_mesh_info is not None for g in shard_groups(module))
-
-
-def shards_at_once(group: Any) -> None:
-    """Let go of a group's whole parameters as after its forward, if it does so at all. 2.13, since 2.4."""
-    with group.use_training_state(type(group._training_state).FORWARD):
-        group.reshard()
+def parts_by_itself(module: Any) -> bool:
+    """Whether nobody said if it lets go of its parameters after forward; then a root does not. 2.13."""
+    return bool(module._get_fsdp_state()._auto_reshard_after_forward)
 
 
 @contextlib.contextmanager
@@ -470,7 +536,7 @@ def as_in_backward(module: Any) -> Iterator[None]:
 
 
 def forget_step(module: Any) -> None:
-    """Be as between two steps, wherever this one was broken off. 2.13; before that there is no word for it."""
+    """Be as between two steps, wherever this one was broken off; said to the root. 2.13; no word for it until 2.11."""
     state = module._get_fsdp_state()
     if not state._is_root:
         return
@@ -478,12 +544,8 @@ def forget_step(module: Any) -> None:
         state._reset_iter_state()
     else:
         state._root_post_backward_final_callback()
-    for group in (g for other in state._state_ctx.all_states for g in _groups(other)):
-        group.reshard()
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                whole.grad = None
+    for group in (group for other in state._state_ctx.all_states for group in _groups(other)):
+        group.forget_gradients()
 
 
 def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -495,14 +557,6 @@ def sum_over_processes(how: Callable[..., torch.Tensor]) -> Callable[..., torch.
     before: Callable[..., torch.Tensor] = functional.all_reduce
     functional.all_reduce = how
     return before
-
-
-def has_unsent_gradients(group: Any) -> bool:
-    """Whether gradients of earlier micro-batches wait to be added to those of other processes. 2.13, since 2.4."""
-    whole = (getattr(p, "_unsharded_param", None) for p in group.fsdp_params)
-    waiting = [group._partial_reduce_output, *(p.unsharded_accumulated_grad for p in group.fsdp_params)]
-    waiting += [p.grad for p in whole if p is not None]
-    return any(gradient is not None for gradient in waiting)
 
 
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------

@@ -1,18 +1,17 @@
 """Run by the tests: two processes that fit models which `fully_shard` (FSDP2) has sharded, each on its own."""
 
-import gc
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from together import equal, refused, run
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
-from lowtide._torch import has_unsent_gradients, n_collectives, shard_groups
+from lowtide._torch import n_collectives, shard_groups
 
 Step = Callable[[Tensor], Tensor]
 
@@ -95,10 +94,6 @@ def train(model: nn.Module, step: Step, rank: int) -> tuple[list[Tensor], int, i
         with lowtide.measure() as memory:
             step(batch_of(rank))
     return own_parts(model), memory.peak_bytes, n_collectives() - before
-
-
-def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def smallest(profile: lowtide.Profile) -> int:
@@ -187,27 +182,11 @@ def refuses(rank: int) -> None:
     model.set_requires_gradient_sync(False)
     model(input_ids=batch, labels=batch).loss.backward()
     refused(lambda: lowtide.rehearse(model, step_of(model, optimizer), batch), "earlier micro-batches")
-    assert all(map(has_unsent_gradients, shard_groups(model.transformer.h[0]))), "they are lost"
+    assert all(group.has_unsent_gradients for group in shard_groups(model.transformer.h[0])), "they are lost"
     inner, optimizer = build(lambda model: None)
     model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
     refused(lambda: lowtide.rehearse(model, step_of(model, optimizer), batch), "FSDP1")
 
 
-def refused(run: Callable[[], Any], why: str) -> None:
-    with pytest.raises(lowtide.LowtideError, match=why):
-        run()
-
-
-def work(rank: int) -> None:
-    gc.freeze()  # recordings begin with a look at all that is not frozen
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-    for case in sys.argv[2:]:
-        globals()[case](rank)
-        distributed.barrier()
-        sys.stdout.write(f"{case}: as it should be\n")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, nprocs=2)  # type: ignore[no-untyped-call]
+    run(globals())

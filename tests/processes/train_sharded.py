@@ -25,7 +25,7 @@ for unit in (*model, model):
 optimizer = torch.optim.AdamW(model.parameters())
 torch.manual_seed(rank)
 for number in range(8):
-    loss = model(torch.randn(256 if rank and number == 1 else 512, 64)).square().mean()
+    loss = model(torch.randn(1024 if rank and number == 1 else 2048, 64)).square().mean()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()

@@ -1,12 +1,10 @@
 """Run by the tests: two processes that fit models which DistributedDataParallel wraps, each on its own."""
 
-import gc
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import pytest
 import torch
+from together import equal, meet, refused, run
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,15 +45,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> tupl
         with lowtide.measure() as memory:
             step(batch)
     return [t.detach().clone() for t in (*model.parameters(), *model.buffers())], memory.peak_bytes
-
-
-def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def refused(run: Callable[[], Any], why: str) -> None:
-    with pytest.raises(lowtide.LowtideError, match=why):
-        run()
 
 
 def fits_alone(rank: int) -> None:
@@ -139,25 +128,10 @@ def refuses_an_update_too_early(rank: int) -> None:
     early = lowtide.fit(model, step, batch, budget="60%", levers=("step in backward",), optimizer=optimizer)
     assert [lever.name for lever in early.plan.levers] == ["step in backward"]
     before = [p.detach().clone() for p in model.parameters()]
-    meet(rank, "again")
+    meet(rank, sys.argv[1] + "again")
     refused(lambda: step(batch), "several processes train together")
     assert equal(before, list(model.parameters()))
 
 
-def meet(rank: int, again: str = "") -> None:
-    place = f"file://{sys.argv[1]}{again}"
-    distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
-
-
-def work(rank: int) -> None:
-    gc.freeze()  # recordings begin with a look at all that is not frozen
-    torch.set_num_threads(1)
-    meet(rank)
-    for case in sys.argv[2:]:
-        globals()[case](rank)
-        sys.stdout.write(f"{case}: as it should be\n")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, nprocs=2)  # type: ignore[no-untyped-call]
+    run(globals())

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowtide import _torch
-from lowtide._torch import parts_of
 from lowtide.graphs.records import Kept
 from lowtide.remat.values import Handle
 
@@ -77,7 +76,7 @@ def storage_bytes(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
-        return sum(part.untyped_storage().nbytes() for part in parts_of(tensor) if part is not tensor)
+        return sum(part.untyped_storage().nbytes() for part in _torch.parts_of(tensor) if part is not tensor)
 
 
 _RESULT = re.compile(r"(?:result|output|out)(\d*)")

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide._torch import (
+    ShardGroup,
     awaits_first_backward,
     forget_step,
     has_new_buckets,
-    has_unsent_gradients,
     n_collectives,
     shard_groups,
     sum_over_processes,
@@ -60,23 +61,23 @@ def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
 def _not_planned(unit: torch.nn.Module) -> str | None:
     """What is special about a unit, in words."""
     for group in shard_groups(unit):
-        if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
+        if group.is_on_host:
             return "is sharded with CPUOffloadPolicy"
-        if any(parameter.is_dtensor for parameter in group.fsdp_params):
+        if group.is_tensor_parallel:
             return "has parameters that are distributed tensors besides (tensor parallel)"
     return None
 
 
-def _check_at_rest(groups: Iterable[Any]) -> None:
+def _check_at_rest(groups: Iterable[ShardGroup]) -> None:
     """Refuse what is sharded and in the middle of a step. Raises RehearsalError."""
     for group in groups:
-        if has_unsent_gradients(group):
+        if group.has_unsent_gradients:
             raise RehearsalError(
                 "gradients of earlier micro-batches have not been added up over the processes "
                 "(set_requires_gradient_sync), and a rehearsal would lose them. Fit before the first of them, or after "
                 "the update."
             )
-        if group.is_unsharded:
+        if group.is_whole:
             names = " and ".join(type(module).__name__ for module in group.modules)
             raise RehearsalError(
                 f"the parameters of {names} are whole now, as after a forward without backward. Call its reshard() in "
@@ -109,7 +110,6 @@ class Alone:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = tuple(modules)
-        check_sharding(modules)
         self._units = units(modules)
         groups = [group for unit in self._units for group in shard_groups(unit)]
         _check_at_rest(groups)
@@ -119,13 +119,16 @@ class Alone:
                 "DistributedDataParallel(static_graph=True) learns from its first backward pass, which a rehearsal "
                 "must not be. Fit the model before it is wrapped, or take one step before."
             )
-        self._before = [(w, w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
+        self._undo = ExitStack()
         for wrapper in wrappers:
-            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
-        self._sent = [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
+            for sends in ("require_backward_grad_sync", "require_forward_param_sync"):
+                self._undo.callback(setattr, wrapper, sends, getattr(wrapper, sends))
+                setattr(wrapper, sends, False)
         for group in groups:
-            group._all_gather_comm, group._reduce_scatter_comm = _OwnPart(), _OwnPart()
-        self._sum = sum_over_processes(_own_sum) if self._units else None
+            self._undo.callback(setattr, group, "senders", group.senders)
+            group.senders = _OwnPart(), _OwnPart()
+        if self._units:
+            self._undo.callback(sum_over_processes, sum_over_processes(_own_sum))
 
     def forget_step(self) -> None:
         """Be as between two steps, wherever one was broken off."""
@@ -134,12 +137,7 @@ class Alone:
 
     def end(self) -> None:
         """Send again."""
-        for group, gather, scatter in self._sent:
-            group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
-        if self._sum is not None:
-            sum_over_processes(self._sum)
-        for wrapper, gradients, buffers in self._before:
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = gradients, buffers
+        self._undo.close()
 
 
 def _own_sum(tensor: torch.Tensor, *_: Any, **settings: Any) -> torch.Tensor:

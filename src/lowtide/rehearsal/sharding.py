@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch import n_collectives, shard_groups, shards_at_once, shards_between
+from lowtide._torch import ShardGroup, n_collectives, parts_by_itself, shard_groups
 from lowtide.remat.sharding import units
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ class Units:
     def __init__(self, model: nn.Module) -> None:
         found = units(model.modules())
         inside = {below for unit in found for below in unit.modules() if below is not unit}
-        self.apart = frozenset(unit for unit in found if shards_between(unit, is_root=unit not in inside))
-        self.gone = frozenset(u for u in self.apart if not all(g.unshard_in_backward for g in shard_groups(u)))
+        asked = (unit for unit in found if unit in inside or not parts_by_itself(unit))
+        self.apart = frozenset(u for u in asked if any(group.parts_after_forward for group in shard_groups(u)))
+        self.gone = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
         """Of these, those that are not gathered for their backward."""
-        self.around = frozenset(m for m in model.modules() if any(b in self.apart for b in m.modules() if b is not m))
+        modules = model.modules() if self.apart else ()
+        self.around = frozenset(m for m in modules if any(b in self.apart for b in m.modules() if b is not m))
         """Modules that have units inside."""
         self._gathering = [_Counted(group) for unit in found for group in shard_groups(unit)]
         self._held: list[nn.Module] = []
@@ -61,7 +63,7 @@ class Units:
         if module in self.apart:
             self._held.append(module)
             for group in shard_groups(module):
-                group.reshard = _nothing
+                group.stay_whole()
 
     def let_go(self, module: nn.Module) -> None:
         """It is over, and nothing is tried any more."""
@@ -71,22 +73,22 @@ class Units:
 
     def _let_go(self, module: nn.Module) -> None:
         for group in shard_groups(module):
-            del group.reshard
-            shards_at_once(group)
+            group.part()
 
 
 class _Counted:
     """What gathers the parameters of a group, with a count of its collective operations."""
 
-    def __init__(self, group: Any) -> None:
-        self._group, self._gather = group, group._all_gather_comm
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
         self.n = 0
 
     def __enter__(self) -> None:
-        self._gather, self._group._all_gather_comm = self._group._all_gather_comm, self
+        self._gather, scatter = self._group.senders
+        self._group.senders = self, scatter
 
     def __exit__(self, *_: object) -> None:
-        self._group._all_gather_comm = self._gather
+        self._group.senders = self._gather, self._group.senders[1]
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
         return self._gather.allocate(*args, **kwargs)
@@ -97,10 +99,6 @@ class _Counted:
             return self._gather(*args, **kwargs)
         finally:
             self.n += n_collectives() - before
-
-
-def _nothing() -> None:
-    """Stands for letting go of parameters."""
 
 
 class Homes:

@@ -201,7 +201,8 @@ class Frame:
         seam = self.seam
         args, kwargs = self.arguments.again(operands)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(run_again(seam.reach.units))
+            if seam.reach.units:
+                stack.enter_context(run_again(seam.reach.units))
             stack.enter_context(self.surroundings.again())
             stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
             stack.enter_context(seam.engine.now(rerun))

@@ -40,7 +40,7 @@ def run_again(found: Iterable[nn.Module]) -> Iterator[None]:
     """In this block units are run for backward, with the parameters they have. Raises RuntimeError if one has none."""
     with contextlib.ExitStack() as stack:
         for unit in found:
-            if not all(group.is_unsharded for group in shard_groups(unit)):
+            if not all(group.is_whole for group in shard_groups(unit)):
                 raise RuntimeError(APART.format(type(unit).__name__))
             stack.enter_context(as_in_backward(unit))
         yield

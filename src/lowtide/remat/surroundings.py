@@ -109,7 +109,7 @@ class Surroundings:
             for module in self.reach.modules
             for table, copied in ((module._parameters, ()), (module._buffers, self.buffers))
             for name, tensor in table.items()
-            if tensor is not None and (module, name) not in copied and (is_plain(tensor) or not self.reach.units)
+            if tensor is not None and (module, name) not in copied and (not self.reach.units or is_plain(tensor))
         ]
 
     @property
