@@ -387,6 +387,41 @@ def test_a_script_runs_as_the_main_program(script: Callable[[str], str], run: Ru
     assert (sys.argv, sys.path) == (argv, path)
 
 
+def test_a_script_is_told_its_place_as_python_tells_it(
+    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script("import sys; print(__file__, sys.argv, (lambda: 0).__code__.co_filename, sys.path[0])")
+    monkeypatch.chdir(tmp_path)
+    assert run("rehearse", "train.py", "-x").out == run_python("train.py", "-x").stdout
+
+
+def test_a_script_that_changes_its_folder(
+    script: Callable[[str], str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(TRAIN.replace("given =", "import os; os.mkdir('run'); os.chdir('run')\ngiven ="))
+    monkeypatch.chdir(tmp_path)
+    done = run("run", "--budget", "90%", "--save", "plan.json", "train.py")
+    assert done.code == 0
+    assert Path.cwd() == tmp_path
+    assert Plan.from_json(tmp_path / "plan.json").budget_bytes
+
+
+def test_the_plan_goes_to_stdout_where_that_is_asked_for(script: Callable[[str], str], run: Run) -> None:
+    done = run("run", "--budget", "90%", "--save", "-", script(TRAIN))
+    assert Plan.from_json(done.out[done.out.index("{\n") : done.out.rindex("}") + 1]).budget_bytes
+
+
+def test_a_run_that_ends_before_the_planned_size_comes_again(
+    script: Callable[[str], str], run: Run, tmp_path: Path
+) -> None:
+    saved = tmp_path / "plan.json"
+    rows = ("256", "256", "128", "128", "128")
+    done = run("run", "--budget", "90%", "--save", str(saved), script(TRAIN), "--rows", *rows)
+    assert done.code == 0
+    assert "no batch of the planned size came in 3 steps: the plan's peak was not measured" in done.err
+    assert Plan.from_json(saved).budget_bytes
+
+
 def test_a_module_is_run_by_its_name(
     script: Callable[[str], str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

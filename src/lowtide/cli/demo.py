@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from lowtide.cli.source import output_option, write
 from lowtide.units import parse_budget
 
 if TYPE_CHECKING:
@@ -33,13 +32,7 @@ BUDGETS = ("70 %", "50 %", "35 %")
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Blocks of the model (resnet: of each stage).")
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Rows of a batch.")
 @click.option("--length", type=click.IntRange(8), metavar="N", help="Tokens of a row (resnet: pixels of a side).")
-@click.option(
-    "--json",
-    "json_to",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    metavar="FILE",
-    help='Write all that was found to FILE; "-": print that alone.',
-)
+@output_option("--json", "json_to", 'Write all that was found to FILE; "-": print that alone.')
 def demo(
     model: str,
     budgets: tuple[str, ...],
@@ -57,8 +50,6 @@ def demo(
     """
     for budget in budgets:
         parse_budget(budget, of=2**40)  # now, not in the middle of the work; the real peak is not known yet
-    if json_to not in (None, "-"):
-        _check_folder(Path(str(json_to)).parent)
 
     from lowtide.demo.contest import compare
     from lowtide.demo.workloads import workload
@@ -98,7 +89,7 @@ def _progress(*, quiet: bool) -> Progress:
 
 def _report(found: Comparison, json_to: str | None) -> None:
     if json_to == "-":
-        click.echo(found.to_json())
+        write(found.to_json(), json_to)
         return
     from rich.console import Console
 
@@ -106,11 +97,4 @@ def _report(found: Comparison, json_to: str | None) -> None:
 
     show(found, Console())
     if json_to is not None:
-        found.to_json(json_to)
-        click.echo(f"Written: {json_to}")
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse before the work a file that could not be written after it."""
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise click.BadParameter(f"{folder} is not a folder to write to.", param_hint="--json")
+        write(found.to_json(), json_to)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, rank, say, script_arguments
+from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, say, script_arguments, write
 from lowtide.units import parse_budget
 
 
@@ -60,5 +60,5 @@ def run(
     importlib.import_module("scipy.optimize")  # the solver: now, while the script has not taken all the memory yet
     crew = Fitting(budget, say, tuple(map(in_script, levers)))
     if save_to is not None:
-        crew.when_kept = lambda plan: None if rank() else plan.to_json(save_to)
+        crew.when_kept = lambda plan: write(plan.to_json(), save_to)
     return run_watched(script, crew)

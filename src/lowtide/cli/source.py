@@ -32,14 +32,20 @@ def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], 
 def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option for a file to write; "-" is stdout."""
     kind = click.Path(dir_okay=False, writable=True, allow_dash=True)
-    return click.option(flag, name, type=kind, metavar="FILE", callback=_folder_is_there, help=help_)
+    return click.option(flag, name, type=kind, metavar="FILE", callback=_to_be_written, help=help_)
 
 
-def _folder_is_there(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Refuse before the work a file that could not be written after it."""
-    if path not in (None, "-") and not Path(str(path)).resolve().parent.is_dir():
-        raise click.BadParameter(f"{Path(str(path)).parent} is not a folder to write to.")
-    return path
+def _to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """The path from the root on, as a script may change the current folder.
+
+    A file that could not be written after the work is refused before it.
+    """
+    if path is None or path == "-":
+        return path
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise click.BadParameter(f"{Path(path).parent} is not a folder to write to.")
+    return str(Path(path).absolute())
 
 
 def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, script_arguments
+from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, script_arguments, write
 
 if TYPE_CHECKING:
     from lowtide.watching.watch import Watch
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
-@click.option(
-    "--json",
-    "json_to",
-    type=click.Path(dir_okay=False, writable=True),
-    metavar="FILE",
-    help="Write what was found to FILE.",
-)
+@output_option("--json", "json_to", 'Write what was found to FILE; "-": to stdout, after what the script wrote.')
 @script_arguments()
 def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bool) -> int:
     """Run SCRIPT with its ARGS, and say what it leaves in memory.
@@ -48,4 +41,4 @@ def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bo
 def _report(watched: Watch, json_to: str | None) -> None:
     click.echo(f"\nlowtide watch: {watched}", err=True)
     if json_to is not None:
-        watched.to_json(Path(json_to))
+        write(watched.to_json(), json_to)

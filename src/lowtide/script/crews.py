@@ -169,9 +169,7 @@ class Fitting:
         else:
             self._passed_over += 1
             if self._passed_over == PATIENCE:
-                self._say(f"no batch of the planned size came in {PATIENCE} steps: the plan's peak was not measured")
-                self.when_kept(self.plan)
-                self._finish()
+                self._keep_unmeasured(self.plan)
 
     def ends(self, model: nn.Module) -> None:
         """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
@@ -196,7 +194,9 @@ class Fitting:
         self._rehearsing.gives_up(model)
 
     def finish(self) -> None:
-        """Nothing: what is in force stays so."""
+        """The plan stays in force, also where it had smaller batches only."""
+        if self.plan is not None and self._passed_over and not self.done:
+            self._keep_unmeasured(self.plan)
 
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""
@@ -211,6 +211,11 @@ class Fitting:
     def _finish(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
         self.done, self._applied, self._rehearsing = True, None, Rehearsing()
+
+    def _keep_unmeasured(self, made: Plan) -> None:
+        self._say(f"no batch of the planned size came in {self._passed_over} steps: the plan's peak was not measured")
+        self.when_kept(made)
+        self._finish()
 
     def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -25,8 +25,11 @@ class Script:
     target: str
     args: tuple[str, ...] = ()
     is_module: bool = False
+    _path: str = field(init=False)
+    """Of the file, from the root on: a script may change the current folder, and be run again."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_path", os.path.abspath(self.target))
         if not self.is_module and not Path(self.target).is_file():
             raise LowtideError(
                 f"{self.target} is not a file. Give the path of a Python script; for a module, use -m {self.target}."
@@ -56,8 +59,8 @@ class Script:
     def _code(self, main: ModuleType) -> CodeType:
         """The script's code; `main` is told where it is from."""
         if not self.is_module:
-            main.__file__ = self.target
-            return compile(Path(self.target).read_bytes(), self.target, "exec", dont_inherit=True)
+            main.__file__ = self._path
+            return compile(Path(self._path).read_bytes(), self._path, "exec", dont_inherit=True)
         spec = importlib.util.find_spec(self.target)
         if spec is not None and spec.submodule_search_locations is not None:  # a package is run by its __main__
             spec = importlib.util.find_spec(f"{self.target}.__main__")
@@ -73,14 +76,15 @@ class Script:
     def _as_main(self) -> Iterator[ModuleType]:
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = builtins
-        before, argv, path = sys.modules["__main__"], sys.argv, sys.path[:]
-        folder = os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.target))
+        before, argv, path, current = sys.modules["__main__"], sys.argv, sys.path[:], os.getcwd()
+        folder = current if self.is_module else os.path.dirname(self._path)
         sys.modules["__main__"], sys.argv = main, [self.target, *self.args]
         sys.path.insert(0, folder)
         try:
             yield main
         finally:
             sys.modules["__main__"], sys.argv, sys.path[:] = before, argv, path
+            os.chdir(current)
 
 
 def _exit_code(end: SystemExit) -> int:
