@@ -237,6 +237,30 @@ def test_under_a_plan() -> None:
 
 # --- how a loss averages --------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("first", ["input_ids", "labels"])
+def test_tokens_that_are_their_own_labels_but_for_padding(first: str, n: int) -> None:
+    """In the first piece nothing is padded, so there tokens and labels are equal."""
+    model, ids = Net(), tokens(4)["input_ids"]
+    lengths = torch.tensor([99, 4, 99, 2])
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
+    batch = {first: {"input_ids": ids, "labels": labels}[first], "input_ids": ids, "labels": labels}
+    of_tokens(model, batch).backward()
+    expected = gradients(model)
+    lowtide.accumulate(lambda part: of_tokens(model, part), batch, n)
+    assert_equal(gradients(model), expected)
+
+
+def test_two_sets_of_labels_that_can_not_be_told_apart_are_asked_for() -> None:
+    model, batch = Net(), tokens(4)
+    batch["others"] = batch["labels"].clone()
+    batch["others"][2:] = -100
+    with pytest.raises(LowtideError, match="which of the batch's tensors are its labels"):
+        lowtide.accumulate(lambda part: of_tokens(model, part), batch, 2)
+    assert gradients(model) == {}
+
+
 UNKNOWN: dict[str, Callable[[Net, dict[str, Tensor]], Tensor]] = {
     "several losses": lambda m, p: of_tokens(m, p) + (m(p["input_ids"]) ** 2).mean(),
     "a stack of means": lambda m, p: torch.stack([of_tokens(m, p), of_tokens(m, p)]).sum(),

@@ -1,9 +1,11 @@
 """The lever `micro-batches`: a step that fits in no other way, with the whole batch's loss and gradients."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import lowtide
@@ -25,6 +27,50 @@ def test_the_whole_batchs_loss_and_gradients(n: int, more: dict[str, Any]) -> No
     assert close(plain.gradients, found.gradients, ROUNDING)
     assert found.peak_bytes < plain.peak_bytes
     assert untouched(model)
+
+
+@pytest.mark.parametrize("labels", ["classes", "numbers"])
+def test_models_that_do_not_look_at_the_number_of_items(labels: str) -> None:
+    """The Trainer gives it to every model that takes any keyword; many average over what they are given."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        num_hidden_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=50,
+        num_labels=3 if labels == "classes" else 1,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
+    model = transformers.BertForSequenceClassification(config).train()
+    given = torch.randint(3, (5,)) if labels == "classes" else torch.randn(5)
+    batch = {"input_ids": torch.randint(50, (5, 6)), "labels": given}
+    plain = run(model, batch, num_items_in_batch=torch.tensor(5))
+    with pulled(model, "micro-batches", n=3):
+        found = run(model, batch, num_items_in_batch=torch.tensor(5))
+    assert torch.allclose(plain.loss, found.loss, rtol=ROUNDING)
+    assert close(plain.gradients, found.gradients, ROUNDING)
+
+
+def test_a_loss_beside_the_one_that_is_divided_is_refused() -> None:
+    """What is added once for each piece would count as often."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        vocab_size=50,
+        output_router_logits=True,
+        use_cache=False,
+    )
+    model, ids = transformers.MixtralForCausalLM(config).train(), torch.randint(50, (4, 6))
+    with pulled(model, "micro-batches", n=2), pytest.raises(lowtide.LowtideError, match="can't be told how this loss"):
+        model(input_ids=ids, labels=ids, num_items_in_batch=24)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_what_was_in_the_gradients_before_stays() -> None:
@@ -64,6 +110,19 @@ def test_batch_norm_is_refused() -> None:
     with pytest.raises(NoUse, match="1 normalizes over the batch"), pulled(model, "micro-batches", n=2):
         pass
     assert untouched(model)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_gradient_scaler_is_for_is_refused(inside: bool) -> None:
+    """Also where autocast is on only inside of the model, as accelerate has it."""
+    model, batch = model_of("llama"), batch_of()
+    half = torch.autocast("cpu", torch.float16)
+    if inside:
+        model.forward = half(model.forward)
+    refused = pytest.raises(lowtide.LowtideError, match="autocast to bfloat16")
+    with pulled(model, "micro-batches", n=2), contextlib.nullcontext() if inside else half, refused:
+        model(**batch)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_numbers_that_make_pieces_smaller() -> None:

@@ -57,6 +57,19 @@ class Average:
     class_weight: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SumOver:
+    """A weight: the loss of a piece may be a sum, divided by what a mean over the whole batch is divided by.
+
+    So transformers' models do it that look at the `num_items_in_batch` that they are given. Others do not look at it.
+    """
+
+    terms: float
+
+
+Weight = Literal["rows", "sum"] | SumOver | Callable[[Any], float | Tensor] | None
+"""How a loss averages; None or a SumOver where its node is to tell."""
+
 _NOTED = "lowtide.average"  # key in the metadata of nodes that do not tell themselves
 
 
@@ -66,13 +79,33 @@ def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
         _torch.node_metadata(loss.grad_fn)[_NOTED] = average
 
 
-def average_of(loss: Tensor) -> Average | None:
+def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
     """How `loss` averages; None where its node does not tell."""
-    node = loss.grad_fn
-    while node is not None and node.name() in _SAME_NUMBER and _NOTED not in _torch.node_metadata(node):
+    node, divided = _reducing(loss, weight)
+    average = None if node is None else _average_by(node)
+    return None if divided and average is not None and average.kind != "sum" else average
+
+
+def _reducing(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
+    """The node that reduced `loss` to a number, and whether that was divided by what `weight` says."""
+    node, divided = loss.grad_fn, False
+    while node is not None and _NOTED not in _torch.node_metadata(node):
+        divides = not divided and isinstance(weight, SumOver) and _divides_by(node, weight.terms)
+        if not divides and node.name() not in _SAME_NUMBER:
+            break
+        divided |= divides
         node = node.next_functions[0][0]
-    if node is None:
-        return None
+    return node, divided
+
+
+def _divides_by(node: Node, terms: float) -> bool:
+    if node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
+        return False
+    divisor = _saved(node, "other")
+    return divisor is not None and divisor.numel() == 1 and float(divisor) == terms
+
+
+def _average_by(node: Node) -> Average | None:
     noted = _torch.node_metadata(node).get(_NOTED)
     if noted is not None:
         found: Average = noted()
@@ -123,11 +156,9 @@ def _terms(node: Node) -> int | None:
     return int(torch.Size(shape).numel())
 
 
-def reduces_before(loss: Tensor) -> bool:
+def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
     """Whether something else in the graph behind `loss` was reduced to one number: then its node tells only a part."""
-    node = loss.grad_fn
-    while node is not None and node.name() in _SAME_NUMBER:
-        node = node.next_functions[0][0]
+    node, _ = _reducing(loss, weight)
     assert node is not None
     pending, seen = [node], {node}
     for current in pending:  # grows while it is walked
@@ -174,23 +205,25 @@ def shares_for(
     loss: Tensor,
     parts: Sequence[Any],
     rows: Sequence[int],
-    weight: Literal["rows", "sum"] | Callable[[Any], float | Tensor] | None,
+    weight: Weight,
 ) -> Shares:
     """The shares of `parts`, the first of which gave `loss`. Raises LowtideError if they can't be told."""
     if weight == "sum":
         return Shares([1.0] * len(parts))
     if weight == "rows":
         return Shares(_normalized(rows))
-    if weight is not None:
+    if weight is not None and not isinstance(weight, SumOver):
         return Shares(_normalized([float(weight(part)) for part in parts]))
-    average = average_of(loss)
-    if average is None or reduces_before(loss):
+    average = average_of(loss, weight)
+    if average is None or reduces_before(loss, weight):
         assert loss.grad_fn is not None
         raise _cannot_tell(f"it comes out of {loss.grad_fn.name()}")
     if average.target is not None:
         counts = _counted(average, average.target, parts)
         if counts is None:
-            raise _cannot_tell("its labels are not among the batch's tensors, neither as they are nor shifted by one")
+            raise _cannot_tell(
+                "which of the batch's tensors are its labels, as they are or shifted by one, is not known"
+            )
     elif average.terms % rows[0]:
         raise _cannot_tell(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
     else:
@@ -208,13 +241,23 @@ def _normalized(counts: Sequence[float]) -> list[float]:
 
 
 def _counted(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
-    """For each part what its mean is divided by, from the tensor in the batch that the labels were taken from."""
+    """For each part what its mean is divided by, from the tensor in the batch that the labels were taken from.
+
+    Several may be equal to them in the first part, as a language model's tokens are where nothing is padded. They are
+    told apart by the rest of the batch: only labels have some that are ignored.
+    """
+    found: set[tuple[float, ...]] = set()
+    ignoring: set[tuple[float, ...]] = set()
     for name, labels in tensors_by_name(parts[0]):
         for used in _as_labels(labels, average.ignored):
             if _same(used(labels), target):
-                found = (used(dict(tensors_by_name(part))[name]) for part in parts)
-                return [_counts(average, each) for each in found]
-    return None
+                each = [used(dict(tensors_by_name(part))[name]) for part in parts]
+                counts = tuple(_counts(average, one) for one in each)
+                found.add(counts)
+                if any((one == average.ignored).any() for one in each):
+                    ignoring.add(counts)
+    told = found if len(found) == 1 else ignoring
+    return list(told.pop()) if len(told) == 1 else None
 
 
 def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -243,6 +286,6 @@ def _counts(average: Average, labels: Tensor) -> float:
 def _cannot_tell(why: str) -> LowtideError:
     return LowtideError(
         f"it can't be told how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
-        'gradients, so say it: weight="rows" for a mean over rows, weight="sum" for a sum, or weight=lambda part: ... '
-        'for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
+        'gradients, so say it to lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or '
+        'weight=lambda part: ... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
     )

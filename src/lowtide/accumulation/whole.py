@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lowtide.accumulation.averages import Shares, average_of, shares_for
+from lowtide.accumulation.averages import Shares, SumOver, Weight, average_of, shares_for
 from lowtide.accumulation.batches import micro_batches, rows_of
 from lowtide.errors import LowtideError
 
@@ -36,15 +36,13 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-Weight = Literal["rows", "sum"] | Callable[[Any], float | Tensor]
-
 
 def accumulate(
     loss_of: Callable[[Batch], Tensor],
     batch: Batch,
     n: int,
     *,
-    weight: Weight | None = None,
+    weight: Literal["rows", "sum"] | Callable[[Any], float | Tensor] | None = None,
     shared: Collection[str] = (),
     batch_norm: bool = False,
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
@@ -70,6 +68,19 @@ def accumulate(
     Raises LowtideError before the first backward if a loss or batch can't be handled, and before a later one if its
     piece was averaged in another way than foreseen; `.grad` has then only the pieces before it: zero it.
     """
+    return accumulated(loss_of, batch, n, weight, shared, batch_norm, backward)
+
+
+def accumulated(
+    loss_of: Callable[[Batch], Tensor],
+    batch: Batch,
+    n: int,
+    weight: Weight,
+    shared: Collection[str] = (),
+    batch_norm: bool = False,
+    backward: Callable[[Tensor], object] = torch.Tensor.backward,
+) -> Tensor:
+    """`accumulate`, which also knows the weight SumOver."""
     parts = micro_batches(batch, n, shared=shared)
     rows = [rows_of(part, shared) for part in parts]
     shares: Shares | None = None
@@ -81,8 +92,8 @@ def accumulate(
             if not batch_norm:
                 _refuse_batch_norm(loss)
             shares = shares_for(loss, parts, rows, weight)
-        elif weight is None:
-            shares.check(number, average_of(loss))
+        elif weight is None or isinstance(weight, SumOver):
+            shares.check(number, average_of(loss, weight))
         share = shares.of(number)
         if share:  # else all labels are ignored: nothing to learn, and a mean over nothing is not a number
             loss = loss if share == 1 else loss * share
@@ -105,7 +116,7 @@ def _check(loss: Any) -> None:
 
 
 def _refuse_batch_norm(loss: Tensor) -> None:
-    for node in _behind(loss):
+    for node in nodes_behind(loss):
         if "BatchNorm" in node.name() and getattr(node, "_saved_training", True):
             raise LowtideError(
                 f"the model normalizes over the batch ({node.name()} in training mode): in micro-batches its "
@@ -114,11 +125,10 @@ def _refuse_batch_norm(loss: Tensor) -> None:
             )
 
 
-def _behind(loss: Tensor) -> list[Node]:
+def nodes_behind(loss: Tensor) -> list[Node]:
     """Every node of the graph behind `loss`."""
-    assert loss.grad_fn is not None
-    found = [loss.grad_fn]
-    seen = {loss.grad_fn}
+    found = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(found)
     for node in found:  # grows while it is walked
         for upstream, _ in node.next_functions:
             if upstream is not None and upstream not in seen:

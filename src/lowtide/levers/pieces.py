@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lowtide import _torch
 from lowtide._torch import in_backward
+from lowtide.accumulation.averages import SumOver
 from lowtide.accumulation.batches import rows_of
-from lowtide.accumulation.whole import accumulate
+from lowtide.accumulation.whole import accumulated, nodes_behind
 from lowtide.errors import LowtideError
+from lowtide.graphs.walk import is_leaf
 from lowtide.levers.gathering import gathering, hand_out
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.outputs import is_model_output
@@ -85,8 +88,6 @@ class _On:
         model = self._model()
         if model is None or not (model.training and torch.is_grad_enabled()) or in_backward():
             return inner(*args, **kwargs)
-        if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16:
-            raise LowtideError("micro-batches run backward before a GradScaler has scaled the loss: use bfloat16.")
         kinds: list[tuple[Any, tuple[str, ...]]] = []
 
         def loss_of(piece: Any) -> Tensor:
@@ -100,6 +101,10 @@ class _On:
                     "micro-batches need a model that gives its loss: pass it the labels. Where the loss is computed "
                     "outside of the model, use lowtide.accumulate in the training loop"
                 )
+            if not self._gathered and any(p.dtype == torch.float32 for p in trained) and _is_half_inside(output):
+                raise LowtideError(
+                    "micro-batches run backward before a GradScaler has scaled the loss: autocast to bfloat16."
+                )
             return output
 
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -107,9 +112,10 @@ class _On:
         for parameter in trained:
             parameter.grad = None
         try:
-            weight = "sum" if kwargs.get("num_items_in_batch") is not None else None
+            n_items = kwargs.get("num_items_in_batch")
+            weight = None if n_items is None else SumOver(float(n_items))
             with gathering(trained):
-                total = accumulate(loss_of, (args, kwargs), self._n, weight=weight)  # type: ignore[arg-type]
+                total = accumulated(loss_of, (args, kwargs), self._n, weight)
             found = [(p, p.grad) for p in trained if p.grad is not None]
         finally:
             for parameter, gradient in before:
@@ -144,6 +150,16 @@ class _Gathered(torch.autograd.Function):
             gradient.mul_(outer[0].to(gradient))
         hand_out(gathered)
         return None, None, *(gradient for _, gradient in gathered)
+
+
+def _is_half_inside(loss: Tensor) -> bool:
+    """Whether something between the parameters and `loss` was computed in float16."""
+    return any(
+        _torch.output_metadata(upstream, output).dtype == torch.float16
+        for node in nodes_behind(loss)
+        for upstream, output in node.next_functions
+        if upstream is not None and not is_leaf(upstream)
+    )
 
 
 def _check(model: nn.Module) -> None:
