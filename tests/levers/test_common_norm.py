@@ -39,10 +39,19 @@ def test_the_bits_are_those_of_the_plain_loop(kind: Any, max_norm: float, more: 
     assert same(plain, other) != clips  # else it would show nothing
 
 
-def test_gradients_that_are_not_finite_go_on_as_in_the_plain_loop() -> None:
-    plain, found = results(lambda: nn.Linear(FEATURES, FEATURES), torch.optim.SGD, batch_of() * 1e30)
-    assert any(tensor.isnan().any() for tensor in plain.values())
-    assert same({n: t.nan_to_num() for n, t in plain.items()}, {n: t.nan_to_num() for n, t in found.items()})
+def test_gradients_that_are_not_finite_are_no_update_that_a_loop_could_leave_out() -> None:
+    """The loop finds no gradients and a norm of 0, so `if norm.isfinite(): optimizer.step()` would come too late."""
+    model = nn.Linear(FEATURES, FEATURES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = step_of(model, optimizer)
+    with pulled(model, NAME, optimizer=optimizer, **found_out(model, step, batch_of(), optimizer)):
+        step(batch_of())
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(lowtide.LowtideError, match=r"norm of all gradients is (inf|nan). Nothing was updated"):
+            step(batch_of() * float("inf"))
+        assert same(before, model.state_dict())
+        step(batch_of())
+        assert not same(before, model.state_dict())
 
 
 def test_a_model_that_is_checkpointed_and_computes_in_bfloat16() -> None:

@@ -182,6 +182,42 @@ def test_what_needs_all_gradients_is_refused_with_the_reason(kind: Any, between:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def _the_same_again(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = float(group["lr"])
+
+
+def _warmed_up(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group.update(lr=group["lr"] / 2)
+
+
+def _in_place(optimizer: Any) -> None:
+    optimizer.param_groups[1]["lr"].mul_(2)
+
+
+@pytest.mark.parametrize("sets", [_the_same_again, _warmed_up, _in_place])
+def test_a_learning_rate_that_is_set_after_backward_is_refused(sets: Any) -> None:
+    model, optimizer = build()
+    if sets is _in_place:
+        optimizer.param_groups[1]["lr"] = torch.tensor(1e-3)
+    groups, before = [*optimizer.param_groups], [float(group["lr"]) for group in optimizer.param_groups]
+    late = plain_step(model, optimizer, between=lambda _: sets(optimizer))
+    with pytest.raises(NoUse, match="'lr' of a parameter group is set between"):
+        LEVERS[STEP].settings(Site(model, late, rows(), optimizer))
+    assert all(one is other for one, other in zip(groups, optimizer.param_groups, strict=True))
+    assert before == [float(group["lr"]) for group in optimizer.param_groups]
+    early = plain_step(model, optimizer, after=lambda: sets(optimizer))
+    LEVERS[STEP].settings(Site(model, early, rows(), optimizer))
+    with pulled(model, STEP, optimizer=optimizer):
+        early(rows())
+        if sets is _the_same_again:
+            late(rows())
+        else:
+            with pytest.raises(lowtide.LowtideError, match="updated the parameters by then"):
+                late(rows())
+
+
 def test_a_gradient_scaler_is_refused() -> None:
     model, optimizer = build()
     scaler = torch.amp.GradScaler("cpu")

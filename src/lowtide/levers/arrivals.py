@@ -10,7 +10,7 @@ import contextlib
 import cProfile
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -103,6 +103,8 @@ class Seen:
     """Most backward passes that added to one parameter's gradient before a step of the optimizer."""
     scaled: bool = False
     changed: bool = False
+    set_late: str = ""
+    """A setting of a parameter group, as its learning rate, that was set between backward and the optimizer's step."""
     clip: Clip | None = None
     hooked: bool = False
     """Whether the step put hooks on gradients."""
@@ -115,12 +117,20 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
     arrived: dict[Tensor, int] = {}
     versions: dict[Tensor, tuple[int, int]] = {}
 
+    settings: list[GroupSettings] = []
+
     def arrives(parameter: Tensor) -> None:
         arrived[parameter] = arrived.get(parameter, 0) + 1
         assert parameter.grad is not None
         versions[parameter] = id(parameter.grad), parameter.grad._version
+        settings[:] = group_settings(optimizer)
+
+    def sets(name: str) -> None:
+        seen.set_late = name if arrived else seen.set_late
 
     def steps(*_: Any) -> None:
+        if arrived:
+            seen.set_late = set_between(settings, group_settings(optimizer)) or seen.set_late
         seen.backwards = max([seen.backwards, *arrived.values()])
         for parameter, before in versions.items():
             grad = parameter.grad
@@ -135,9 +145,58 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
         for parameter in parameters:
             hooks.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
         hooks.callback(optimizer.register_step_pre_hook(steps).remove)
+        hooks.enter_context(_watching_groups(optimizer, sets))
         with _watching_calls(seen):
             site.step(site.batch)
     return seen
+
+
+GroupSettings = dict[str, Any]
+"""Of one parameter group: all that it has but parameters. Of tensors their identity and version."""
+
+
+def group_settings(optimizer: Optimizer) -> list[GroupSettings]:
+    """The settings of all parameter groups by now."""
+
+    def known(value: Any) -> Any:
+        return (id(value), value._version) if isinstance(value, Tensor) else value
+
+    return [{k: known(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def set_between(before: list[GroupSettings], after: list[GroupSettings]) -> str:
+    """The name of a setting that is another one `after`; "" where all are as `before`."""
+    for one, other in zip(before, after, strict=True):
+        for name in one.keys() | other.keys():
+            if one.get(name) != other.get(name):
+                return name
+    return ""
+
+
+class _Group(dict[str, Any]):
+    """A parameter group that tells what is set in it, also to the value that it has."""
+
+    sets: Callable[[str], None]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.sets(name)
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+@contextlib.contextmanager
+def _watching_groups(optimizer: Optimizer, sets: Callable[[str], None]) -> Iterator[None]:
+    groups = list(optimizer.param_groups)
+    for number, group in enumerate(groups):
+        optimizer.param_groups[number] = watched = _Group(group)
+        watched.sets = sets
+    try:
+        yield
+    finally:
+        optimizer.param_groups[:] = groups
 
 
 def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -179,12 +179,22 @@ class CommonNorm:
             norms = [self._before[parameter] for parameter in _torch.as_grouped(parameters)]
             self._total = self._common([norm.to(parameters[0].device) for norm in norms])
             self.seen += 1
-            if self._clip.raises and not self._total.isfinite():
-                raise RuntimeError(
-                    f"The total norm of order {self._clip.norm_type} for gradients from `parameters` is non-finite, so "
-                    "it cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
-                    "anyway, set `error_if_nonfinite=False`"
-                )
+            if not self._total.isfinite():
+                self._refuse(self._total)
+
+    def _refuse(self, total: Tensor) -> NoReturn:
+        """As `clip_grad_norm_` where it is told to; else as the loop may well leave out an update like this one."""
+        if self._clip.raises:
+            raise RuntimeError(
+                f"The total norm of order {self._clip.norm_type} for gradients from `parameters` is non-finite, so "
+                "it cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
+                "anyway, set `error_if_nonfinite=False`"
+            )
+        raise LowtideError(
+            f"the norm of all gradients is {float(total):g}. Nothing was updated in this step. A loop that looks at "
+            "the norm before optimizer.step() is too late with the lever 'step in backward': if yours leaves such "
+            "steps out, fit without the lever."
+        )
 
     def _common(self, norms: list[Tensor]) -> Tensor:
         common: Tensor = torch.linalg.vector_norm(torch.stack(norms), self._clip.norm_type)

@@ -3,7 +3,8 @@
 So gradients never exist all at once. The bits are those of the plain step, as torch's optimizers treat each parameter
 by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`; clipping by
 value, or by each parameter's own norm, is done before it. When backward is over there are no gradients left: code that
-looks at them finds None. A backward pass that fails leaves some parameters updated and others not.
+looks at them finds None. A backward pass that fails leaves some parameters updated and others not. What a loop sets
+between backward and step, as a learning rate, would come too late: it is refused, and an error when it is noticed late.
 
 Where gradients are clipped by their common norm they are computed twice, first for it (`common_norm.py`). All that is
 saved for backward is there until the second time. `clip_grad_norm_` finds no gradients then and returns 0: what is
@@ -21,7 +22,16 @@ from torch import Tensor
 
 from lowtide import _torch
 from lowtide.errors import LowtideError
-from lowtide.levers.arrivals import BY_COMMON_NORM, BY_VALUE, Clip, Seen, observe
+from lowtide.levers.arrivals import (
+    BY_COMMON_NORM,
+    BY_VALUE,
+    Clip,
+    GroupSettings,
+    Seen,
+    group_settings,
+    observe,
+    set_between,
+)
 from lowtide.levers.common_norm import OTHERS, CommonNorm, order_of
 from lowtide.levers.gathering import is_gathering
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
@@ -59,6 +69,8 @@ class StepInBackward(Lever):
             raise NoUse("a GradScaler looks at all gradients before each step")
         if not seen.backwards:
             raise NoUse("the optimizer does not step after a backward pass in the step")
+        if seen.set_late:
+            raise NoUse(f"{seen.set_late!r} of a parameter group is set between backward and optimizer.step()")
         if seen.clip is None and seen.changed:
             raise NoUse("gradients are changed between backward and optimizer.step(), and not by clipping")
         if seen.clip is not None and seen.clip.why_not:
@@ -101,6 +113,8 @@ class _On:
         self._step = _torch.step_without_hooks(optimizer)
         self._lock = threading.Lock()
         self._arrived: dict[Tensor, int] = {}
+        self._settings: list[GroupSettings] = []
+        """Those that the parameters of this step are updated with."""
         self._group = {p: n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trained = sorted((p for p in self._group if p.requires_grad), key=Tensor.numel)
         if clip is not None and clip.kind == BY_VALUE:
@@ -131,6 +145,7 @@ class _On:
         """Step on one parameter alone, as the optimizer would with all."""
         if self._clip is not None:
             self._clip.apply(parameter)
+        self._settings = self._settings or group_settings(self._optimizer)
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._group[parameter]], "params": [parameter]}]
         try:
@@ -142,6 +157,13 @@ class _On:
     def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The user's own `optimizer.step()`: by now it found gradients only where backward came less often."""
         self._arrived.clear()
+        settings, self._settings = self._settings, []
+        if settings and (name := set_between(settings, group_settings(optimizer))):
+            raise LowtideError(
+                f"{name!r} of a parameter group was set between backward and optimizer.step(). The lever 'step in "
+                "backward' had updated the parameters by then, with what it was before. Set it before backward, or fit "
+                "without the lever."
+            )
         if isinstance(self._clip, CommonNorm):
             self._clip.ends()
 
