@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from budgets import step_of, within
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions
 from lowtide.remat.engine import Engine, actions_for
-from lowtide.remat.replay import ReplayMismatch
+from lowtide.remat.replay import Frame, ReplayMismatch
 from parts import Block, Language, convolution
 from remat.plans import Ops, differences, in_force, outcome
 
@@ -78,9 +79,11 @@ def same_bits(model, step=None, *, between=None, way="replay", blocks=Replayed):
 
     step = step or whole
     plain = outcome(model, step)
-    with in_force(model, way, blocks):
+    runs = patch.object(Frame, "_run", autospec=True, side_effect=Frame._run)
+    with in_force(model, way, blocks), runs as ran:
         planned = outcome(model, step)
     assert differences(plain, planned) == []
+    assert bool(ran.call_count) == (way not in ("keep", "remake"))
 
 
 # --- what the first run saw -------------------------------------------------------------------------------------------
@@ -100,6 +103,26 @@ def test_random_numbers_of_python_and_numpy():
         random.random(), np.random.rand()
         loss.backward()
         return loss + random.random() + float(np.random.rand())
+
+    model = Around(noisy)
+    same_bits(model, step)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_that_the_first_call_did_not_draw(draw):
+    def noisy(m, x):
+        return nonlinear(x * draw() if m.noisy else x)
+
+    def step():
+        random.seed(0)
+        np.random.seed(0)
+        model.part.noisy = False
+        first = model(X)
+        model.part.noisy = True
+        loss = first + model(X)
+        draw()
+        loss.backward()
+        return loss + draw()
 
     model = Around(noisy)
     same_bits(model, step)
@@ -260,6 +283,29 @@ def test_a_large_buffer_that_the_call_writes_to():
 
     model = Around(counting)
     model.part.register_buffer("counts", torch.zeros(BIG))
+    same_bits(model, step)
+
+
+def test_a_large_buffer_that_is_written_to_without_a_version():
+    """By native batch norm, which counts none, or through `.data`."""
+    features = 16400
+    norm = nn.BatchNorm1d(features)
+    assert norm.running_mean.nbytes > 2**16
+
+    def normed(m, x):
+        m.norm.usage.data.lerp_(x.detach().mean(), 0.1)
+        return nonlinear(m.norm(x.repeat(1, features // 4)))
+
+    norm.register_buffer("usage", torch.zeros(features))
+    model = Around(normed, norm=norm)
+
+    def step():
+        norm.reset_running_stats()
+        norm.usage.zero_()
+        loss = model(X)
+        loss.backward()
+        return loss
+
     same_bits(model, step)
 
 

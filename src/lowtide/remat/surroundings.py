@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lowtide._torch import is_plain
+from lowtide._torch import is_fake, is_plain
 from lowtide.remat.attributes import Attributes
 from lowtide.remat.sharding import units
 from lowtide.remat.values import changed_in_place
@@ -40,7 +40,7 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 class Reach:
     """What calls of one module can touch, and what its first call was seen to do with it."""
 
-    __slots__ = ("cards", "generators", "holds", "modules", "numpy", "python", "units", "written")
+    __slots__ = ("cards", "generators", "holds", "modules", "units", "written")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
@@ -50,16 +50,13 @@ class Reach:
         found = (item for part in self.modules for item in vars(part).values())
         self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
         self.written: frozenset[tuple[nn.Module, str]] | None = None
-        """Large buffers that a call writes to. This and the next two: None until a call has been seen."""
-        self.python: bool | None = None
-        """Whether it draws from Python's random numbers."""
-        self.numpy: bool | None = None
+        """Large buffers that a call writes to; None until one has been seen."""
         self.holds = False
         """A call runs backward inside of its forward: what a replay saves has to be there for that."""
 
     def forget(self) -> None:
         """Look again at what a call does."""
-        self.written = self.python = self.numpy = None
+        self.written = None
 
 
 class Surroundings:
@@ -89,8 +86,8 @@ class Surroundings:
         self.rng = torch.get_rng_state()
         self.cards = tuple((card, torch.get_device_module(card).get_rng_state(card)) for card in found)
         self.generators = tuple((g, g.get_state()) for g in {*reach.generators, *generators})
-        self.python = random.getstate() if reach.python is not False else None
-        self.numpy = np.random.get_state() if reach.numpy is not False else None
+        self.python: tuple[Any, ...] | None = random.getstate()
+        self.numpy: Any = np.random.get_state()
         self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(card.type for card in found)})
         self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
         self.training = [module.training for module in reach.modules]
@@ -126,26 +123,25 @@ class Surroundings:
         return sum(tensor.nbytes for tensor in self.tensors if not on_card or tensor.device.type != "cpu")
 
     def learn(self) -> None:
-        """The call is over. What the first one did not touch is not copied for the next ones."""
+        """The call is over. Large buffers that the first one did not write to are not copied for the next ones."""
         self.attributes.learn()
         reach = self.reach
         if reach.written is None:
             there = {(module, name): buffer for module, name, buffer in _buffers(reach.modules)}
             reach.written = frozenset(
                 key
-                for key, (buffer, version, _) in self.buffers.items()
-                if there.get(key) is not buffer or buffer._version != version
+                for key, (buffer, version, content) in self.buffers.items()
+                if there.get(key) is not buffer or buffer._version != version or not _equal(buffer, content)
             )
             for key, (buffer, _, _) in list(self.buffers.items()):
                 if key not in reach.written and buffer.nbytes > SMALL_BYTES:
                     del self.buffers[key]
             self.held = self._held()
-        if reach.python is None:
-            reach.python = random.getstate() != self.python
-        if reach.numpy is None:
-            reach.numpy = not _same(np.random.get_state(), self.numpy)
-        self.python = self.python if reach.python else None
-        self.numpy = self.numpy if reach.numpy else None
+        # Of each call: one that draws nothing may draw the next time.
+        if random.getstate() == self.python:
+            self.python = None
+        if _same(np.random.get_state(), self.numpy):
+            self.numpy = None
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -255,6 +251,13 @@ def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, T
         for name, buffer in module._buffers.items()
         if buffer is not None
     )
+
+
+def _equal(buffer: Tensor, content: Tensor) -> bool:
+    """Whether a buffer is what it was, also if no version was counted: native batch norm writes so, and `.data`."""
+    if is_fake(buffer) or not is_plain(buffer):
+        return True
+    return torch.equal(buffer, content)
 
 
 def _same(one: Any, other: Any) -> bool:
