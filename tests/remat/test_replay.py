@@ -1,5 +1,6 @@
 """A module call that is run again sees what the first run saw, leaves no trace, and refuses when it can't."""
 
+import gc
 import random
 import weakref
 from collections import Counter, OrderedDict, namedtuple
@@ -529,6 +530,30 @@ class Plain:
         self.tensors = [tensor]
 
 
+class Bag(dict):
+    """A dict of a class that torch's pytrees do not know."""
+
+
+class Ordered(OrderedDict):
+    def __init__(self, own, **items):
+        super().__init__(**items)
+        self.own = own
+
+
+class Row(list):
+    pass
+
+
+class Hidden:
+    __slots__ = ("__tensor", "note")
+
+    def __init__(self, tensor):
+        self.__tensor = tensor
+
+    def take(self):
+        return self.__tensor
+
+
 NESTINGS = {
     "positional": (lambda t: ((t,), {}), lambda args, kwargs: args[0]),
     "keyword": (lambda t: ((), {"t": t}), lambda args, kwargs: kwargs["t"]),
@@ -540,6 +565,10 @@ NESTINGS = {
     "dataclass": (lambda t: ((Held(t),), {}), lambda args, kwargs: args[0].tensor),
     "frozen slots": (lambda t: (([Slotted(t)],), {}), lambda args, kwargs: args[0][0].tensor),
     "object": (lambda t: ((Plain(t),), {}), lambda args, kwargs: args[0].tensors[0]),
+    "dict of its own": (lambda t: ((Bag(t=t),), {}), lambda args, kwargs: args[0]["t"]),
+    "ordered dict of its own": (lambda t: ((Ordered(t, x=1),), {}), lambda args, kwargs: args[0].own * args[0]["x"]),
+    "list of its own": (lambda t: ((Row([1, t]),), {}), lambda args, kwargs: args[0][1]),
+    "slots": (lambda t: ((Hidden(t),), {}), lambda args, kwargs: args[0].take()),
     "model output": (lambda t: ((BaseModelOutput(t),), {}), lambda args, kwargs: args[0].last_hidden_state),
 }
 
@@ -633,6 +662,87 @@ def test_what_a_call_appends_to_is_appended_to_once():
 
     model = Around(collecting, lambda x: ((x, states, {0: x}, Held(x)), {}))
     same_bits(model, step)
+
+
+class State:
+    """What a trunk hands from block to block."""
+
+
+CARRIERS = {
+    "dict": (dict, dict.get, dict.__setitem__),
+    "dict of its own": (Bag, dict.get, dict.__setitem__),
+    "ordered dict of its own": (lambda: Ordered(1), OrderedDict.get, OrderedDict.__setitem__),
+    "object": (State, lambda state, name: getattr(state, name, None), setattr),
+    "slots": (
+        lambda: Hidden(None),
+        lambda state, name: getattr(state, "note", None),
+        lambda s, n, v: setattr(s, "note", v),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_is_written_into_an_argument_after_the_call_is_not_seen(kind, empty):
+    make, get, put = CARRIERS[kind]
+
+    def read(m, x, state):
+        found = get(state, "x")
+        return nonlinear(x if found is None else x + found)
+
+    def step():
+        state = make()
+        if not empty:
+            put(state, "x", X * 2)
+        hidden = model.part.linear(X)
+        for _ in range(3):
+            hidden = model.part(hidden, state)
+            put(state, "x", hidden)
+        loss = hidden.sum()
+        loss.backward()
+        assert get(state, "x") is hidden
+        return loss
+
+    model = Around(read)
+    model.forward = lambda: step()
+    same_bits(model, lambda: model())
+
+
+def test_objects_that_are_as_they_were_are_the_same_ones():
+    """Somebody may know them by what they are."""
+    seen = []
+
+    def look(m, x, *objects):
+        seen.append(objects)
+        return nonlinear(x)
+
+    config = State()
+    config.width, config.kind = 12345, State
+    marker = State()
+    same_bits(Around(look, lambda x: ((x, marker, config, {"a": [marker]}), {})))
+    (plain, first, again) = seen
+    assert plain[0] is first[0] is again[0] is marker
+    assert plain[1] is first[1] is again[1] is config
+    assert again[2]["a"][0] is marker
+
+
+def test_a_state_that_is_filled_later_holds_nothing_that_is_dropped():
+    model = Around(lambda m, x, state: nonlinear(x), lambda x: ((x, State()), {}))
+
+    def forward(x):
+        state = State()
+        hidden = model.part(model.part.linear(x), state)
+        state.hidden = model.part(hidden, state)
+        made.append(weakref.ref(state.hidden))
+        return state.hidden.sum()
+
+    made = []
+    model.forward = forward
+    with in_force(model, "replay", Replayed):
+        loss = model(X)
+        del loss  # and no backward, as where it is not a number
+        gc.collect()
+        assert made[0]() is None
 
 
 def test_views_and_tensors_without_gradient_as_arguments():

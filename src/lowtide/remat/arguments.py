@@ -2,7 +2,8 @@
 
 Tensors are held through handles wherever they are: in lists, tuples, dicts, dataclasses, other objects, and whatever is
 registered with torch's pytrees. What holds them is made anew for each replay, so a call that appends to a list does not
-append twice. A tensor given twice is one tensor again. Everything without tensors passes through as it is.
+append twice, and what is written into it after the call is not seen. A tensor given twice is one tensor again. Objects
+without tensors are made anew, too, unless they are as they were; what can't be made from its attributes passes through.
 
 A cache of keys and values is special. A call fills its own layer of it and may see all others, which nothing else would
 keep in memory: of those only the shape is remembered, and a replay that wants more fails, which the audit finds out.
@@ -10,7 +11,8 @@ keep in memory: of those only the shape is remembered, and a replay that wants m
 
 from __future__ import annotations
 
-import dataclasses
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -124,7 +126,7 @@ class _Apart:
         """How to make `thing` anew. Where it is in a cache, `now()` is what is in its place there."""
         kind, key = type(thing), id(thing)
         if kind in ATOMS:
-            return lambda given: thing
+            return _AsItIs(thing)
         if isinstance(thing, torch.Tensor):
             return self._tensor(thing, now)
         if key in self._seen:
@@ -147,11 +149,15 @@ class _Apart:
             children, context = SUPPORTED_NODES[kind].flatten_fn(thing)
             parts = [self.part(item) for item in children]
             return lambda given: SUPPORTED_NODES[kind].unflatten_fn([part(given) for part in parts], context)
+        if kind is set:
+            self._seen[key] = thing
+            parts = [self.part(item) for item in thing]
+            return lambda given: given.filled(key, set(), lambda new: new.update([part(given) for part in parts]))
         if isinstance(thing, torch.Generator):
             self.generators.append(thing)
         elif self._depth < _DEPTH and not (callable(thing) or isinstance(thing, Enum)):
             return self._object(thing)
-        return lambda given: thing
+        return _AsItIs(thing)
 
     def _tensor(self, tensor: Tensor, now: Callable[[], Any] | None) -> Part:
         self._encounters += 1
@@ -168,36 +174,109 @@ class _Apart:
         return lambda given: given.tensors[place]
 
     def _object(self, thing: Any) -> Part:
-        """One that has tensors somewhere inside is made anew; another one passes through, unless it is a cache."""
+        """One that is made anew, from its attributes and, of a list or dict of a class of its own, its items."""
         key, kind, attributes = id(thing), type(thing), _attributes(thing)
         outside, before, cache = self._in_cache, self._encounters, self._in_cache or _is_cache(thing)
         seen = len(self._seen)
         self._seen[key] = thing
         self._depth, self._in_cache = self._depth + 1, cache
         named = {n: self.part(item, partial(getattr, thing, n)) for n, item in attributes.items()}
+        base, items = _items(thing)
+        parts = [(self.part(place), self.part(item)) for place, item in items]
         self._depth, self._in_cache = self._depth - 1, outside
-        if self._encounters == before and not cache:
+        holds_tensors = self._encounters > before or cache
+        if not holds_tensors and not _can_be_made(kind, base):
             for inside in list(self._seen)[seen:]:
                 del self._seen[inside]
-            return lambda given: thing
+            return _AsItIs(thing)
 
         def build(given: _Given) -> Any:
             def fill(new: Any) -> None:
+                for place, item in parts:
+                    _add(base, new, place(given), item(given))
                 for name, part in named.items():
                     object.__setattr__(new, name, part(given))
 
-            return given.filled(key, object.__new__(kind), fill)
+            return given.filled(key, base.__new__(kind), fill)
 
+        if not holds_tensors and base is object and all(isinstance(part, _AsItIs) for part in named.values()):
+            return _unless_changed(thing, attributes, build)
         return build
 
 
+class _AsItIs:
+    """A part that passes through."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __call__(self, given: _Given) -> Any:
+        return self.thing
+
+
+def _unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part:
+    """`thing` itself, which somebody may know it by, while it has these attributes; else what `build` makes.
+
+    Not held: what is written into it later may lead back to who holds it here.
+    """
+    try:
+        reference = weakref.ref(thing)
+    except TypeError:
+        return build
+
+    def again(given: _Given) -> Any:
+        there = reference()
+        if there is not None:
+            now = _attributes(there)
+            if now.keys() == attributes.keys() and all(now[name] is attributes[name] for name in now):
+                return given.filled(id(there), there, lambda there: None)
+        return build(given)
+
+    return again
+
+
 def _attributes(thing: Any) -> dict[str, Any]:
-    """What an object consists of, in `__dict__` or in the slots of a dataclass."""
-    if hasattr(thing, "__dict__"):
-        return dict(vars(thing))
-    if dataclasses.is_dataclass(thing):
-        return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
-    return {}
+    """What an object consists of, in `__dict__` and in the slots of its classes."""
+    found = dict(vars(thing)) if hasattr(thing, "__dict__") else {}
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            full = f"_{kind.__name__.lstrip('_')}{name}" if private else name
+            if full not in ("__dict__", "__weakref__") and hasattr(thing, full):
+                found[full] = getattr(thing, full)
+    return found
+
+
+_HEAP_TYPE = 1 << 9
+"""The flag of classes that Python code has made (`Py_TPFLAGS_HEAPTYPE`)."""
+
+
+def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The class in C that makes such objects, and the items of a list or dict, by place or name."""
+    base = next(kind for kind in type(thing).__mro__ if not kind.__flags__ & _HEAP_TYPE)
+    if base is list:
+        return base, list(enumerate(list.__iter__(thing)))
+    if base in (dict, OrderedDict):
+        return base, [(name, base.__getitem__(thing, name)) for name in base.__iter__(thing)]
+    return base, []
+
+
+def _add(base: Any, new: Any, name: Any, item: Any) -> None:
+    """One of the items that `_items` gave, in its turn."""
+    if base is list:
+        list.append(new, item)
+    else:
+        base.__setitem__(new, name, item)
+
+
+def _can_be_made(kind: Any, base: Any) -> bool:
+    """Whether an object of this class, one of Python's own code, is all that its attributes and items are."""
+    if kind is base or base not in (object, list, dict, OrderedDict):
+        return False
+    return kind.__new__ is base.__new__ and not hasattr(kind, "__del__")
 
 
 def _is_cache(thing: Any) -> bool:
