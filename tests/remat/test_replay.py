@@ -3,7 +3,7 @@
 import gc
 import random
 import weakref
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -381,13 +381,30 @@ def test_plain_attributes_are_as_before_the_replay():
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(2, 3), (None, 0.5), ("a", "b"), ((1, 2), (3,)), ([1], [2, 3]), ({"a": 1}, {}), (torch.ones(4), None), (X, X + 1)],
+    [
+        (2, 3),
+        (None, 0.5),
+        ("a", "b"),
+        ((1, 2), (3,)),
+        ([1], [2, 3]),
+        ({"a": 1}, {}),
+        (torch.ones(4), None),
+        (X, X + 1),
+        ([(1, 2)], [(1, 3)]),
+        ({"a": [1]}, {"a": [2]}),
+        (("scale", torch.ones(4)), ("shift", X)),
+        ([X], [X + 1]),
+        (Counter("ab"), Counter("b")),
+        (deque([1]), deque([2])),
+    ],
 )
 def test_attributes_that_are_bound_anew_before_the_next_call(first, second):
     def conditioned(m, x):
         how = m.how
         if isinstance(how, torch.Tensor):
             return nonlinear(x * how)
+        if isinstance(how, list | tuple) and isinstance(how[-1], torch.Tensor):
+            return nonlinear(x * how[-1] + len(how))
         return nonlinear(x * (1 + sum(map(ord, repr(how))) % 7))
 
     def step():
@@ -408,17 +425,48 @@ def test_what_an_attribute_holds_is_as_the_call_found_it():
     def counting(m, x):
         m.seen["calls"] += 1
         m.calls += 1
-        return nonlinear(x * m.seen["calls"] * m.calls)
+        m.nested["a"][0] += 1
+        m.counted["x"] += 1
+        return nonlinear(x * m.seen["calls"] * m.calls * m.nested["a"][0] * m.counted["x"])
 
     def step():
         model.part.seen, model.part.calls = {"calls": 0}, 0
+        model.part.nested, model.part.counted = {"a": [0]}, Counter()
         loss = model(X) + model(X)
         model.part.seen["calls"] = 7
         loss.backward()
         assert model.part.seen["calls"] == 7
+        assert model.part.nested == {"a": [2]}
+        assert model.part.counted == {"x": 2}
         return loss
 
     model = Around(counting, seen=None, calls=0)
+    same_bits(model, step)
+
+
+@pytest.mark.parametrize("length", [0, 99, 100, 150])
+def test_logs_that_a_call_writes_grow_once(length):
+    def logging(m, x):
+        m.log.append(x.detach().sum().item())
+        m.pairs.append(("m", 1.0))
+        m.table[len(m.table)] = len(m.log)
+        m.last.append(len(m.log))
+        return nonlinear(x) * len(m.log) * len(m.table)
+
+    def step():
+        model.part.log = [0.0] * length
+        model.part.pairs = [("m", 0.0)] * length
+        model.part.table = dict.fromkeys(range(length))
+        model.part.last = deque([0] * 3, maxlen=3)
+        log = model.part.log
+        loss = model(X) + model(X)
+        loss.backward()
+        assert model.part.log is log
+        assert len(log) == len(model.part.pairs) == len(model.part.table) == length + 2
+        assert list(model.part.last) == [0, length + 1, length + 2]
+        return loss
+
+    model = Around(logging)
     same_bits(model, step)
 
 
