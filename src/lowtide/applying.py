@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
 from lowtide.lookout import lookout, passed_by
 from lowtide.planner.records import Plan
+from lowtide.rehearsal.witness import Checked
 from lowtide.remat.planned import Planned
 
 if TYPE_CHECKING:
@@ -45,6 +47,13 @@ class Applied(Removable):
     def drifted(self) -> frozenset[str]:
         """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
         return frozenset(self._engine.drifted)
+
+    def checked(self, mark: Callable[[str, object], None]) -> AbstractContextManager[None]:
+        """A block for one step, in which ReplayMismatch is raised where backward reads other bits than were saved.
+
+        `mark` is a recorder's, which leaves that work out.
+        """
+        return Checked(self._engine, mark).running()
 
     def remove(self) -> None:
         """Give the model, and the optimizer, back as they were. May be called again."""

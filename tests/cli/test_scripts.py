@@ -422,6 +422,58 @@ def test_a_run_that_ends_before_the_planned_size_comes_again(
     assert Plan.from_json(saved).budget_bytes
 
 
+HIDDEN_STATE = """
+import sys, torch
+from torch import nn
+
+class State:
+    scale = 1.0
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x.sigmoid())
+        return x * x.sigmoid()
+    @staticmethod
+    def backward(ctx, outer):
+        x, gate = ctx.saved_tensors
+        return outer * (gate + x * gate * (1 - gate))
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+    def forward(self, x):
+        return x + self.narrow(Twice.apply(Twice.apply(self.wide(x) * state.scale)))
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        for number, block in enumerate(self):
+            state.scale = 1 + number * (step >= int(sys.argv[1]))
+            x = block(x)
+        return x.square().mean()
+
+state, model = State(), Net(*(Block() for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    model(torch.randn(512, 32)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("updated", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_script_whose_blocks_read_what_changes_ends_before_a_wrong_update(
+    first: int, script: Callable[[str], str], run: Run
+) -> None:
+    """In each of its first three steps: the audit, the trace, and the first one under the plan."""
+    done = run("run", "--budget", "60%", script(HIDDEN_STATE), str(first))
+    assert done.code == 2
+    assert done.out == "".join(f"updated {step}\n" for step in range(first))
+    assert "(Block) gives other bits in backward than in forward" in done.err
+
+
 def test_a_module_is_run_by_its_name(
     script: Callable[[str], str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

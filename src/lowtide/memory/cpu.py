@@ -29,7 +29,7 @@ from lowtide import _torch
 from lowtide._quiet import without_noise
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder, without_asides
 
 NOISE = (
     b"USDT:",
@@ -113,7 +113,7 @@ class CpuRecorder(Recorder):
         finally:
             self._release()
         lost = self._reader.read(*session)
-        self._stream = EventStream(tuple(self._reader.events), self.device)
+        self._stream = EventStream(without_asides(self._reader.events), self.device)
         if error is None:  # never in place of the user's own exception
             _refuse_lost(lost)
 

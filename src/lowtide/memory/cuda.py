@@ -30,7 +30,7 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder, without_asides
 
 T = TypeVar("T")
 
@@ -102,7 +102,8 @@ class CudaRecorder(Recorder):
         finally:
             _torch.stop_history()  # forgets the history, so only after the snapshot
             _torch.set_metadata("")
-        self._stream = EventStream(parse_trace(trace, self._marks, self._key, self.entry_addresses), self.device)
+        events = parse_trace(trace, self._marks, self._key, self.entry_addresses)
+        self._stream = EventStream(without_asides(events), self.device)
 
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark exactly here. Raises RehearsalError outside the with-block."""

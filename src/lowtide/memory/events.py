@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,6 +24,9 @@ FORMAT = 1
 
 PHASE = "phase"
 """Label of the marks that begin a phase; their data is its name."""
+
+ASIDE = "aside"
+"""Label of the marks around what the one who records does himself; their data is whether it begins."""
 
 Category: TypeAlias = Literal[
     "parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "loss head", "temporaries"
@@ -96,6 +99,25 @@ class Phase(NamedTuple):
     stop: int
     peak_bytes: int
     peak_index: int
+
+
+def without_asides(events: Sequence[Event]) -> tuple[Event, ...]:
+    """These without what was allocated and freed again between two marks ASIDE, and without the marks."""
+    if not any(isinstance(event, Mark) and event.label == ASIDE for event in events):
+        return tuple(events)
+    aside = False
+    born: set[int] = set()
+    gone: set[int] = set()
+    for event in events:
+        if isinstance(event, Mark) and event.label == ASIDE:
+            aside, born = bool(event.data), set()
+        elif aside and isinstance(event, Allocate):
+            born.add(event.block)
+        elif aside and isinstance(event, Free) and event.block in born:
+            gone.add(event.block)
+    return tuple(
+        event for event in events if (event.label != ASIDE if isinstance(event, Mark) else event.block not in gone)
+    )
 
 
 @dataclass(frozen=True, slots=True)

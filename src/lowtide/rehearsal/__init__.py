@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lowtide._clock import now_ms
 from lowtide.errors import RehearsalError
@@ -14,7 +14,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
-from lowtide.rehearsal.audit import Audit
+from lowtide.rehearsal.audit import CHANGED, Audit
 from lowtide.rehearsal.checks import (
     SEVERAL_STREAMS,
     check,
@@ -30,6 +30,7 @@ from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.remat.replay import ReplayMismatch
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Static
 
 __all__ = ["OTHER_WORK", "rehearse"]
 
 Step = Callable[[Any], Any]
+T = TypeVar("T")
 
 DOUBTFUL: Final = 0.02
 """Share of the plain peak by which two runs may differ without a word."""
@@ -67,30 +70,18 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         if is_specialised(model):
             step(batch)
             unchanged.rewind()
-        frugal = False
+        refused: dict[type[nn.Module], str] = {}
 
-        def audited() -> Audit:
-            audit = _audit(model, step, batch, frugal=frugal)
-            while audit.leaked:
-                unchanged.restore()
-                audit = _audit(model, step, batch, frugal=frugal, leaky=audit.leaky)
-            return audit
+        def tried() -> tuple[Audit, bool, tuple[Static, frozenset[int]], MostSaving, Trace, Recorder]:
+            audit, frugal = _audited(model, step, batch, unchanged, refused)
+            there = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
+            unchanged.rewind()
+            engine, sent = MostSaving(model, audit), n_sent()
+            trace, recorder = unless_out_of_memory(lambda: _trace(engine, step, batch), _does_not_fit)
+            check_waits_for_nobody(sent)
+            return audit, frugal, there, engine, trace, recorder
 
-        try:
-            audit = audited()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            frugal = True
-        if frugal:  # outside of `except`: the failed step's frames, and all they hold, are gone by now
-            gc.collect()
-            unchanged.restore()
-            audit = unless_out_of_memory(audited, _does_not_fit)
-        static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
-        unchanged.rewind()
-        engine, sent = MostSaving(model, audit), n_sent()
-        trace, recorder = unless_out_of_memory(lambda: _trace(engine, step, batch), _does_not_fit)
-        check_waits_for_nobody(sent)
+        audit, frugal, (static, addresses), engine, trace, recorder = _without_mismatch(tried, unchanged, refused)
         # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
         hopeless = frugal and place_of(model).type == "cpu"
         there, places = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)  # gradients have moved
@@ -142,10 +133,43 @@ def doubted(profile: Profile) -> Profile:
     return replace(profile, notes=(*profile.notes, note))
 
 
-def _audit(model: nn.Module, step: Step, batch: Any, *, frugal: bool, leaky: Collection[type[nn.Module]] = ()) -> Audit:
+def _without_mismatch(run: Callable[[], T], unchanged: Unchanged, refused: dict[type[nn.Module], str]) -> T:
+    """What `run` gives, with nothing run again that found something else in backward than in forward."""
+    while True:
+        try:
+            return run()
+        except ReplayMismatch as error:
+            kind = None if error.seam is None else type(error.seam.module)
+            if kind is None or kind in refused:
+                raise
+            refused[kind] = CHANGED
+        unchanged.restore()
+
+
+def _audited(
+    model: nn.Module, step: Step, batch: Any, unchanged: Unchanged, refused: dict[type[nn.Module], str]
+) -> tuple[Audit, bool]:
+    """The audit, and whether it is a frugal one, as where another does not fit."""
+
+    def repeated(*, frugal: bool) -> Audit:
+        while (audit := _audit(model, step, batch, frugal, refused)).leaked:
+            unchanged.restore()
+        return audit
+
+    try:
+        return repeated(frugal=False), False
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+    unchanged.restore()
+    return unless_out_of_memory(lambda: repeated(frugal=True), _does_not_fit), True
+
+
+def _audit(model: nn.Module, step: Step, batch: Any, frugal: bool, refused: dict[type[nn.Module], str]) -> Audit:
     _, static = static_bytes(model, batch, ())
     with recorder_for(place_of(model)) as recorder:
-        audit = Audit(model, static, recorder.mark, frugal=frugal, leaky=leaky)
+        audit = Audit(model, static, recorder.mark, frugal=frugal, refused=refused)
         with audit.running():
             step(batch)
     name = type(model).__name__

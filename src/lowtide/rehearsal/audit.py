@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -26,25 +26,26 @@ from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
 from lowtide.rehearsal.sharding import AROUND_UNITS, Units
 from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical, timed
+from lowtide.rehearsal.witness import Witness
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
-from lowtide.remat.values import Geometry, Handle, Maker, Value
+from lowtide.remat.values import Geometry, Handle, Maker, Probe, Value
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.memory.events import EventStream
-    from lowtide.remat.noting import Place
 
 
 LEAKS = "it gives tensors to something outside of it, such as a list: run again, it would do so twice"
+CHANGED = "it finds something else in backward than in forward: it reads what has changed in between"
 WAITS = "it waits for other processes, which need not run it again when this one does"
 
 
-class Audit(Remakes):
+class Audit(Remakes, Probe):
     """An engine that keeps everything, tries everything, and is the probe that measures what it tries."""
 
     def __init__(
@@ -54,12 +55,12 @@ class Audit(Remakes):
         mark: Callable[[str, object], None],
         *,
         frugal: bool = False,
-        leaky: Collection[type[nn.Module]] = (),
+        refused: dict[type[nn.Module], str] | None = None,
     ) -> None:
+        """`refused` has for classes of modules why they are not run again; those that turn out to be so are added."""
         super().__init__(model, static, mark, frugal=frugal)
         self.calls: list[CallDraft] = []
-        self.leaky = set(leaky)
-        """Modules of these classes give tensors to something outside of them: they are not run again."""
+        self.refused = {} if refused is None else refused
         self.leaked: str | None = None
         """A call whose second run did, so that the step was another one than the plain step."""
         self.inputs: list[list[str]] = []
@@ -71,6 +72,7 @@ class Audit(Remakes):
         )
         self._returned: Any = None
         self._units = Units(model)
+        self._witness = Witness(mark)
         self._sent: list[int] = []
         """For each call in progress, in how many collective operations this process had taken part."""
 
@@ -161,8 +163,9 @@ class Audit(Remakes):
     def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
         """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
         module = frame.seam.module
-        if self.leaky and any(type(part) in self.leaky for part in module.modules()):
-            return LEAKS
+        kinds = map(type, module.modules()) if self.refused else ()
+        if (why := next((self.refused[kind] for kind in kinds if kind in self.refused), None)) is not None:
+            return why
         frame.held, first = [], next_sequence_number()
         refused = self.try_replay(call, frame)
         if refused is None and module in self._blocks and module not in self._units.apart:
@@ -171,8 +174,8 @@ class Audit(Remakes):
             take_back(first, next_sequence_number())
             if frame.is_held_outside():
                 self.leaked = str(frame.seam)
-            self.leaky.add(type(module))
             call.gives, refused = None, LEAKS
+            self.refused[type(module)] = LEAKS
         frame.held = None
         return refused
 
@@ -220,11 +223,14 @@ class Audit(Remakes):
                 if value.tensor is not None and storage_id(value.tensor) in given
             }
         mine: dict[Value, int] = {}
-        for n, (value, _) in enumerate(self._saved_in(call), call.first_slot):
+        for n, (value, view) in enumerate(self._saved_in(call), call.first_slot):
             draft = self.values[self._index[value]]
             if self._index[value] not in inputs and draft.bytes and not draft.is_seed:
-                value.tensor, value.maker = None, frame
+                tensor = value.get()
+                self._witness.saved(n, tensor if view is None else tensor.as_strided(*view))
                 mine.setdefault(value, n - call.first_slot)
+        for value in mine:
+            value.tensor, value.maker = None, frame
         frame.values = {place: weakref.ref(value) for value, place in mine.items()}
 
     def _saved_in(self, call: CallDraft) -> list[tuple[Value, Geometry | None]]:
@@ -232,11 +238,12 @@ class Audit(Remakes):
 
     # --- the probe
 
-    def packed(self, handle: Handle, tensor: Tensor) -> None:
-        """Nothing: `pack` itself takes notes."""
+    @property
+    def engine(self) -> Audit:  # type: ignore[override]
+        return self
 
-    def noted(self, place: Place, operand: Tensor) -> None:
-        """Nothing: `unrecorded` itself takes notes."""
+    def has_packed(self, handle: Handle) -> bool:
+        return handle in self._slot_of
 
     def reading(self, handle: Handle) -> None:
         if not self._open:
@@ -245,7 +252,7 @@ class Audit(Remakes):
         self.time_late(handle)
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
-        """Nothing."""
+        self._witness.read(self._slot_of[handle], handle, tensor)
 
     def making(self, maker: Maker) -> None:
         self._meter.making()

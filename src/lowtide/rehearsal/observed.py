@@ -28,14 +28,13 @@ from lowtide.remat.given import elements, shapes_in
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Decisions, Fingerprint, Profile, Static
     from lowtide.rehearsal.drafts import CallDraft
     from lowtide.remat.replay import Frame
-    from lowtide.remat.values import Handle
 
 NOT_RUN = "no plain step was run: its peak is predicted"
 
@@ -89,7 +88,7 @@ class Observed:
         elif not self._plain or known.traced is None or known.plain is not None:
             # Also where nothing is left to be found out: this takes the least memory.
             watch.engine = MostSaving(self.model, known.audit)
-            watch.trace = _OwnTrace(watch.engine, watch.mark)
+            watch.trace = Trace(watch.engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
 
     def end(self) -> None:
@@ -231,25 +230,13 @@ class _OwnAudit(Audit):
         return refused
 
 
-class _OwnTrace(Trace):
-    """A trace that passes over what was saved in an earlier step and is read in this one, as by two models in turn."""
-
-    def reading(self, handle: Handle) -> None:
-        if handle in self._slots:
-            super().reading(handle)
-
-    def given(self, handle: Handle, tensor: Tensor) -> None:
-        if handle in self._slots:
-            super().given(handle, tensor)
-
-
 class _Watch:
     """What is in force during one step: a recording, which ends with the step, and seams, which go out after it."""
 
     recorder: Recorder
     audit: Audit | None = None
     engine: MostSaving | None = None
-    trace: _OwnTrace | None = None
+    trace: Trace | None = None
     n_with_new_buckets = 0
 
     def __init__(self, size: Fingerprint, static: Static, addresses: frozenset[int], place: torch.device) -> None:

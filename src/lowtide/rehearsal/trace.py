@@ -20,6 +20,7 @@ from lowtide.planner.records import Decisions
 from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.holding import Holding
+from lowtide.rehearsal.witness import Witness
 from lowtide.remat import values
 from lowtide.remat.actions import actions_for
 from lowtide.remat.arguments import tensors_in_call
@@ -27,7 +28,7 @@ from lowtide.remat.engine import Engine
 from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
-from lowtide.remat.values import Handle, Maker
+from lowtide.remat.values import Handle, Maker, Probe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,7 +55,7 @@ class MostSaving(Engine):
         """Nothing: of what is gone too early the profile says so, and the rest has been said in the audit."""
 
 
-class Trace:
+class Trace(Probe):
     """The probe that marks what happens in a step between its allocations.
 
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
@@ -69,6 +70,7 @@ class Trace:
         self.engine = engine
         self._mark = mark
         self._holding = Holding()
+        self._witness = Witness(mark)
         self.inputs: list[list[str]] = []
         """What tensors each call of the model from outside was given, in words."""
         self.packs = 0
@@ -121,9 +123,6 @@ class Trace:
         self._open.append(self._calls)
         self._calls += 1
 
-    def returning(self, seam: Seam, result: Any) -> None:
-        """Nothing: `leaving` is told, too."""
-
     def leaving(self, seam: Seam) -> None:
         self.mark("leave", self._open.pop())
 
@@ -138,9 +137,14 @@ class Trace:
         self.mark("pack", (slot, 0 if is_whole_for_a_while else address(tensor)))
         self._holding.watch(handle)
         self.mark("states", tuple(map(address, states_of(handle.value.maker))))
+        if not (handle.value.kept or handle.value.partial):
+            self._witness.saved(slot, tensor)
 
     def noted(self, place: Place, operand: Tensor) -> None:
         self.mark("noted", (self._open[-1], address(operand)))
+
+    def has_packed(self, handle: Handle) -> bool:
+        return handle in self._slots  # others are of other models, or of an earlier step, as by two models in turn
 
     def reading(self, handle: Handle) -> None:
         self.mark("read", (self._slots[handle], backward_number(), running_node()))
@@ -149,6 +153,7 @@ class Trace:
         # A graph that backward makes, and compiled code, hold it whatever becomes of the handle.
         if torch.is_grad_enabled() or in_compiled_backward():
             self.mark("given", (self._slots[handle], backward_number(), address(tensor)))
+        self._witness.read(self._slots[handle], handle, tensor)
 
     def making(self, maker: Maker) -> None:
         self.mark("making", None)

@@ -48,7 +48,9 @@ class Advance:
         """The base of the result."""
         tensor = result_of(self._frame.forward_again(self.operands))
         if tensor is None:
-            raise ReplayMismatch(f"{self._frame.seam} did not return one tensor when it was run again, as it had done.")
+            raise ReplayMismatch(
+                f"{self._frame.seam} did not return one tensor when it was run again, as it had done.", self._frame.seam
+            )
         return tensor.detach() if self._view is None else tensor.detach().as_strided(*self._view)
 
 

@@ -79,8 +79,8 @@ class Engine:
         handle = self.hold(tensor, decision, frame)
         if scope.held:
             scope.held = [value for value in scope.held if not value.readers]
-        if values.probe is not None:
-            values.probe.packed(handle, tensor)
+        if (probe := values.probe_of(self)) is not None:
+            probe.packed(handle, tensor)
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:

@@ -84,9 +84,10 @@ class Pass:
         self.times[seam] = number + 1
         outer = self.scope
         self.scope = scope = Scope(seam.path, number, seam.actions[self.plan].get(number, NO_ACTIONS))
+        probe = values.probe_of(self.engine)
         try:
-            if values.probe is not None:
-                values.probe.entering(seam, args, kwargs)
+            if probe is not None:
+                probe.entering(seam, args, kwargs)
             run = self.framed if seam.replays else self.run
             if self.engine.notes(scope) and not self.notes:
                 result = self.noting(run, seam, args, kwargs)
@@ -94,12 +95,12 @@ class Pass:
                 result = run(seam, args, kwargs)
             if scope.actions.shape:
                 self.engine.let_go_of_values(scope, result)
-            if values.probe is not None:
-                values.probe.returning(seam, result)
+            if probe is not None:
+                probe.returning(seam, result)
             return result
         finally:
-            if values.probe is not None:
-                values.probe.leaving(seam)
+            if probe is not None:
+                probe.leaving(seam)
             self.scope = outer
 
     def run(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,8 +132,8 @@ class Pass:
         value = self.engine.unrecorded(place, operand)
         if value is not None:
             scope.held.append(value)
-        if values.probe is not None:
-            values.probe.noted(place, operand)
+        if (probe := values.probe_of(self.engine)) is not None:
+            probe.noted(place, operand)
         return place, value
 
     def framed(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

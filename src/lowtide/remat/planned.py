@@ -39,4 +39,5 @@ class Planned(Engine):
         number = 0
         if len(self.tables) > 1 and self._most is not None:
             number = int(elements(shapes_of(args, kwargs)) > self._most)
-        return number if self.tables[number] or values.probe is not None else None  # a probe is told what is kept
+        is_told = values.probe_of(self) is not None  # what is kept, too
+        return number if self.tables[number] or is_told else None

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch import never_compiled, storage_id
+from lowtide.errors import LowtideError
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
 from lowtide.remat.layout import producer
@@ -35,8 +36,13 @@ if TYPE_CHECKING:
     from lowtide.remat.seam import Seam
 
 
-class ReplayMismatch(RuntimeError):
+class ReplayMismatch(LowtideError, RuntimeError):
     """The second run of a module call did not save what the first one did."""
+
+    def __init__(self, message: str, seam: Seam | None = None) -> None:
+        super().__init__(message)
+        self.seam = seam
+        """Of the module."""
 
 
 class _Stop(BaseException):
@@ -179,7 +185,7 @@ class Frame:
             rerun = self._run_again(wanted)
         missing = wanted - rerun.found.keys()
         if missing:
-            raise ReplayMismatch(self._mismatch(min(missing), "nothing"))
+            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), self.seam)
         return rerun.found
 
     def _run_again(self, wanted: set[int]) -> _Rerun:
@@ -217,15 +223,15 @@ class Frame:
             return producer(tensor)[0].detach()
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"))
+            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), self.seam)
         return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
     def _mismatch(self, place: int, found: str) -> str:
         expected = self._expected.get(place)
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (
-            f"{self.seam} saved {found} when it was run again, where it had saved {was} (tensor {place}). It depends "
-            "on something besides its arguments, random numbers, buffers and flags: exclude it from replays."
+            f"{self.seam} saved {found} when it was run again, where it had saved {was} (tensor {place}). It reads "
+            "something that has changed in between. Let it have that as an argument, a buffer or an attribute."
         )
 
 
@@ -256,7 +262,8 @@ class _Again:
             raise _MustHold
         raise ReplayMismatch(
             f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
-            "backward has come to that: exclude it from replays."
+            "backward has come to that. Have it returned or put in attributes of the module.",
+            self._frame.seam,
         )
 
 

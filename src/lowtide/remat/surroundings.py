@@ -140,7 +140,7 @@ class Surroundings:
         # Of each call: one that draws nothing may draw the next time.
         if random.getstate() == self.python:
             self.python = None
-        if _same(np.random.get_state(), self.numpy):
+        if self.numpy is not None and _same(np.random.get_state(), self.numpy):
             self.numpy = None
 
     @contextlib.contextmanager

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
+    from lowtide.remat.engine import Engine
     from lowtide.remat.noting import Place
     from lowtide.remat.seam import Seam
 
@@ -224,11 +225,19 @@ def registered(node: Node, output: int) -> Value | None:
 @never_compiled
 def unpack(handle: Handle) -> Tensor:
     """The unpack hook."""
-    if probe is None:
+    global probe
+    told = probe
+    if told is None:
         return handle.get()
-    probe.reading(handle)
+    if not told.has_packed(handle):
+        probe = None  # nor is it told what is made for that
+        try:
+            return handle.get()
+        finally:
+            probe = told
+    told.reading(handle)
     tensor = handle.get()
-    probe.given(handle, tensor)
+    told.given(handle, tensor)
     return tensor
 
 
@@ -253,8 +262,14 @@ def _within(slot: Any) -> Handle | Tensor | None:
     return data if ours else None
 
 
-class Probe(Protocol):
-    """What a rehearsal wants to be told. Never set in a training loop."""
+class Probe:
+    """Is told what happens under the plan of one engine. Never there in a training loop but for its first steps."""
+
+    engine: Engine
+
+    def has_packed(self, handle: Handle) -> bool:
+        """Whether this is one of those that it was told of; it is told when they are read, and of no others."""
+        return True
 
     def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is about to run; `seam.engine.scope` is its call."""
@@ -285,3 +300,8 @@ class Probe(Protocol):
 
 
 probe: Probe | None = None
+
+
+def probe_of(engine: Engine) -> Probe | None:
+    """Who is to be told what happens under the plan of `engine`."""
+    return probe if probe is not None and probe.engine is engine else None

@@ -165,7 +165,10 @@ class Fitting:
         if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
             static, addresses = static_bytes(model, batch, optimizers)
             stack = contextlib.ExitStack()
-            self._open = static, addresses, stack.enter_context(recorder_for(place_of(model))), stack
+            recorder = stack.enter_context(recorder_for(place_of(model)))
+            assert self._applied is not None
+            stack.enter_context(self._applied.checked(recorder.mark))
+            self._open = static, addresses, recorder, stack
         else:
             self._passed_over += 1
             if self._passed_over == PATIENCE:
