@@ -5,7 +5,6 @@ The result is compared with the true tensor bit by bit; what differs on this mod
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -287,10 +286,12 @@ class Remakes(Engine):
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
         if n is None or maker is None or needs_a_replay(maker):
             return
-        with contextlib.suppress(RuntimeError):  # an operand, or the tensor itself, was changed in place
+        draft = self.values[self.slots[n].value]
+        try:
             if not identical(maker.make(Value(maker=maker, output=output)), handle.value.get()):
-                draft = self.values[self.slots[n].value]
                 draft.recipe, draft.refused = None, "remaking it in backward gives other bits"
+        except RuntimeError:  # changed in place: what it is made of, or itself, of which PyTorch will tell
+            draft.recipe, draft.refused = None, OVERWRITTEN
 
     def timed(self, maker: Remake) -> None:
         """A remake has run in backward."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +49,17 @@ class Owners:
         self._found |= found
 
 
+@functools.cache
+def makes_anew(node: str) -> bool:
+    """Whether what a node of this name has made was new, and not another tensor that it has written to."""
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
+    return name in _RARELY_IN_PLACE or not hasattr(torch.ops.aten, f"{name}_")
+
+
+_RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
+"""As linear layers have them, and not `x.addmm_(a, b)`."""
+
+
 class Builder:
     """Finds what a recipe needs: on the node, on its input edges, among what was noted, or on a parameter's module."""
 
@@ -72,6 +85,8 @@ class Builder:
             raise CannotRemake(f"more than {MAX_CHAIN} nodes in a row hold nothing")
         if like is not None and not is_plain(like):
             raise CannotRemake(f"it is a {type(like).__name__} of layout {like.layout}")
+        if like is not None and like._version and makes_anew(node.name()):
+            raise CannotRemake("it was written to without autograd after it had been made")
         if like is not None and like.storage_offset():
             raise CannotRemake("it does not begin where its storage does")
         source = NodeSource(self, node, found, output, like, depth)
