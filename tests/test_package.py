@@ -16,7 +16,7 @@ from conftest import RunPython
 # The layers, lowest first. Imports run down or sideways, never up.
 LAYERS = [
     ["lowtide.units", "lowtide.errors"],
-    [f"lowtide._{name}" for name in ("clock", "quiet", "removable", "require", "torch")],
+    [f"lowtide._{name}" for name in ("clock", "code", "quiet", "removable", "require", "torch")],
     ["lowtide.memory", "lowtide.planner"],
     ["lowtide.identity"],
     ["lowtide.remat"],

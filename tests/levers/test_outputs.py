@@ -6,6 +6,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -204,6 +205,22 @@ def test_a_step_that_may_read_more_keeps_its_outputs(made: Callable[[nn.Module],
     assert untouched(model)
 
 
+@pytest.mark.parametrize("wrap", [lambda outputs: outputs, lambda outputs: {"epoch": 1, "outputs": [outputs]}])
+def test_a_step_that_returns_the_outputs_keeps_them(wrap: Callable[[Any], Any]) -> None:
+    model, batch = model_of("gpt2"), batch_of()
+
+    def step(batch: Batch) -> Any:
+        outputs = model(**batch)
+        outputs.loss.backward()
+        model.zero_grad()
+        return wrap(outputs)
+
+    with lowtide.fit(model, step, batch, budget="90%") as fitted:
+        assert not fitted.plan.levers
+        assert fitted.verdict.identical
+    assert untouched(model)
+
+
 class _Trainer:
     def __call__(self, batch: Batch) -> Any:
         return self.loss_of(batch)
@@ -213,6 +230,29 @@ class _Trainer:
 
     def report(self, batch: Batch) -> Any:
         return "attentions" in batch
+
+
+class _Engine:
+    """Has a trainer; what its code names leads to that one's."""
+
+    def __init__(self) -> None:
+        self.trainer = _Trainer()
+
+    def train(self, batch: Batch) -> Any:
+        return self.trainer(batch)
+
+    @staticmethod
+    def shown(batch: Batch) -> Any:
+        return _shown(batch)
+
+
+engine = _Engine()
+another = ModuleType("another")
+another.train_step = engine.train  # type: ignore[attr-defined]
+
+
+def _closed_over(trainer: _Trainer) -> Callable[[Batch], Any]:
+    return lambda batch: trainer.loss_of(batch)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +269,11 @@ class _Trainer:
         (lambda batch: _shown(batch), r"_shown .* reads \.logits"),
         (_Trainer(), "report .* mentions 'attentions'"),
         (_Trainer().loss_of, "report .* mentions 'attentions'"),
+        (lambda batch: engine.train(batch), "report .* mentions 'attentions'"),
+        (lambda batch: engine.trainer.report(batch), "report .* mentions 'attentions'"),
+        (lambda batch: _Engine.shown(batch), r"_shown .* reads \.logits"),
+        (lambda batch: another.train_step(batch), "report .* mentions 'attentions'"),
+        (_closed_over(_Trainer()), "report .* mentions 'attentions'"),
         (len, "the code of a builtin_function_or_method can't be read"),
     ],
 )

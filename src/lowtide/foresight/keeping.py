@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide._code import Named, variables
 from lowtide.rehearsal.unchanged import RandomState
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Kept:
         self._restore: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
         self._optimizers: dict[int, Optimizer] = {}
+        self._named = Named()
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -99,7 +101,7 @@ class Kept:
         attributes = getattr(thing, "__dict__", None)
         if type(attributes) is not dict or type(thing).__module__.partition(".")[0] in _OPAQUE:
             return ()
-        return (attributes,)
+        return (attributes, *self._named.thing(thing))
 
     def _gradient(self, tensor: torch.Tensor) -> Iterable[Any]:
         if tensor.is_leaf and not tensor.is_inference():
@@ -129,17 +131,18 @@ class Kept:
         return before.values() if isinstance(before, dict) else before
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        names = [name for name in _names(function.__code__) if name in function.__globals__]
-        before = {name: function.__globals__[name] for name in names}
+        globals_ = [(table, name, content) for table, name, content in variables(function) if type(table) is dict]
 
         def restore() -> None:
-            for name, value in before.items():
-                if function.__globals__.get(name) is not value:
-                    function.__globals__[name] = value
+            for table, name, content in globals_:
+                if table.get(name) is not content:
+                    table[name] = content
 
         self._restore.append(restore)
+        contents = [content for _, _, content in globals_]
         wrapped = getattr(function, "__wrapped__", None)
-        return (*before.values(), *(function.__closure__ or ()), *(function.__defaults__ or ()), wrapped)
+        named = self._named.code(function)
+        return (*contents, *named, *(function.__closure__ or ()), *(function.__defaults__ or ()), wrapped)
 
     def _cell(self, cell: types.CellType) -> Iterable[Any]:
         try:
@@ -159,11 +162,3 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, dict):
         return all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True))
     return isinstance(now, set) or all(a is b for a, b in zip(now, before, strict=True))
-
-
-def _names(code: types.CodeType) -> Iterable[str]:
-    """The global names that a function uses, those of the functions inside it included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.reading import reason_to_read
@@ -47,8 +48,7 @@ class Outputs(Lever):
             raise NoUse("the model gives no outputs of transformers")
         if why := reason_to_read(site.step, fields):
             raise NoUse(f"{why}: only a step that reads nothing but the loss can do without the rest")
-        if not _holds_outputs(site):
-            raise NoUse("nobody holds the model's outputs while backward runs")
+        _check_use(site)
         return {}
 
     def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
@@ -86,8 +86,11 @@ class _On:
         self._front.remove()
 
 
-def _holds_outputs(site: Site) -> bool:
-    """Whether outputs of the model are there when backward begins. Runs the step once, if it fits in memory."""
+def _check_use(site: Site) -> None:
+    """Raise NoUse if no outputs of the model are there when backward begins, or if the step hands them out.
+
+    Runs the step once, if it fits in memory.
+    """
     held: list[bool] = []
 
     def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -101,14 +104,17 @@ def _holds_outputs(site: Site) -> bool:
     with Unchanged(site.model, site.batch, site.optimizer, site.step):
         front = Front(site.model, around)
         try:
-            site.step(site.batch)
+            result = site.step(site.batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return True
+            return
         finally:
             front.remove()
-    return any(held)
+        if any(map(is_model_output, tree_leaves(result, is_leaf=is_model_output))):
+            raise NoUse("the step returns the model's outputs, of which its loop may read anything")
+    if not any(held):
+        raise NoUse("nobody holds the model's outputs while backward runs")
 
 
 def is_model_output(output: Any) -> bool:

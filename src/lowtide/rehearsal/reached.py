@@ -1,26 +1,30 @@
-"""What a step changes besides the model: other modules, schedulers, gradient scalers, tensors that its code refers to.
+"""What a step changes besides the model: modules, schedulers, scalers, generators, tensors that its code refers to.
 
 A rehearsed step is a real one. It moves a learning-rate scheduler on, averages weights into a second model, counts in a
 batch norm of a teacher. None of these is named in the call, so they are looked for where the step's code can find them:
-closures, globals that it names, attributes, containers. Only what has contents of its own to put back is taken. Plain
-attributes are left as the step leaves them: they may speak of files, threads and iterators, which nobody can put back.
+closures, globals and methods that it names, attributes, containers. Only what has contents of its own to put back is
+taken. Plain attributes are left as the step leaves them: they may speak of files, threads and iterators, which nobody
+can put back.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import random
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lowtide._code import Named, variables
 from lowtide._torch import scaler_stages, set_scaler_stages
 
 LARGEST = 1000
@@ -29,7 +33,7 @@ LARGEST = 1000
 LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _OPAQUE = {"builtins", "datasets", "importlib", "logging", "multiprocessing", "numpy", "queue", "re", "weakref"}
 _OPAQUE |= {"_thread", "threading"}
 """Packages whose objects are not looked into."""
@@ -45,6 +49,9 @@ class Reached:
         """Dicts, lists and variables that hold a tensor or several, or nothing yet: container, key, content."""
         self.stateful: list[Any] = []
         """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
+        self.generators: list[Any] = []
+        """Of random numbers: torch's, NumPy's and Python's."""
+        self._named = Named()
         seen: dict[int, Any] = {}  # holds them, so that no address is used twice
         pending = deque(roots)
         while pending:
@@ -70,12 +77,17 @@ class Reached:
         if isinstance(thing, types.FunctionType):
             for container, key, content in variables(thing):
                 self._entries(container, [(key, content)])  # bound anew by `global` and `nonlocal`
-            return referred_to(thing)
+            return (*referred_to(thing), *self._named.code(thing))
+        if isinstance(thing, type):
+            return self._named.thing(thing)
         if isinstance(thing, types.MethodType):
             return (thing.__self__, thing.__func__)
         if isinstance(thing, functools.partial):
             return (thing.func, thing.args, thing.keywords)
         if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
+            return ()
+        if isinstance(thing, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+            self.generators.append(thing)
             return ()
         attributes = getattr(thing, "__dict__", None)
         defined_in = type(thing).__module__
@@ -87,7 +99,7 @@ class Reached:
             self.modules.append(thing)
         elif _has_state(type(thing)):
             self.stateful.append(thing)
-        return (attributes, vars(type(thing)).get("__call__"))
+        return (attributes, vars(type(thing)).get("__call__"), *self._named.thing(thing))
 
     def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
         found = list(entries)
@@ -130,26 +142,6 @@ def referred_to(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield getattr(function, "__wrapped__", None)
-
-
-def variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """The globals that a function names, and its cells: where each is, its name there, its content."""
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__, name, function.__globals__[name]
-    for cell in function.__closure__ or ():
-        try:
-            yield cell, "", cell.cell_contents
-        except ValueError:  # empty
-            continue
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The global names that a function uses, those of the functions inside it included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 class State:

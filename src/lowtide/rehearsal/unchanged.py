@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._clock import accelerator_in_use
-from lowtide._torch import parts_of
+from lowtide._torch import is_plain, parts_of
 from lowtide.identity import tensors_in
 from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, put_back, states
@@ -66,11 +68,12 @@ class Unchanged:
             if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
             for name, buffer in module._buffers.items()
         ]
+        self._bound = [_Bound(m) for m in modules if all(map(_is_there, m._parameters.values()))]
         owned = {id(table) for module in modules for table in (module._parameters, module._buffers)}
         self._places = [place for place in found.places if id(place[0]) not in owned]
         self._states = states(found.stateful)
         self._training = [(module, module.training) for module in modules]
-        self._random = RandomState.now()
+        self._random = RandomState.now(found.generators)
         if self._named is not None:
             self._noticed(self._named)
         self._n_updates = 0
@@ -115,6 +118,8 @@ class Unchanged:
                 parameter.grad = None if gradient is None else gradient.tensor
                 if gradient is not None:
                     gradient.restore()
+            for bound in self._bound:
+                bound.restore()
             for module, name, buffer in self._buffers:
                 module._buffers[name] = None if buffer is None else buffer.tensor
                 if buffer is not None:
@@ -167,6 +172,23 @@ class _Content:
             (self.tensor.detach() if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
 
 
+class _Bound:
+    """Which parameters a module has, under which names; and which attributes that are None, as those to come may be."""
+
+    __slots__ = ("missing", "module", "parameters")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.parameters = module, dict(module._parameters)
+        self.missing = [name for name, found in vars(module).items() if found is None]
+
+    def restore(self) -> None:
+        table = self.module._parameters
+        if [*map(id, table.values())] != [*map(id, self.parameters.values())]:
+            table.clear()
+            table.update(self.parameters)
+            vars(self.module).update((name, None) for name in self.missing if name not in vars(self.module))
+
+
 class _OptimizerState:
     """An optimizer before its first step in the block, and the parameters it has of other models."""
 
@@ -215,15 +237,19 @@ class RandomState:
     torch_cards: dict[int, Tensor]
     python: tuple[Any, ...]
     numpy: dict[str, Any] | tuple[Any, ...]
+    others: tuple[tuple[Callable[[Any], object], Any], ...] = ()
+    """Of generators that somebody has made: how a state is set, and the state."""
 
     @classmethod
-    def now(cls) -> RandomState:
+    def now(cls, others: Iterable[Any] = ()) -> RandomState:
+        """By now; `others` are generators of torch, NumPy or Python."""
         cards = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
         return cls(
             torch_cpu=torch.get_rng_state(),
             torch_cards={card: torch.get_device_module().get_rng_state(card) for card in cards},
             python=random.getstate(),
             numpy=np.random.get_state(),
+            others=tuple(map(_state_of, others)),
         )
 
     def restore(self) -> None:
@@ -232,6 +258,22 @@ class RandomState:
             torch.get_device_module().set_rng_state(state, card)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+        for set_state, state in self.others:
+            set_state(state)
+
+
+def _state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
+    if isinstance(generator, random.Random):
+        return generator.setstate, generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state"), bits.state
+    return generator.set_state, generator.get_state()
+
+
+def _is_there(parameter: nn.Parameter | None) -> bool:
+    """Whether a parameter is one that a step leaves where it is: not one to be made yet, nor sharded."""
+    return parameter is None or (not parameter.is_meta and is_plain(parameter))
 
 
 def _unique(found: list[Any]) -> list[Tensor]:

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from lowtide.watching.places import Place, origin
+from lowtide._code import origin
+from lowtide.watching.places import Place
 from lowtide.watching.variables import Variables, name_in_frame
 
 if TYPE_CHECKING:

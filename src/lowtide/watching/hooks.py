@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.watching.places import Place, origin
+from lowtide._code import origin
+from lowtide.watching.places import Place
 
 _TABLES = {
     "_forward_hooks": "forward hook",

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dis
-import os
 import sys
-import sysconfig
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-import torch
-
-import lowtide
+from lowtide._code import origin
 
 DEPTH = 16
 """Frames of the user's that tell one place from another."""
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(lowtide.__file__).parent))
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 
 
@@ -65,16 +59,6 @@ def calling_site() -> Site:
     return Site(place or fallback or Place("<unknown>", 0), hash(tuple(key)))
 
 
-@lru_cache(maxsize=4096)
-def origin(filename: str) -> str:
-    """Whose code a file is: "ours" (torch's or Lowtide's), a "library"'s or the "user"'s."""
-    if filename.startswith(_OURS):
-        return "ours"
-    if filename.startswith(_LIBRARIES) or filename.startswith("<frozen"):
-        return "library"
-    return "user"
-
-
 def line_of_store(code: CodeType, name: str, now: int) -> int:
     """The line of `code` that gave variable `name` its value, as far as one can say while line `now` runs.
 
@@ -95,8 +79,3 @@ def _stores(code: CodeType) -> dict[str, tuple[int, ...]]:
         if instruction.opname in _STORES:
             found.setdefault(str(instruction.argval), set()).add(line)
     return {name: tuple(sorted(lines)) for name, lines in found.items()}
-
-
-def same_file(file: str, other: str) -> bool:
-    """Whether two file names, as code objects carry them, mean one file."""
-    return os.path.abspath(file) == os.path.abspath(other)

@@ -11,8 +11,9 @@ import threading
 from types import FrameType
 from typing import Any, NamedTuple
 
+from lowtide._code import origin
 from lowtide.memory.frames import local_variables
-from lowtide.watching.places import Place, line_of_store, origin
+from lowtide.watching.places import Place, line_of_store
 
 _module_variables: dict[tuple[str, str], Place] = {}  # where they were set, for when the module has run
 

@@ -1,0 +1,152 @@
+"""What a step changes by ways that its call does not name is found, and is as it was after a rehearsal."""
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.rehearsal.unchanged import Unchanged
+
+
+class Bound(nn.Module):
+    """Keeps an average in a parameter that each forward binds anew, as vector quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.average = nn.Parameter(torch.ones(4))
+        self.last: nn.Parameter | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = nn.Parameter(self.average.detach() * 0.9 + x.detach().mean(0))
+        self.last = nn.Parameter(torch.zeros(2))
+        return self.linear(x * self.average)
+
+
+def test_parameters_that_are_bound_anew() -> None:
+    model = Bound()
+    before, content = dict(model.named_parameters()), model.average.detach().clone()
+    with Unchanged(model) as unchanged:
+        for _ in range(2):
+            model(torch.randn(8, 4)).sum().backward()
+            unchanged.restore()
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert all(before[name] is after[name] for name in before)
+    assert model.last is None
+    assert torch.equal(model.average, content)
+
+
+class Trainer:
+    """Has a model, a teacher that follows it, and a schedule; some of it belongs to the class."""
+
+    shared: nn.Module
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.teacher = deepcopy(self.model)
+        Trainer.shared = deepcopy(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for follower in (self.teacher, Trainer.shared):
+                for theirs, ours in zip(follower.parameters(), self.model.parameters(), strict=True):
+                    theirs.lerp_(ours, 0.5)
+
+    def step(self, batch: Tensor) -> None:
+        self.model(batch).sum().backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.follow()
+
+    @property
+    def state(self) -> list[Any]:
+        modules = (self.model, self.teacher, Trainer.shared)
+        return [*(p.detach().clone() for m in modules for p in m.parameters()), self.schedule.last_epoch]
+
+
+trainer = Trainer()
+
+
+def step_of_a_global(batch: Tensor) -> None:
+    trainer.step(batch)
+
+
+def _by_a_module(trainer: Trainer) -> Callable[[Tensor], None]:
+    engine = ModuleType("engine")
+    engine.train_step = lambda batch: trainer.step(batch)  # type: ignore[attr-defined]
+    return lambda batch: engine.train_step(batch)
+
+
+def _by_a_class(trainer: Trainer) -> Callable[[Tensor], None]:
+    class Steps:
+        @staticmethod
+        def once(batch: Tensor) -> None:
+            trainer.step(batch)
+
+    return lambda batch: Steps.once(batch)
+
+
+WAYS: dict[str, Callable[[Trainer], Callable[[Tensor], None]]] = {
+    "method": lambda trainer: trainer.step,
+    "lambda": lambda trainer: lambda batch: trainer.step(batch),
+    "function of a module": _by_a_module,
+    "static method": _by_a_class,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_steps_code_leads_to(way: str) -> None:
+    trainer = Trainer()
+    step, before = WAYS[way](trainer), trainer.state
+    with Unchanged(trainer.model, None, None, step) as unchanged:
+        for _ in range(2):
+            step(torch.ones(2, 4))
+            assert trainer.state[-1] == 1
+            unchanged.restore()
+            assert all(map(_same, before, trainer.state))
+
+
+def test_what_a_global_leads_to() -> None:
+    before = trainer.state
+    with Unchanged(trainer.model, None, None, step_of_a_global):
+        step_of_a_global(torch.ones(2, 4))
+    assert all(map(_same, before, trainer.state))
+
+
+GENERATORS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "torch": (torch.Generator(), lambda generator: torch.rand(1, generator=generator)),
+    "numpy": (np.random.default_rng(3), lambda generator: generator.random()),
+    "numpy of old": (np.random.RandomState(3), lambda generator: generator.rand()),
+    "python": (random.Random(3), lambda generator: generator.random()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_the_users_own(kind: str) -> None:
+    generator, of = GENERATORS[kind]
+
+    def draw() -> Any:
+        return of(generator)
+
+    with Unchanged(nn.Linear(1, 1), None, None, draw) as unchanged:
+        first = draw()
+        unchanged.rewind()
+        assert _same(first, draw())
+        unchanged.restore()
+        assert _same(first, draw())
+    assert _same(first, draw())
+    assert not _same(first, draw())
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
