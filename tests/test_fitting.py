@@ -173,6 +173,27 @@ def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_un
     step(larger)
 
 
+@pytest.mark.parametrize("unfrozen", [False, True])
+def test_it_is_said_also_where_a_step_calls_parts_of_the_model(unfrozen):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))})
+    model["decoder"] = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 64))
+    model["encoder"][0].weight.requires_grad_(not unfrozen)
+
+    def step(batch):
+        loss = model["decoder"](model["encoder"](batch)).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    batch = torch.randn(256, 64)
+    with lowtide.fit(model, step, batch, budget="90%"):
+        model["encoder"][0].weight.requires_grad_(True)
+        with pytest.warns(UserWarning, match=r"ModuleDict (was given \[300, 64\]|has 8 parameters).*may be above"):
+            step(batch if unfrozen else torch.randn(300, 64))
+        step(torch.randn(400, 64))  # another warning would be an error
+
+
 @pytest.mark.filterwarnings("ignore:.*the peak may be above the budget")
 @pytest.mark.parametrize("budget", ["70%", "100%"])
 def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(tmp_path, budget):

@@ -15,7 +15,7 @@ from lowtide.errors import LowtideError, StalePlan
 from lowtide.identity import fingerprint
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
-from lowtide.lookout import lookout, passed_by
+from lowtide.lookout import Lookout, passed_by
 from lowtide.planner.records import Plan
 from lowtide.rehearsal.witness import Checked
 from lowtide.remat.planned import Planned
@@ -32,7 +32,9 @@ class Applied(Removable):
         self.plan = plan
         self._engine = Planned(model, plan)
         with contextlib.ExitStack() as undo:
-            undo.callback(lookout(model, plan, say).remove)  # behind the levers, as the rehearsal was
+            lookout = Lookout(model, plan, say)  # behind the levers, as the rehearsal was
+            undo.callback(lookout.remove)
+            self._engine.of_a_part = lookout.look
             try:
                 undo.callback(put_on(model, plan.levers, optimizer).remove)
             except NoUse as why:

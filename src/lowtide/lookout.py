@@ -24,32 +24,48 @@ if TYPE_CHECKING:
     from lowtide.remat.engine import Engine
 
 
-def lookout(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> Front:
+class Lookout:
     """Says once, and goes, when `model` is trained on more than it was in the rehearsal, or more of it is trained."""
-    known = [shapes_in(words) for words in plan.given]
-    parameters = tuple(model.parameters())
-    n_trained = sum(p.requires_grad for p in parameters)
 
-    def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if model.training and torch.is_grad_enabled():
-            found = tensors_in_call(args, kwargs)
-            shapes = tuple(tuple(tensor.shape) for tensor in found)
-            if known and not any(no_larger(shapes, most) for most in known):
-                outgrown(f"was given {in_words(found)}, and the plan is for {' and for '.join(plan.given)}")
-            elif (n_now := sum(p.requires_grad for p in parameters)) > n_trained:
-                outgrown(f"has {n_now} parameters that are trained, and the plan is for {n_trained}")
+    def __init__(self, model: nn.Module, plan: Plan, say: Callable[[str], None]) -> None:
+        self._model, self._plan, self._say = model, plan, say
+        self._known = [shapes_in(words) for words in plan.given]
+        self._parameters = tuple(model.parameters())
+        self._n_trained = self._n_now()
+        self._front: Front | None = Front(model, self._around)
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model, or a part of it by itself, is called in training."""
+        if self._front is None:
+            return
+        found = tensors_in_call(args, kwargs)
+        shapes = tuple(tuple(tensor.shape) for tensor in found)
+        if self._known and not any(no_larger(shapes, most) for most in self._known):
+            self._outgrown(f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.given)}")
+        elif (n_now := self._n_now()) > self._n_trained:
+            self._outgrown(f"has {n_now} parameters that are trained, and the plan is for {self._n_trained}")
+
+    def remove(self) -> None:
+        """Take it out of the model. May be called again."""
+        if self._front is not None:
+            self._front.remove()
+            self._front = None
+
+    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._model.training and torch.is_grad_enabled():
+            self.look(args, kwargs)
         return inner(*args, **kwargs)
 
-    def outgrown(what: str) -> None:
-        front.remove()
-        saving = "" if plan.larger is None else ", though larger batches get the most saving plan"
-        say(
-            f"{type(model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest batch (in "
-            "a script, let it come first), and for all that is trained."
-        )
+    def _n_now(self) -> int:
+        return sum(parameter.requires_grad for parameter in self._parameters)
 
-    front = Front(model, around)
-    return front
+    def _outgrown(self, what: str) -> None:
+        self.remove()
+        saving = "" if self._plan.larger is None else ", though larger batches get the most saving plan"
+        self._say(
+            f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
+            "batch (in a script, let it come first), and for all that is trained."
+        )
 
 
 LOOKS = 6

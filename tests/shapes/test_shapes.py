@@ -164,6 +164,15 @@ def test_a_batch_beyond_the_largest_gets_the_most_saving_plan_and_one_warning(fi
     case.model.zero_grad()
 
 
+def test_a_small_batch_of_another_form_is_not_said_to_be_large(fitted):
+    case, _ = fitted
+    small = {name: tensor[:2, :8] for name, tensor in case.batch.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        case.model(**small, attention_mask=torch.ones(2, 8)).loss.backward()
+    case.model.zero_grad()
+
+
 def test_a_step_that_raises_leaves_the_next_ones_right(fitted):
     case, _ = fitted
     plain = build("gpt2")
@@ -267,6 +276,10 @@ def test_what_varies_is_found():
     assert [list(tensor.shape) for tensor in cut.values()] == [[4, 40], [4, 40, 3], [4]]
     assert cut["ids"].untyped_storage().nbytes() == 4 * 40 * 8
     assert [v.dim for v in Range((torch.zeros(8, 3, 9, 9), torch.zeros(8))).varying] == [0, 0]
+    images = torch.zeros(8, 3, 16, 16)
+    for beside in (torch.zeros(8, 16, 16, dtype=torch.long), torch.zeros(8, 20, dtype=torch.long)):  # pixels, labels
+        assert [v.dim for v in Range((images, beside)).varying] == [0, 0]
+    assert [v.dim for v in Range(images.to(torch.uint8)).varying] == [0]
     both = Range(ids, ids[:2, :32])
     assert list(both.batch(0.5).shape) == [3, 48]
 
@@ -284,6 +297,16 @@ def test_what_varies_is_found():
 def test_batches_that_can_not_be_compared_are_refused(large, small, what):
     with pytest.raises(lowtide.RehearsalError, match=what):
         Range(large, small)
+
+
+def test_a_step_that_takes_no_smaller_batch_says_so():
+    model = nn.Linear(8, 8)
+
+    def step(batch):
+        model(batch.view(4, 8).float()).sum().backward()
+
+    with pytest.raises(lowtide.RehearsalError, match=r"smaller batch, of \[4, 2\] instead of \[4, 8\]: RuntimeError"):
+        lowtide.fit(model, step, torch.ones(4, 8, dtype=torch.long), budget="90%", shapes="auto")
 
 
 def test_no_plan_is_left_in_force_when_the_largest_does_not_fit():

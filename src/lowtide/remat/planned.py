@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.remat import values
@@ -29,6 +30,8 @@ class Planned(Engine):
         super().__init__(model, *(map(table_of, decided) if decided else [{}]))
         self.mixed = frozenset(plan.mixed if plan is not None else ())
         given = () if plan is None else plan.given
+        self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
+        """Told of what a part of the model is given that a step calls by itself."""
         self._most = max((elements(shapes_in(words)) for words in given), default=None)
 
     def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -36,6 +39,8 @@ class Planned(Engine):
 
         One that is longer and has fewer rows, as where batches are put together by their tokens, is none.
         """
+        if seam.module is not self.model:
+            self.of_a_part(args, kwargs)
         number = 0
         if len(self.tables) > 1 and self._most is not None:
             number = int(elements(shapes_of(args, kwargs)) > self._most)

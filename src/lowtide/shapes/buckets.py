@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import Infeasible, OverBudget
+from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
 from lowtide.identity import fingerprint
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import rehearse
+from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
 from lowtide.remat.given import Shapes
 from lowtide.shapes.between import PREDICTED, alike, between
@@ -68,7 +69,7 @@ def buckets_for(
     Raises Infeasible, OverBudget or RehearsalError as `fit` does.
     """
     large = profile or rehearse(model, step, sizes.large, optimizer=optimizer)
-    small = rehearse(model, step, sizes.batch(0.0), optimizer=optimizer)
+    small = _small(model, step, sizes, optimizer)
     budget_bytes = parse_budget(budget, of=_plain(large))
     few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
     same_work = alike(small, large)
@@ -93,6 +94,20 @@ def buckets_for(
         shapes = shapes_between(few, many, share)
         found.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
     return found[::-1]
+
+
+def _small(model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizer | None) -> Profile:
+    """The profile for the smallest batch. Raises RehearsalError where a step on a part of the large one fails."""
+    try:
+        return rehearse(model, step, sizes.batch(0.0), optimizer=optimizer)
+    except Exception as error:
+        if isinstance(error, LowtideError) or is_out_of_memory(error):
+            raise
+        raise RehearsalError(
+            f"the step fails on a smaller batch, of {sizes.say(0.0)} instead of {sizes.say(1.0)}: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+            "  Give a smaller batch that the step takes, as shapes=batch."
+        ) from error
 
 
 def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:

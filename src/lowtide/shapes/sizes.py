@@ -101,11 +101,15 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
 
 
 def _by_itself(found: list[Tensor]) -> Iterator[Varying]:
-    """The second dimension of tokens and of what is as long; else the first of everything."""
+    """The second dimension of tokens and of what is as long; else the first of everything.
+
+    Tables of whole numbers are tokens unless there is something beside them that is not as long, as images are.
+    """
     tensors = {n: tensor for n, tensor in enumerate(found) if tensor.dim()}
-    tokens = [t.shape[1] for t in tensors.values() if t.dim() > 1 and not t.is_floating_point()]
-    dim = 1 if tokens else 0
-    most = max(tokens or [t.shape[0] for t in tensors.values()], default=0)
+    tokens = max((t.shape[1] for t in tensors.values() if t.dim() == 2 and not t.is_floating_point()), default=0)
+    others = (t for t in tensors.values() if t.dim() > 2 or (t.dim() == 2 and t.is_floating_point()))
+    dim = int(tokens > 0 and all(other.shape[1] == tokens for other in others))
+    most = tokens if dim else max((t.shape[0] for t in tensors.values()), default=0)
     least = max(1, most // LEAST_SHARE)
     for n, tensor in tensors.items():
         if least < most and tensor.dim() > dim and tensor.shape[dim] == most:

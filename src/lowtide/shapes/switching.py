@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide._removable import Removable
 from lowtide.lookout import passed_by
 from lowtide.remat.engine import Engine
-from lowtide.remat.given import Shapes, elements, shapes_of, within
+from lowtide.remat.given import Shapes, elements, no_larger, shapes_of, within
 from lowtide.remat.planned import table_of
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ class Switching(Engine):
                     chosen = number
                     break
             else:
-                if seam.path not in last or elements(found) > elements(last[seam.path]):
-                    chosen += 1
-                self.larger(seam, found)
+                most = last.get(seam.path)
+                chosen += int(most is None or elements(found) > elements(most))
+                if most is None or not no_larger(found, most):
+                    self.larger(seam, found)
         return chosen if self.tables[chosen] else None
 
     def larger(self, seam: Seam, found: Shapes) -> None:
