@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import weakref
 from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+import lowtide
 from budgets import step_of, within
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions
@@ -1138,6 +1140,31 @@ def test_backward_in_other_threads_at_once():
     assert all(
         torch.equal(a, b) for one, two in zip(plain, planned, strict=True) for a, b in zip(one, two, strict=True)
     )
+
+
+@pytest.mark.parametrize("way", ["remake", "replay"])
+def test_forward_in_two_threads_at_once(way):
+    """Between the state that a call begins with and what it draws the other thread may draw."""
+    inside, over = threading.Event(), threading.Event()
+
+    def slowly(m, x):
+        inside.set()
+        assert over.wait(20)
+        return F.dropout(nonlinear(m.linear(x)), 0.5)
+
+    model = Around(slowly)
+    with in_force(model, way, Replayed), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(model, X)
+        assert inside.wait(20)
+        if way == "replay":
+            with pytest.raises(lowtide.LowtideError, match="called in two threads at once"):
+                model(X)
+            over.set()
+        else:
+            over.set()
+            model(X).backward()
+        first.result().backward()
+        model(X).backward()
 
 
 @pytest.mark.parametrize("way", ["remake", "replay", "both"])

@@ -7,6 +7,7 @@ a forward pass has to remember is in one `Pass`, so nothing is left over when it
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -57,6 +58,8 @@ class Engine:
         self.n_runs_in_eval_mode = 0
         """And those to which nothing was done, as the model was in eval mode."""
         self.here = Here()
+        self._thread: int | None = None
+        """Of the run that is in progress."""
         self._seams: list[Seam] = []
         self._said: set[str] = set()
 
@@ -237,11 +240,27 @@ class Engine:
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         now = Pass(self, plan)
-        with saved_tensors_hooks(pack_into(now), unpack), self.now(now):
+        with saved_tensors_hooks(pack_into(now), unpack), self.now(now), self._alone(seam):
             try:
                 return now.call(seam, args, kwargs)
             finally:
                 now.departures.close()
+
+    @contextlib.contextmanager
+    def _alone(self, seam: Seam) -> Iterator[None]:
+        """Raises LowtideError if another thread is in the model: what replays put back is the whole process's."""
+        before, me = self._thread, threading.get_ident()
+        if before not in (None, me) and any(seam.replays for seam in self._seams):
+            raise LowtideError(
+                f"{seam} is called in two threads at once, and the plan runs parts of the model again: random numbers "
+                "and hooks, which are put back for that, belong to the whole process. Call it in one thread at a time, "
+                "or fit with a larger budget, for which nothing is run again."
+            )
+        self._thread = me
+        try:
+            yield
+        finally:
+            self._thread = before
 
     @contextlib.contextmanager
     def now(self, called: Called) -> Iterator[None]:
