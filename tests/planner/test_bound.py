@@ -43,7 +43,7 @@ def test_no_possible_plan_beats_it(seed: int, percent: int) -> None:
     least = min(outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= budget)
     assert lower_bound(Simulator(profile), budget) <= least
     if smallest > 1:
-        assert lower_bound(Simulator(profile), smallest - 1) >= 0
+        assert lower_bound(Simulator(profile), smallest - 1) >= lower_bound(Simulator(profile), smallest)
 
 
 @given(profiles(max_ops=24), st.integers(20, 100))

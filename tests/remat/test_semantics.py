@@ -2,6 +2,7 @@
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowtide.remat import remake
+from lowtide.remat.remake import Remake
+from lowtide.remat.replay import Frame
 from parts import WIDTH, Block, Language, LoRA, Swish
 from remat.plans import WAYS, Ops, differences, in_force, outcome
 
@@ -38,9 +41,12 @@ def inputs(rows: int = 2) -> torch.Tensor:
 def same(model, step, way, blocks=Block):
     """Assert that `step` does the same to `model` under a plan of this kind, twice in a row, as it does without."""
     plain = [outcome(model, step) for _ in range(2)]
-    with in_force(model, way, blocks):
+    runs = patch.object(Frame, "_run", autospec=True, side_effect=Frame._run)
+    remakes = patch.object(Remake, "make", autospec=True, side_effect=Remake.make)
+    with in_force(model, way, blocks), runs as ran, remakes as made:
         planned = [outcome(model, step) for _ in range(2)]
     assert [differences(a, b) for a, b in zip(plain, planned, strict=True)] == [[], []]
+    assert way == "keep" or ran.call_count + made.call_count > 0  # else it would show nothing
 
 
 # --- ways to run backward ---------------------------------------------------------------------------------------------
