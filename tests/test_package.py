@@ -40,6 +40,18 @@ TORCH_FREE += ["lowtide.planner", "lowtide.oom.explanation"]
 TORCH_FREE += [f"lowtide.memory.{name}" for name in ("allocator", "cards", "events", "snapshots")]
 
 
+DESIGN = Path(__file__).resolve().parents[1] / "docs" / "design.md"
+
+
+def test_the_documented_table_of_folders_is_in_the_order_of_the_layers() -> None:
+    rows = re.findall(r"^\| (`.+?) \|", DESIGN.read_text(encoding="utf-8").partition("## Stages")[2], re.MULTILINE)
+    names = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
+    names = names[: names.index("cli") + 1]
+    heights = {name.partition(".")[2]: height for height, layer in enumerate(LAYERS) for name in layer}
+    assert [heights[name] for name in names] == sorted(heights[name] for name in names)
+    assert set(heights) - set(names) == {"__main__"}
+
+
 def modules() -> dict[str, ast.Module]:
     """Every source file by its module name, the package itself (the facade over all layers) left out."""
     source = Path(lowtide.__file__).parent
