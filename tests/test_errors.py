@@ -23,6 +23,7 @@ ONE_OF_EACH = [
     errors.LowtideError("something"),
     errors.BudgetError("'8G' is not an amount"),
     errors.RehearsalError("the step raised"),
+    errors.ReplayMismatch("blocks.0 (Block) gives other bits", OSError),
     errors.TorchMissing("lowtide.fit needs torch"),
     errors.StalePlan(
         "the plan is for another model.", differences=["batch: [8, 512] -> [4, 512]", "dtype: f32 -> bf16"]
@@ -59,6 +60,7 @@ def test_an_error_is_public_under_the_name_that_a_traceback_prints(error: errors
         ("Infeasible", ValueError, 1),
         ("OverBudget", RuntimeError, 1),
         ("RehearsalError", RuntimeError, 2),
+        ("ReplayMismatch", RuntimeError, 2),
         ("StalePlan", ValueError, 2),
         ("TorchMissing", ImportError, 2),
     ],

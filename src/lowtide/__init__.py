@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LowtideError,
         OverBudget,
         RehearsalError,
+        ReplayMismatch,
         StalePlan,
         TorchMissing,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "Plan",
     "Profile",
     "RehearsalError",
+    "ReplayMismatch",
     "StalePlan",
     "TorchMissing",
     "Unforeseeable",
@@ -93,6 +95,7 @@ _HOMES = {
     "Plan": "lowtide.planner.records",
     "Profile": "lowtide.planner.records",
     "RehearsalError": "lowtide.errors",
+    "ReplayMismatch": "lowtide.errors",
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
     "Unforeseeable": "lowtide.foresight",

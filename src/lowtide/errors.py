@@ -5,6 +5,7 @@
       Infeasible       ValueError     no plan fits the budget; carries the smallest peak that one can reach
       OverBudget       RuntimeError   a measured peak stayed above the budget after every repair
       RehearsalError   RuntimeError   the step could not be rehearsed
+      ReplayMismatch   RuntimeError   a part of the model, run again, was another one than before
       StalePlan        ValueError     a plan was made for another model, batch, device, dtype or torch
       TorchMissing     ImportError    torch is absent or too old
 
@@ -39,6 +40,14 @@ class BudgetError(LowtideError, ValueError):
 
 class RehearsalError(LowtideError, RuntimeError):
     """The step could not be rehearsed, so nothing is known about its memory."""
+
+
+class ReplayMismatch(LowtideError, RuntimeError):
+    """A module of `module_class` did something else when it was run again: the step ends, and nothing is updated."""
+
+    def __init__(self, message: str, module_class: type | None = None) -> None:
+        super().__init__(message)
+        self.module_class = module_class
 
 
 class TorchMissing(LowtideError, ImportError):
@@ -123,5 +132,14 @@ def _as_budget(peak_bytes: int) -> str:
 
 
 # Users meet these as lowtide.Infeasible and so on: say so in tracebacks, and pickle them under the name that is kept.
-for _public in (BudgetError, Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan, TorchMissing):
+for _public in (
+    BudgetError,
+    Infeasible,
+    LowtideError,
+    OverBudget,
+    RehearsalError,
+    ReplayMismatch,
+    StalePlan,
+    TorchMissing,
+):
     _public.__module__ = "lowtide"

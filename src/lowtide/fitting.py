@@ -15,7 +15,7 @@ from lowtide.levers import DEFAULT, named
 from lowtide.levers.choosing import Choice, advice, choose, optimizer_of
 from lowtide.levers.lever import Site
 from lowtide.planner import plan
-from lowtide.planner.planning import simulator_of
+from lowtide.planner.planning import plain_peak_bytes, simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import OTHER_WORK, rehearse
 from lowtide.rehearsal.outcome import unless_out_of_memory
@@ -149,8 +149,7 @@ def _chosen(
 ) -> tuple[Choice, int]:
     """The levers that pay, and the budget in bytes. Raises Infeasible, which names further levers that may help."""
     plain = simulator_of(profile).predict(Decisions())
-    measured = profile.measured_plain_peak_bytes
-    budget_bytes = parse_budget(budget, of=plain.peak_bytes if measured is None else measured)
+    budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
     if profile.levers:  # they were chosen before
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
             raise StalePlan(f"this profile was made with {unasked}: name them in levers=, or rehearse again.")

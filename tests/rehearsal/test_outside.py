@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.errors import RehearsalError
+from lowtide.errors import RehearsalError, ReplayMismatch
 from lowtide.planner import smallest_peak
 from lowtide.rehearsal.audit import LEAKS
 from lowtide.rehearsal.observed import Observed
-from lowtide.remat.replay import ReplayMismatch
 
 WIDTH, BLOCKS = 64, 4
 BATCH = torch.randn(32, 16, WIDTH)

@@ -9,10 +9,10 @@ from torch.nn.utils import parametrizations, parametrize
 
 import lowtide
 from budgets import step_of, within
+from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import ASIDE, Allocate, Free, Mark, without_asides
 from lowtide.rehearsal.audit import CHANGED
 from lowtide.rehearsal.witness import Checked
-from lowtide.remat.replay import ReplayMismatch
 from remat.plans import in_force
 
 WIDTH = 32

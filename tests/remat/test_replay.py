@@ -24,10 +24,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import lowtide
 from budgets import step_of, within
+from lowtide.errors import ReplayMismatch
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions
 from lowtide.remat.engine import Engine, actions_for
-from lowtide.remat.replay import Frame, ReplayMismatch
+from lowtide.remat.replay import Frame
 from parts import Block, Language, convolution
 from remat.plans import Ops, differences, in_force, outcome
 

@@ -20,8 +20,8 @@ from lowtide.levers import DEFAULT, LEVERS, put_on
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.pieces import MicroBatches, numbers
 from lowtide.levers.released import Refused
-from lowtide.planner.planning import plan, simulator_of
-from lowtide.planner.records import Decisions, Prediction, Profile, Pulled
+from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of
+from lowtide.planner.records import Prediction, Profile, Pulled
 from lowtide.planner.solve import ladder_of
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.checks import check
@@ -75,9 +75,7 @@ class Tried:
 
     def __init__(self, profile: Profile, budget_bytes: int) -> None:
         self.profile, self.budget_bytes = profile, budget_bytes
-        measured = profile.measured_plain_peak_bytes
-        self.peak_bytes = simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
-        """Of the step without remakes and replays."""
+        self.peak_bytes = plain_peak_bytes(profile)
 
     @property
     def is_free(self) -> bool:

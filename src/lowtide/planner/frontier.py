@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from lowtide.errors import LowtideError
-from lowtide.planner.planning import plan, simulator_of
+from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of
 from lowtide.planner.record import FORMAT, Record
 from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
 from lowtide.planner.solve import smallest_peak
@@ -57,7 +57,7 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     _, smallest = smallest_peak(profile)
     span = plain.peak_bytes - smallest.peak_bytes
     budgets = [smallest.peak_bytes + span * i // (n_budgets - 1) for i in range(n_budgets - 1)]
-    found = [plan(profile, budget).predicted for budget in budgets if budget < _plain_bytes(profile, plain)]
+    found = [plan(profile, budget).predicted for budget in budgets if budget < plain_peak_bytes(profile)]
     points: list[Point] = []
     for prediction in sorted([*found, plain], key=lambda p: (p.peak_bytes, p.extra_ms, p.extra_flops)):
         if not points or _cheaper(prediction, points[-1]):
@@ -75,11 +75,6 @@ def read_points(path: Path) -> tuple[Point, ...]:
         raise LowtideError(
             f"{path} is not a list of points: {error}. Each has name, peak_bytes, extra_ms, extra_flops and share."
         ) from error
-
-
-def _plain_bytes(profile: Profile, plain: Prediction) -> int:
-    """The budget from which on `plan` leaves the step as it is."""
-    return profile.measured_plain_peak_bytes or plain.peak_bytes
 
 
 def _cheaper(prediction: Prediction, point: Point) -> bool:

@@ -17,6 +17,12 @@ from lowtide.units import parse_budget
 Allowed = Literal["all", "cheap"]
 
 
+def plain_peak_bytes(profile: Profile) -> int:
+    """The peak of the step without remakes and replays: as it was measured, or else as it is predicted."""
+    measured = profile.measured_plain_peak_bytes
+    return simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
+
+
 def plan(
     profile: Profile,
     budget: int | str,
@@ -47,8 +53,7 @@ def plan(
     """
     simulator = simulator_of(profile, offload=offload)
     plain = simulator.predict(Decisions())
-    measured = profile.measured_plain_peak_bytes
-    plain_bytes = plain.peak_bytes if measured is None else measured
+    plain_bytes = plain_peak_bytes(profile)
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
     allowed = simulator_of(profile, allow, minimize, offload=offload)

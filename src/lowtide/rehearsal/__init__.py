@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lowtide._clock import now_ms
-from lowtide.errors import RehearsalError
+from lowtide.errors import RehearsalError, ReplayMismatch
 from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
@@ -30,7 +30,6 @@ from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.profile import assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
-from lowtide.remat.replay import ReplayMismatch
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -139,10 +138,9 @@ def _without_mismatch(run: Callable[[], T], unchanged: Unchanged, refused: dict[
         try:
             return run()
         except ReplayMismatch as error:
-            kind = None if error.seam is None else type(error.seam.module)
-            if kind is None or kind in refused:
+            if error.module_class is None or error.module_class in refused:
                 raise
-            refused[kind] = CHANGED
+            refused[error.module_class] = CHANGED
         unchanged.restore()
 
 

@@ -12,9 +12,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from lowtide._clock import now_ms
 from lowtide._torch import anything_compiled
+from lowtide.errors import ReplayMismatch
 from lowtide.rehearsal.drafts import ValueDraft
 from lowtide.remat.advance import Advance, result_node
-from lowtide.remat.replay import Frame, ReplayMismatch
+from lowtide.remat.replay import Frame
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide._torch import is_fake, parts_of
+from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import ASIDE
 from lowtide.remat import values
-from lowtide.remat.replay import Frame, ReplayMismatch
+from lowtide.remat.replay import Frame
 from lowtide.remat.values import Probe
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Witness:
             f"{who} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
             "something that has changed in between, and this step ends before its update. Let it have that as an "
             "argument, a buffer or an attribute.",
-            maker.seam if isinstance(maker, Frame) else None,
+            type(maker.seam.module) if isinstance(maker, Frame) else None,
         )
 
     def _sum(self, tensor: Tensor) -> int:

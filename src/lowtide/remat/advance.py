@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowtide.errors import ReplayMismatch
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.layout import producer
-from lowtide.remat.replay import Frame, ReplayMismatch, one_at_a_time
+from lowtide.remat.replay import Frame, one_at_a_time
 from lowtide.remat.values import Handle, Value, register, registered
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Advance:
         tensor = result_of(self._frame.forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
-                f"{self._frame.seam} did not return one tensor when it was run again, as it had done.", self._frame.seam
+                f"{self._frame.seam} did not return one tensor when it was run again, as it had done.",
+                type(self._frame.seam.module),
             )
         return tensor.detach() if self._view is None else tensor.detach().as_strided(*self._view)
 

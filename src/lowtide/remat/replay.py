@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch import never_compiled, storage_id
-from lowtide.errors import LowtideError
+from lowtide.errors import ReplayMismatch
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
 from lowtide.remat.layout import producer
@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.remat.seam import Seam
-
-
-class ReplayMismatch(LowtideError, RuntimeError):
-    """The second run of a module call did not save what the first one did."""
-
-    def __init__(self, message: str, seam: Seam | None = None) -> None:
-        super().__init__(message)
-        self.seam = seam
-        """Of the module."""
 
 
 class _Stop(BaseException):
@@ -185,7 +176,7 @@ class Frame:
             rerun = self._run_again(wanted)
         missing = wanted - rerun.found.keys()
         if missing:
-            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), self.seam)
+            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.seam.module))
         return rerun.found
 
     def _run_again(self, wanted: set[int]) -> _Rerun:
@@ -223,7 +214,7 @@ class Frame:
             return producer(tensor)[0].detach()
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), self.seam)
+            raise ReplayMismatch(self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.seam.module))
         return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
     def _mismatch(self, place: int, found: str) -> str:
@@ -263,7 +254,7 @@ class _Again:
         raise ReplayMismatch(
             f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
             "backward has come to that. Have it returned or put in attributes of the module.",
-            self._frame.seam,
+            type(self._frame.seam.module),
         )
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
 from lowtide.identity import fingerprint
-from lowtide.planner.predict import predict
-from lowtide.planner.records import Decisions, Plan, Profile
+from lowtide.planner.planning import plain_peak_bytes
+from lowtide.planner.records import Plan, Profile
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.outcome import is_out_of_memory
 from lowtide.rehearsal.unchanged import Unchanged
@@ -70,7 +70,7 @@ def buckets_for(
     """
     large = profile or rehearse(model, step, sizes.large, optimizer=optimizer)
     small = _small(model, step, sizes, optimizer)
-    budget_bytes = parse_budget(budget, of=_plain(large))
+    budget_bytes = parse_budget(budget, of=plain_peak_bytes(large))
     few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
     same_work = alike(small, large)
     found: list[Bucket] = []
@@ -112,17 +112,12 @@ def _small(model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer
 
 def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:
     """The largest size of each bucket. The plain peak lies below the straight line between the two that are known."""
-    least, most = _plain(small), _plain(large)
+    least, most = plain_peak_bytes(small), plain_peak_bytes(large)
     if most <= budget_bytes:
         return [sizes.steps]
     free = 0 if least >= budget_bytes else int(sizes.steps * (budget_bytes - least) / (most - least))
     beyond = sizes.steps - free
     return sorted({free, *(free + -(-beyond * n // BUCKETS) for n in range(1, BUCKETS + 1))})
-
-
-def _plain(profile: Profile) -> int:
-    measured = profile.measured_plain_peak_bytes
-    return predict(profile, Decisions()).peak_bytes if measured is None else measured
 
 
 def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizer | None) -> dict[str, Shapes]:

@@ -54,7 +54,6 @@ class Watch:
         self._gradients = Gradients(self._ledger)
         self._largest_graph_bytes = 0
         self._n_backwards = 0
-        self._n_suspicions: dict[int, int] = {}
         self._n_exceptions = 0
         self._has_begun = False
         self._root: int | None = None  # the module called from outside, by id, while it runs
