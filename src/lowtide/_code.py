@@ -53,9 +53,9 @@ def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
 
     Of each where it is (a dict or a cell), its name there and its content.
     """
-    names = set(names_in(function.__code__))
+    names = sorted(set(names_in(function.__code__)))
     found: list[tuple[Any, str, Any]]
-    found = [(function.__globals__, name, function.__globals__[name]) for name in names & function.__globals__.keys()]
+    found = [(function.__globals__, n, function.__globals__[n]) for n in names if n in function.__globals__]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty
             found.append((cell, "", cell.cell_contents))
@@ -65,7 +65,7 @@ def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
             yield place, name, content
         elif is_users(content) and id(table := vars(content)) not in seen:
             seen.add(id(table))
-            found += ((table, inside, table[inside]) for inside in names & table.keys())
+            found += ((table, inside, table[inside]) for inside in names if inside in table)
 
 
 class Named:
@@ -75,15 +75,15 @@ class Named:
     """
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self._names: dict[str, None] = {}  # in the order in which they were met
         self._tables: list[dict[str, Any]] = []
         self._kinds: set[type] = set()
 
     def code(self, function: FunctionType) -> list[Any]:
         """The code of a function was met: attributes that it names, of what was met so far."""
-        new = set(names_in(function.__code__)) - self._names
-        self._names |= new
-        return [_within(table[name]) for table in self._tables for name in new & table.keys()]
+        new = sorted(set(names_in(function.__code__)) - self._names.keys())
+        self._names.update(dict.fromkeys(new))
+        return [_within(table[name]) for table in self._tables for name in new if name in table]
 
     def thing(self, thing: Any) -> list[Any]:
         """An object, or a class itself, was met: its attributes that were named so far."""
@@ -93,7 +93,7 @@ class Named:
         self._kinds.update(new)
         tables += [dict(vars(kind)) for kind in new]
         self._tables += tables
-        return [_within(table[name]) for table in tables for name in self._names & table.keys()]
+        return [_within(table[name]) for table in tables for name in self._names if name in table]
 
 
 def _within(attribute: Any) -> Any:

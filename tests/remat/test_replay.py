@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -723,6 +724,7 @@ CARRIERS = {
     "dict": (dict, dict.get, dict.__setitem__),
     "dict of its own": (Bag, dict.get, dict.__setitem__),
     "ordered dict of its own": (lambda: Ordered(1), OrderedDict.get, OrderedDict.__setitem__),
+    "namespace": (SimpleNamespace, lambda state, name: getattr(state, name, None), setattr),
     "object": (State, lambda state, name: getattr(state, name, None), setattr),
     "slots": (
         lambda: Hidden(None),

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from operator import getitem
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,9 +200,8 @@ class _Apart:
 
             return given.filled(key, base.__new__(kind), fill)
 
-        if not holds_tensors and base is object and all(isinstance(part, _AsItIs) for part in named.values()):
-            return _unless_changed(thing, attributes, build)
-        return build
+        is_simple = base in (object, SimpleNamespace) and all(isinstance(part, _AsItIs) for part in named.values())
+        return _unless_changed(thing, attributes, build) if is_simple and not holds_tensors else build
 
 
 class _AsItIs:
@@ -274,7 +274,7 @@ def _add(base: Any, new: Any, name: Any, item: Any) -> None:
 
 def _can_be_made(kind: Any, base: Any) -> bool:
     """Whether an object of this class, one of Python's own code, is all that its attributes and items are."""
-    if kind is base or base not in (object, list, dict, OrderedDict):
+    if kind is object or base not in (object, list, dict, OrderedDict, SimpleNamespace):
         return False
     return kind.__new__ is base.__new__ and not hasattr(kind, "__del__")
 
