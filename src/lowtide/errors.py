@@ -132,14 +132,5 @@ def _as_budget(peak_bytes: int) -> str:
 
 
 # Users meet these as lowtide.Infeasible and so on: say so in tracebacks, and pickle them under the name that is kept.
-for _public in (
-    BudgetError,
-    Infeasible,
-    LowtideError,
-    OverBudget,
-    RehearsalError,
-    ReplayMismatch,
-    StalePlan,
-    TorchMissing,
-):
+for _public in (LowtideError, *LowtideError.__subclasses__()):
     _public.__module__ = "lowtide"

@@ -14,6 +14,7 @@ from lowtide.levers.lever import NoUse, Site
 from lowtide.levers.pieces import numbers
 
 ROUNDING = 2e-6
+TINY = dict(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=50)
 
 
 @pytest.mark.parametrize(("n", "more"), [(2, {}), (3, {"num_items_in_batch": 77}), (4, {})])
@@ -33,16 +34,8 @@ def test_the_whole_batchs_loss_and_gradients(n: int, more: dict[str, Any]) -> No
 def test_models_that_do_not_look_at_the_number_of_items(labels: str) -> None:
     """The Trainer gives it to every model that takes any keyword; many average over what they are given."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=64,
-        vocab_size=50,
-        num_labels=3 if labels == "classes" else 1,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-    )
+    n_labels = 3 if labels == "classes" else 1
+    config = transformers.BertConfig(**TINY, num_labels=n_labels, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     model = transformers.BertForSequenceClassification(config).train()
     given = torch.randint(3, (5,)) if labels == "classes" else torch.randn(5)
     batch = {"input_ids": torch.randint(50, (5, 6)), "labels": given}
@@ -57,15 +50,7 @@ def test_a_loss_beside_the_one_that_is_divided_is_refused() -> None:
     """What is added once for each piece would count as often."""
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-        vocab_size=50,
-        output_router_logits=True,
-        use_cache=False,
+        **TINY, num_key_value_heads=2, num_local_experts=2, output_router_logits=True, use_cache=False
     )
     model, ids = transformers.MixtralForCausalLM(config).train(), torch.randint(50, (4, 6))
     with pulled(model, "micro-batches", n=2), pytest.raises(lowtide.LowtideError, match="can't be told how this loss"):
