@@ -12,7 +12,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from lowtide._clock import now_ms
 from lowtide._torch import anything_compiled
-from lowtide.errors import ReplayMismatch
 from lowtide.rehearsal.drafts import ValueDraft
 from lowtide.remat.advance import Advance, result_node
 from lowtide.remat.replay import Frame
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CAN_GO_WRONG = (ReplayMismatch, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+CAN_GO_WRONG = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 """What a call may raise that is run again where it must not be."""
 
 SHORT_MS = 20.0

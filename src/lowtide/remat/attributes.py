@@ -57,14 +57,13 @@ class Attributes:
         tensors: list[Tensor] = []
         if isinstance(found, list | dict) and len(found) > LARGEST:
             self._long.append((table, name, found, len(found)))
-        elif _is_known(found, tensors) and not any(
-            tensor.is_inference() for tensor in tensors
-        ):  # no version is counted
-            if not tensors:
-                self._plain.append((table, name, found, _copy(found)))
-            else:
-                known = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
-                self._there.append((table, name, id(found), known))
+        elif not _is_known(found, tensors):
+            return
+        elif not tensors:
+            self._plain.append((table, name, found, _copy(found)))
+        elif not any(tensor.is_inference() for tensor in tensors):  # of those no version is counted
+            known = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
+            self._there.append((table, name, id(found), known))
 
     def learn(self) -> None:
         """The call is over. A tensor that it bound anew, or wrote to, is its result: to hold that would leak."""

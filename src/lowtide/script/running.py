@@ -84,7 +84,8 @@ class Script:
             yield main
         finally:
             sys.modules["__main__"], sys.argv, sys.path[:] = before, argv, path
-            os.chdir(current)
+            with contextlib.suppress(OSError):  # it is gone
+                os.chdir(current)
 
 
 def _exit_code(end: SystemExit) -> int:
