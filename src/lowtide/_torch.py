@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -94,6 +95,13 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
     The memory's Python object counts as well.
     """
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2 and tensor._use_count() == 1)  # type: ignore[attr-defined]
+
+
+def references(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How many refer to a tensor and to its memory, in C++ and in Python: to be compared with another call's. 2.13."""
+    storage = tensor.untyped_storage()
+    owners = torch._C._storage_Use_Count(storage._cdata)
+    return tensor._use_count(), sys.getrefcount(tensor), owners, sys.getrefcount(storage)  # type: ignore[attr-defined]
 
 
 def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
@@ -314,6 +322,12 @@ def running_node() -> int:
     """The number (see `sequence_number`) of the node that backward runs in this thread; -1: none. 2.13, since 2.1."""
     node: Node | None = torch._C._current_autograd_node()
     return -1 if node is None else sequence_number(node)
+
+
+def running_node_name() -> str:
+    """The kind of that node, as `GeluBackward0`; empty without one. 2.13, since 2.1."""
+    node: Node | None = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
 
 
 ENGINE = "_engine_run_backward"
@@ -728,6 +742,36 @@ def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> to
     for name, kernel in kernels.items():
         library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
     return library
+
+
+def put_before(kernels: Mapping[str, Callable[..., Any]], key: str) -> torch.library.Library:
+    """Let these run instead of the kernels of operators, which each is given as its first argument. 2.13, since 2.10.
+
+    Raises RuntimeError where somebody else has done so.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for name, kernel in kernels.items():
+            with warnings.catch_warnings():  # C++ says, once in a process, that a kernel is overridden
+                warnings.simplefilter("ignore")
+                replaced = _given_its_own(kernel, torch.library.get_kernel(name, key))
+                library.impl(name, replaced, key, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
+    except BaseException:
+        remove_kernels(library)
+        raise
+    return library
+
+
+def _given_its_own(kernel: Callable[..., Any], own: Any) -> Callable[..., Any]:
+    def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(functools.partial(own.call_boxed, keys), *args, **kwargs)
+
+    return replaced
+
+
+def remove_kernels(library: torch.library.Library) -> None:
+    """Torch's own kernels are back. 2.13, since 2.0."""
+    library._destroy()  # type: ignore[no-untyped-call]
 
 
 def pass_through(key: str) -> torch.library.Library:

@@ -39,7 +39,7 @@ class Applied(Removable):
                 undo.callback(put_on(model, plan.levers, optimizer).remove)
             except NoUse as why:
                 raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
-            if any(self._engine.tables):
+            if self._engine.does_anything:
                 undo.callback(self._engine.remove)
                 self._engine.install()
                 undo.callback(passed_by(self._engine, say).remove)

@@ -75,7 +75,7 @@ def test_a_real_run_prints_a_row_for_each_way_to_train(small: tuple["subprocess.
     assert rows["40%"][-1] == "none"
     assert rows["smallest"]
     assert rows["checkpointing"]
-    assert any(line.startswith("85%: remade ") for line in lines)
+    assert any(line.startswith("85%: gradients in place: log softmax, ") for line in lines)
     assert any(line.startswith("40%: no plan fits; the smallest peak of any is ") for line in lines)
     assert "Proven here for 85%, smallest, checkpointing: over 2 steps every loss" in " ".join(lines).replace("  ", " ")
     assert max(map(len, lines[:-1])) <= 80

@@ -26,6 +26,7 @@ from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_O
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.twins import Twins, is_real
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
+from lowtide.remat import in_place
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
+
+_ASKED_OF_RESULTS = torch.ops.prim.device.default
+"""What autograd asks of what a node gave, while it still has what the node was given."""
 
 
 class _Living:
@@ -122,7 +126,7 @@ class Ledger(TorchDispatchMode, Recorder):
     # --- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._given is not None:
+        if self._given is not None and func is not _ASKED_OF_RESULTS:
             self._settle()
         kwargs = kwargs or {}
         tensors, any_real = tensors_of(args, kwargs)
@@ -187,6 +191,8 @@ class Ledger(TorchDispatchMode, Recorder):
             return
         if len(new) == 1 and func in INPLACE_OTHERWISE and self._hand_on(args[0], new[0]):
             return
+        if in_place.wanted_from(func, args) and self._hand_on(args[0], made[0]):
+            new = [tensor for tensor in new if tensor is not made[0]]
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
         for number, tensor in enumerate(new):
             self._follow(tensor, op, n_bytes=sizes.get(number))

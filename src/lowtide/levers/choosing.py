@@ -20,9 +20,8 @@ from lowtide.levers import DEFAULT, LEVERS, put_on
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.pieces import MicroBatches, numbers
 from lowtide.levers.released import Refused
-from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of
+from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
 from lowtide.planner.records import Prediction, Profile, Pulled
-from lowtide.planner.solve import ladder_of
 from lowtide.rehearsal import rehearse
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.outcome import is_out_of_memory
@@ -79,8 +78,8 @@ class Tried:
 
     @property
     def is_free(self) -> bool:
-        """Whether the step fits without any remake or replay."""
-        return self.peak_bytes <= self.budget_bytes
+        """Whether the step fits at no cost, without any remake or replay."""
+        return min(self.peak_bytes, in_place_peak_bytes(self.profile)) <= self.budget_bytes
 
     @property
     def has_plan(self) -> bool:
@@ -95,7 +94,7 @@ class Tried:
     @functools.cached_property
     def smallest_bytes(self) -> int:
         """The smallest peak that a plan reaches."""
-        return self.profile.static.total + ladder_of(simulator_of(self.profile)).bottom.peak
+        return smallest_peak(self.profile)[1].peak_bytes
 
 
 def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:

@@ -1,5 +1,5 @@
 """From what a step does with memory to what to do about it: records, the simulator, the solvers. Needs no torch."""
 
 from lowtide.planner.planning import plan as plan
+from lowtide.planner.planning import smallest_peak as smallest_peak
 from lowtide.planner.predict import predict as predict
-from lowtide.planner.solve import smallest_peak as smallest_peak

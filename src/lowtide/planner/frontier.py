@@ -8,10 +8,9 @@ from pathlib import Path
 import msgspec
 
 from lowtide.errors import LowtideError
-from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of
+from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of, smallest_peak
 from lowtide.planner.record import FORMAT, Record
 from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
-from lowtide.planner.solve import smallest_peak
 
 N_BUDGETS = 24
 

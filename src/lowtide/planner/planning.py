@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
 from lowtide.errors import Infeasible
 from lowtide.planner.bound import lower_bound
+from lowtide.planner.in_place import extra_ms, nodes_of, number_of, numbers, with_in_place
 from lowtide.planner.objectives import Objective, flops_first
 from lowtide.planner.predict import Simulator
-from lowtide.planner.records import Decided, Decisions, Plan, Profile
+from lowtide.planner.records import Decided, Decisions, Plan, Prediction, Profile
 from lowtide.planner.solve import Solver, most_saving, solve
 from lowtide.units import parse_budget
 
@@ -21,6 +25,11 @@ def plain_peak_bytes(profile: Profile) -> int:
     """The peak of the step without remakes and replays: as it was measured, or else as it is predicted."""
     measured = profile.measured_plain_peak_bytes
     return simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
+
+
+def in_place_peak_bytes(profile: Profile) -> int:
+    """The predicted peak of the step that keeps everything, but writes gradients in place where that costs nothing."""
+    return simulator_of(profile, in_place=next(numbers(profile))).predict(Decisions()).peak_bytes
 
 
 def plan(
@@ -56,28 +65,35 @@ def plan(
     plain_bytes = plain_peak_bytes(profile)
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
-    allowed = simulator_of(profile, allow, minimize, offload=offload)
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
-        try:
-            if solver is solve:
-                decisions = solve(allowed, budget_bytes, until=until)
-            else:
-                decisions = solver(allowed, budget_bytes)
-        except Infeasible:
-            if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
-                solver(simulator_of(profile, allow, offload=offload), budget_bytes)
-            raise
-        decisions = with_free(simulator, decisions)
+        search = solver if solver is not solve else functools.partial(solve, until=until)
+
+        def found(n: int) -> Decisions:
+            allowed = simulator_of(profile, allow, minimize, offload=offload, in_place=n)
+            try:
+                made = search(allowed, budget_bytes)
+            except Infeasible:
+                if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
+                    solver(simulator_of(profile, allow, offload=offload, in_place=n), budget_bytes)
+                raise
+            return with_free(simulator, replace(made, in_place=frozenset(nodes_of(profile, n))))
+
+        made = _of_each(numbers(profile), found)
+        decisions = min(made.values(), key=lambda each: _cost(simulator.predict(each), minimize))
         if minimize == "time":
-            known_ms = simulator.predict(decisions).extra_ms
-            bound_ms = lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)
+            bound_ms = min(
+                _bound_ms(profile, n, budget_bytes, made.get(n), simulator, until, allow=allow, offload=offload)
+                for n in numbers(profile)
+            )
     predicted = simulator.predict(decisions)
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
         "the solver's decisions are over the budget"
     )
-    larger = with_free(simulator, most_saving(allowed))
+    all_ = len(profile.in_place)
+    most = most_saving(simulator_of(profile, allow, minimize, offload=offload, in_place=all_))
+    larger = with_free(simulator, replace(most, in_place=frozenset(nodes_of(profile, all_))))
     return Plan(
         **_decided(profile, decisions),
         fingerprint=profile.fingerprint,
@@ -94,6 +110,51 @@ def plan(
     )
 
 
+def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
+    """The decisions with the smallest peak that the search finds, and what they need. `offload` as for `plan`."""
+    n = len(profile.in_place)
+    found = most_saving(simulator_of(profile, offload=offload, in_place=n))
+    decisions = replace(found, in_place=frozenset(nodes_of(profile, n)))
+    return decisions, simulator_of(profile, offload=offload).predict(decisions)
+
+
+def _of_each(numbers: Iterable[int], found: Callable[[int], Decisions]) -> dict[int, Decisions]:
+    """What is found for each number, where anything is. Raises the last one's Infeasible if nothing is for any."""
+    made, why = dict[int, Decisions](), None
+    for n in numbers:
+        try:
+            made[n] = found(n)
+        except Infeasible as error:
+            why = error
+    if not made:
+        assert why is not None
+        raise why
+    return made
+
+
+def _cost(predicted: Prediction, minimize: Objective) -> tuple[float, float]:
+    costs = predicted.extra_ms, predicted.extra_flops
+    return costs if minimize == "time" else costs[::-1]
+
+
+def _bound_ms(
+    profile: Profile,
+    n: int,
+    budget_bytes: int,
+    made: Decisions | None,
+    simulator: Simulator,
+    until: float | None,
+    *,
+    allow: Allowed,
+    offload: bool,
+) -> float:
+    """What every plan takes at least that has the first `n` of `profile.in_place`; `made` is one of them, if any is."""
+    own_ms = extra_ms(profile, n)
+    known_ms = math.inf if made is None else simulator.predict(made).extra_ms - own_ms
+    allowed = simulator_of(profile, allow, offload=offload, in_place=n)
+    return own_ms + lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)
+
+
 def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     """The fields of a Decided."""
     nodes = {slot.address: v.node for slot in profile.slots if (v := profile.values[slot.value]).recipe}
@@ -102,6 +163,7 @@ def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
         "replay": tuple(sorted(decisions.replay)),
         "advance": tuple(sorted(decisions.advance)),
         "offload": tuple(sorted(decisions.offload)),
+        "in_place": nodes_of(profile, number_of(profile, decisions.in_place)),
     }
 
 
@@ -124,22 +186,31 @@ def with_free(simulator: Simulator, decisions: Decisions) -> Decisions:
     return more if after.peak_bytes <= before.peak_bytes and after.extra_ms <= before.extra_ms else decisions
 
 
-_RECENT: list[tuple[Profile, Allowed, Objective, bool, Simulator]] = []
+_RECENT: list[tuple[Profile, Allowed, Objective, bool, int, Simulator]] = []
 
 
 def simulator_of(
-    profile: Profile, allow: Allowed = "all", minimize: Objective = "time", *, offload: bool = False
+    profile: Profile,
+    allow: Allowed = "all",
+    minimize: Objective = "time",
+    *,
+    offload: bool = False,
+    in_place: int = 0,
 ) -> Simulator:
-    """The simulator for `profile`: one of the last few where it was among them, with what solvers found on it."""
+    """The simulator for `profile`: one of the last few where it was among them, with what solvers found on it.
+
+    With the first `in_place` of its gradients in place, that is what its plain step is.
+    """
     offload = offload and profile.offload_bytes_per_ms is not None
     for known, *asked, simulator in _RECENT:
-        if known is profile and asked == [allow, minimize, offload]:
+        if known is profile and asked == [allow, minimize, offload, in_place]:
             return simulator
     usable = profile if offload else replace(profile, offload_bytes_per_ms=None)
     usable = usable if allow == "all" else only_cheap(usable)
-    simulator = Simulator(usable if minimize == "time" else flops_first(usable))
-    _RECENT.append((profile, allow, minimize, offload, simulator))
-    del _RECENT[:-4]
+    usable = usable if minimize == "time" else flops_first(usable)
+    simulator = Simulator(with_in_place(usable, in_place) if in_place else usable)
+    _RECENT.append((profile, allow, minimize, offload, in_place, simulator))
+    del _RECENT[:-8]
     return simulator
 
 

@@ -5,9 +5,12 @@ What happens to memory in the step is told by `sweeping.py`; here decisions get 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from lowtide.planner.fates import Choice
+from lowtide.planner.in_place import extra_ms, number_of, with_in_place
 from lowtide.planner.indexed import Index
 from lowtide.planner.records import Decisions, Prediction, Profile
 from lowtide.planner.sweeping import Sweep, Sweeper
@@ -30,9 +33,14 @@ class Simulator:
         self.index = Index(profile)
         self._backward = min(profile.phases.get("backward", self.index.end - 1), self.index.end - 1)
         self._sweeper = Sweeper(self.index, self._backward)
+        self._with_in_place: dict[int, Simulator] = {}
 
     def predict(self, decisions: Decisions) -> Prediction:
         """As `predict`, for this profile."""
+        if decisions.in_place:
+            n = number_of(self.profile, decisions.in_place)
+            found = self._in_place(n).predict(replace(decisions, in_place=frozenset()))
+            return replace(found, extra_ms=found.extra_ms + extra_ms(self.profile, n))
         sweep = self.sweep(self.choice(decisions))
         position = int(sweep.usage.argmax())
         return Prediction(
@@ -44,6 +52,12 @@ class Simulator:
             parts=self._parts(sweep, position),
             host_bytes=sweep.host_bytes,
         )
+
+    def _in_place(self, n: int) -> Simulator:
+        """One of the step with gradients in place."""
+        if n not in self._with_in_place:
+            self._with_in_place[n] = Simulator(with_in_place(self.profile, n))
+        return self._with_in_place[n]
 
     def choice(self, decisions: Decisions) -> Choice:
         """`decisions` as flags. Raises ValueError for what the profile does not know or cannot do."""

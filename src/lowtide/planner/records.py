@@ -164,6 +164,19 @@ class Pulled(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InPlace(Record):
+    """Gradients that can be written over those that they are computed from (`remat/in_place.py`): all these or none."""
+
+    nodes: dict[str, int]
+    """Kind of autograd node, `LogSoftmaxBackward0` -> bytes from which on its gradients are."""
+    saved_bytes: tuple[int, ...]
+    """For each position how much lower `base_bytes` is, with all that comes before in `Profile.in_place` done as well.
+    """
+    extra_ms: float = 0.0
+    """What it takes a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Record):
     """What one step does with memory, and what each part of it would cost to remake."""
 
@@ -184,6 +197,8 @@ class Profile(Record):
     """Peak of the unplanned step, `static` included; None where it did not fit."""
     given: tuple[str, ...] = ()
     """Shapes and dtypes of what the model, or a part of it by itself, was called with, each kind once."""
+    in_place: tuple[InPlace, ...] = ()
+    """Gradients that need no memory of their own; what costs nothing comes first."""
     levers: tuple[Pulled, ...] = ()
     """Levers that were on while all this was measured; the plain step is one with them."""
     offload_bytes_per_ms: float | None = None
@@ -203,6 +218,8 @@ class Decisions(Record):
     """Calls whose result is not kept: they run forward again for it, from what they were given, and save nothing."""
     offload: frozenset[str] = frozenset()
     """Slots whose memory is copied to the host and back before it is read."""
+    in_place: frozenset[str] = frozenset()
+    """Kinds of nodes whose gradients are written over others: those of the first few of `Profile.in_place`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +251,8 @@ class Decided(Record):
     """Ids of the module calls that run forward again for their result."""
     offload: tuple[str, ...] = ()
     """Addresses of slots that are copied to the host and back."""
+    in_place: dict[str, int] = field(default_factory=dict)
+    """Kind of autograd node -> bytes from which on its gradients are written over those that come to it."""
 
     @property
     def decisions(self) -> Decisions:
@@ -242,16 +261,22 @@ class Decided(Record):
             replay=frozenset(self.replay),
             advance=frozenset(self.advance),
             offload=frozenset(self.offload),
+            in_place=frozenset(self.in_place),
         )
 
     def folded(self) -> dict[str, Block]:
         """Written once for blocks that are alike."""
         return fold(self.remake, self.replay, self.advance, self.offload)
 
+    def _folded(self) -> dict[str, object]:
+        """Its fields as they are written."""
+        return {"decisions": self.folded(), "in_place": self.in_place}
 
-def _unfolded(blocks: object) -> dict[str, object]:
-    """The fields of a Decided. Raises ValueError for what is none."""
-    return dict(zip(("remake", *KINDS), unfold(msgspec.convert(blocks, dict[str, Block])), strict=True))
+
+def _unfolded(fields: dict[str, Any]) -> dict[str, object]:
+    """The fields of a Decided from those that were written. Raises ValueError for what is none."""
+    blocks = msgspec.convert(fields.pop("decisions", None), dict[str, Block])
+    return {**fields, **dict(zip(("remake", *KINDS), unfold(blocks), strict=True))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,14 +308,14 @@ class Plan(Decided):
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)
         first = {name: fields.pop(name) for name in ("format", "fingerprint", "budget_bytes")}
-        del fields["remake"], fields["replay"], fields["advance"], fields["offload"], fields["larger"]
-        larger = {} if self.larger is None else {"larger": self.larger.folded()}
-        return {**first, "decisions": self.folded(), **fields, **larger}
+        for name in ("remake", *KINDS, "in_place", "larger"):
+            del fields[name]
+        larger = {} if self.larger is None else {"larger": self.larger._folded()}
+        return {**first, **self._folded(), **fields, **larger}
 
     @classmethod
     def _read(cls, text: bytes) -> Self:
         fields = msgspec.json.decode(text, type=dict[str, Any])
-        fields |= _unfolded(fields.pop("decisions", None))
         if "larger" in fields:
-            fields["larger"] = _unfolded(fields["larger"])
-        return msgspec.convert(fields, cls)
+            fields["larger"] = _unfolded(msgspec.convert(fields["larger"], dict[str, Any]))
+        return msgspec.convert(_unfolded(fields), cls)

@@ -23,7 +23,7 @@ and now and then a lucky find. Not yet: fewer rungs are solved for very deep mod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lowtide.errors import Infeasible
 from lowtide.planner.exact import Bytes, Exact, is_rough
@@ -33,7 +33,7 @@ from lowtide.planner.moves import Moves
 from lowtide.planner.pool import Found, Pool, Span, staircase
 from lowtide.planner.predict import Simulator
 from lowtide.planner.programme import is_over
-from lowtide.planner.records import Decisions, Prediction, Profile
+from lowtide.planner.records import Decisions
 
 Solver = Callable[[Simulator, int], Decisions]
 """From a simulator and a budget in bytes to decisions whose predicted peak is within it. Raises Infeasible."""
@@ -83,13 +83,6 @@ def most_saving(simulator: Simulator) -> Decisions:
     """The decisions with the smallest peak that the search finds."""
     ladder = ladder_of(simulator)
     return simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
-
-
-def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
-    """The decisions with the smallest peak that the search finds, and what they need. `offload` as for `plan`."""
-    simulator = Simulator(profile if offload else replace(profile, offload_bytes_per_ms=None))
-    decisions = most_saving(simulator)
-    return decisions, simulator.predict(decisions)
 
 
 def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Infeasible:

@@ -102,6 +102,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         step_ms=step_ms,
         measured_plain_peak_bytes=measured,
         given=audit.inputs,
+        written_over=audit.written_over,
         offload_bytes_per_ms=bytes_per_ms(place_of(model)),
         notes=(
             *doubts(model, place_of(model)),

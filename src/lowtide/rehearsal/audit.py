@@ -20,6 +20,7 @@ from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal import addresses, readers, sharding
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
+from lowtide.rehearsal.in_place import AuditInPlace, Together
 from lowtide.rehearsal.outside import take_back
 from lowtide.rehearsal.processes import n_sent
 from lowtide.rehearsal.profile import transients
@@ -66,6 +67,10 @@ class Audit(Remakes, Probe):
         self.inputs: list[list[str]] = []
         """What tensors each call of the model from outside was given, in words."""
         self.reads = 0
+        self.written_over: list[Together] = []
+        """Gradients that can be written in place."""
+        self._tried_in_place: AuditInPlace | None = None
+        self._mark = mark
         self._blocks = repeated_blocks(model)
         self._around_blocks = frozenset(
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
@@ -82,7 +87,7 @@ class Audit(Remakes, Probe):
         self.install()
         values.probe = self
         try:
-            with self._units.watched():
+            with self._units.watched(), AuditInPlace(self._place, self._mark) as self._tried_in_place:
                 yield
         finally:
             values.probe = None
@@ -98,6 +103,8 @@ class Audit(Remakes, Probe):
         sharding.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
         transients(self.values, stream)
+        assert self._tried_in_place is not None
+        self.written_over = self._tried_in_place.settle(stream)
 
     # --- module calls
 

@@ -202,6 +202,7 @@ class _Size:
             step_ms=step_ms,
             measured_plain_peak_bytes=peak_bytes,
             given=self.audit.inputs,
+            written_over=self.audit.written_over,
             offload_bytes_per_ms=bytes_per_ms(place_of(model)),
             notes=(*doubts(model, place_of(model)), *notes),
         )

@@ -11,6 +11,7 @@ from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.gone import withdraw_gone
+from lowtide.rehearsal.in_place import Together, in_place, with_their_own
 from lowtide.rehearsal.passes import in_passes, passes
 from lowtide.rehearsal.seen import Seen, levels, natural_ends, phases, watch
 from lowtide.rehearsal.unrecorded import blocks_of
@@ -30,12 +31,14 @@ def assemble(
     step_ms: float,
     measured_plain_peak_bytes: int | None,
     given: list[list[str]],
+    written_over: list[Together],
     offload_bytes_per_ms: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Profile:
     """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls.
 
-    `given` has for each call of the model from outside what it was given, in words.
+    `given` has for each call of the model from outside what it was given, in words; `written_over` are the
+    gradients that were written in place.
     """
     values = _upstream_first(values, slots, calls)
     seen = watch(stream)
@@ -82,12 +85,12 @@ def assemble(
         labels.setdefault(block, "operand")
     states = [i for i, draft in enumerate(values) if draft.state_of is not None]
     storage_of_value |= {i: len(blocks) + n for n, i in enumerate(states)}
-    base, gradients, first = levels(stream, cuts, set(blocks), seen)
+    level = levels(stream, cuts, set(blocks), seen)
     found = Profile(
         fingerprint=fingerprint,
         static=static,
-        base_bytes=base,
-        gradient_bytes=gradients,
+        base_bytes=with_their_own(written_over, level),
+        gradient_bytes=level.gradients,
         phases=phases(seen, position),
         storages=tuple(
             Storage(
@@ -168,12 +171,13 @@ def assemble(
                 advance_ms=call.advance_ms,
                 advance_flops=call.advance_flops,
                 state_bytes=0 if call.state is None else values[call.state].bytes,
-                begins_at=first[position(seen.enter[k])],
+                begins_at=level.first[position(seen.enter[k])],
             )
             for k, call in enumerate(calls)
         ),
         step_ms=step_ms,
         measured_plain_peak_bytes=measured_plain_peak_bytes,
+        in_place=in_place(written_over, level),
         given=tuple(dict.fromkeys(map(", ".join, given))),
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,

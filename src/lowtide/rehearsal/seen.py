@@ -39,6 +39,8 @@ class Seen:
     copies: set[int] = field(default_factory=set)
     """Blocks that a remake or replay allocated, or holds so that it can run."""
     gradients: set[int] = field(default_factory=set)
+    in_place: list[tuple[int, str, int]] = field(default_factory=list)
+    """Event, kind of node and bytes of each gradient that was written over another one."""
 
 
 def watch(stream: EventStream) -> Seen:
@@ -100,6 +102,8 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
                     seen.block_of_input[call, place] = at[where]
         case "leave", int(call):
             seen.leave[call] = i
+        case "in place", (str(node), int(n_bytes)):
+            seen.in_place.append((i, node, n_bytes))
         case "gradients", tuple(found):
             seen.gradients.update(at[where] for where in found if where in at)
 
@@ -130,13 +134,24 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
         seen.dies[block] = min(end, seen.dies.get(block, end))
 
 
-def levels(
-    stream: EventStream, cuts: list[int], storages: set[int], seen: Seen
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """For each position the most bytes at once outside of storages and remade copies, and how many are gradients.
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """For each position, bytes outside of storages and remade copies."""
 
-    And how many there are when it begins.
-    """
+    most: tuple[int, ...]
+    """At once."""
+    gradients: tuple[int, ...]
+    """How many of these are gradients."""
+    first: tuple[int, ...]
+    """How many there are when it begins."""
+    written: tuple[tuple[int, int, tuple[str, int]], ...]
+    """Where gradients were written over others: position, bytes just before, kind of node and bytes of the gradient."""
+
+
+def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: Seen) -> Levels:
+    """What is in memory besides what decisions are about."""
+    in_place = {i: (node, n_bytes) for i, node, n_bytes in seen.in_place}
+    written = []
     level = gradients = 0
     base, gradient, first = [0] * len(cuts), [0] * len(cuts), [0] * len(cuts)
     p = -1
@@ -152,9 +167,11 @@ def levels(
             base[p], gradient[p], first[p] = level, gradients, level
         elif level > base[p]:
             base[p], gradient[p] = level, gradients
+        if i in in_place:
+            written.append((p, level, in_place[i]))
     for q in range(p + 1, len(cuts)):
         base[q], gradient[q], first[q] = level, gradients, level
-    return tuple(base), tuple(gradient), tuple(first)
+    return Levels(tuple(base), tuple(gradient), tuple(first), tuple(written))
 
 
 def phases(seen: Seen, at: Callable[[int], int]) -> dict[str, int]:

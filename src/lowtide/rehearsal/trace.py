@@ -46,7 +46,9 @@ class MostSaving(Engine):
     def __init__(self, model: nn.Module, audit: Audit) -> None:
         self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
         nodes = nodes_at(audit.values, audit.slots)
-        super().__init__(model, actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay))
+        in_place = {node: least for group in audit.written_over for node, least in group.nodes.items()}
+        actions = actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay)
+        super().__init__(model, actions, in_place=[in_place])
 
     def notes(self, scope: Scope) -> bool:
         return True
@@ -63,7 +65,7 @@ class Trace(Probe):
     something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
     number of the pass, address of the memory that a graph made by backward, or compiled code, may hold), `noted` (call,
     address of the memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`,
-    `gradients` (their addresses).
+    `gradients` (their addresses), `in place` (kind of node, bytes of its gradient, which has none of its own).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
@@ -160,6 +162,9 @@ class Trace(Probe):
 
     def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
         self.mark("made", None)
+
+    def writing_over(self, node: str, n_bytes: int) -> None:
+        self.mark("in place", (node, n_bytes))
 
 
 def states_of(maker: Maker | None) -> Iterable[Tensor]:

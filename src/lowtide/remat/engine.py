@@ -10,7 +10,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch import CALL, in_backward, in_function_transform, never_compiled, saved_tensor_hooks
 from lowtide.errors import LowtideError
+from lowtide.identity import place_of
 from lowtide.remat import values
 from lowtide.remat.actions import OFFLOAD, SHAPE, SIGNS, Actions, Decision, actions_for
 from lowtide.remat.advance import Advance
 from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
+from lowtide.remat.in_place import InPlace
 from lowtide.remat.layout import producer, whole
 from lowtide.remat.reads import PACKINGS, packed, saved_for_shape, saves_signs
 from lowtide.remat.recipes import CannotRemake, TooSmall
@@ -44,11 +46,20 @@ __all__ = ["Actions", "Decision", "Engine", "Pass", "actions_for"]
 class Engine:
     """The pair of hooks, and the seams in a model."""
 
-    def __init__(self, model: nn.Module, *actions: Mapping[str, dict[int, Actions]]) -> None:
-        """`actions` are those of one plan, or of several, of which `choose` takes one for each run of the model."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *actions: Mapping[str, dict[int, Actions]],
+        in_place: Sequence[Mapping[str, int]] = (),
+    ) -> None:
+        """`actions` are those of one plan, or of several, of which `choose` takes one for each run of the model.
+
+        `in_place` has for each of them from how many bytes on which nodes write their gradients over others.
+        """
         self.model = model
         self.builder = Builder(Owners(model))
         self.tables = actions
+        self.in_place = in_place or [{} for _ in actions]
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
         self.mixed: frozenset[str] = frozenset()
@@ -58,6 +69,7 @@ class Engine:
         self.n_runs_in_eval_mode = 0
         """And those to which nothing was done, as the model was in eval mode."""
         self.here = Here()
+        self._writing: InPlace | None = None
         self._thread: int | None = None
         """Of the run that is in progress."""
         self._seams: list[Seam] = []
@@ -208,9 +220,18 @@ class Engine:
 
     # --- the calls
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The plan for a run of the model that begins with this call, by its number; None to do nothing."""
+    @property
+    def does_anything(self) -> bool:
+        """Whether there is anything to do, for whatever batch."""
+        return any(self.tables) or any(self.in_place)
+
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The plan for a run of the model that begins with this call, by its number."""
         return 0
+
+    def keeps_all(self, plan: int) -> bool:
+        """Whether that one has nothing to do with what is saved, so that the hooks need not be there."""
+        return False
 
     def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
@@ -236,7 +257,9 @@ class Engine:
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         plan = self.choose(seam, args, kwargs)
-        if plan is None:
+        if self._writing is not None:
+            self._writing.least = self.in_place[plan]
+        if self.keeps_all(plan):
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         now = Pass(self, plan)
@@ -280,6 +303,8 @@ class Engine:
                     f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
                 )
             front = front.before
+        if any(self.in_place):
+            self._writing = InPlace(place_of(self.model).type, self.wrote_in_place)
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if module not in inside:
@@ -287,12 +312,20 @@ class Engine:
                 if self._seams[-1].is_compiled:  # what is called in there is no call any longer
                     inside.update(below for below in module.modules() if below is not module)
 
+    def wrote_in_place(self, node: str, n_bytes: int) -> None:
+        """A gradient is about to be written over the one that came to such a node."""
+        if (probe := values.probe_of(self)) is not None:
+            probe.writing_over(node, n_bytes)
+
     def displaced(self) -> Iterator[Seam]:
         """Seams in whose place somebody else has come since, as `Module.compile` does."""
         return (seam for seam in self._seams if not seam.stands())
 
     def remove(self) -> None:
         """Take every seam out again. Handles that a running backward still holds go on working."""
+        if self._writing is not None:
+            self._writing.remove()
+            self._writing = None
         while self._seams:
             self._seams.pop().remove()
 

@@ -27,22 +27,24 @@ class Planned(Engine):
 
     def __init__(self, model: nn.Module, plan: Plan | None) -> None:
         decided = [] if plan is None else [plan] if plan.larger is None else [plan, plan.larger]
-        super().__init__(model, *(map(table_of, decided) if decided else [{}]))
+        tables = [*map(table_of, decided)] or [{}]
+        super().__init__(model, *tables, in_place=[each.in_place for each in decided])
         self.mixed = frozenset(plan.mixed if plan is not None else ())
         given = () if plan is None else plan.given
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Told of what a part of the model is given that a step calls by itself."""
         self._most = max((elements(shapes_in(words)) for words in given), default=None)
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """What is for larger batches where a call is given more elements than any that was rehearsed.
 
         One that is longer and has fewer rows, as where batches are put together by their tokens, is none.
         """
         if seam.module is not self.model:
             self.of_a_part(args, kwargs)
-        number = 0
         if len(self.tables) > 1 and self._most is not None:
-            number = int(elements(shapes_of(args, kwargs)) > self._most)
-        is_told = values.probe_of(self) is not None  # what is kept, too
-        return number if self.tables[number] or is_told else None
+            return int(elements(shapes_of(args, kwargs)) > self._most)
+        return 0
+
+    def keeps_all(self, plan: int) -> bool:
+        return not self.tables[plan] and values.probe_of(self) is None  # which is told what is kept, too

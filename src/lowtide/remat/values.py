@@ -298,6 +298,9 @@ class Probe:
     def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
         """It ran, and gave this."""
 
+    def writing_over(self, node: str, n_bytes: int) -> None:
+        """A gradient is about to be written over the one of so many bytes that came to a node of that kind."""
+
 
 probe: Probe | None = None
 

@@ -109,7 +109,8 @@ def _decided(plan: Plan) -> dict[str, None]:
     pulled = (f"lever {lever.name}" for lever in plan.levers)
     replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
     offloaded = (f"offload {address}" for address in plan.offload)
-    return dict.fromkeys([*pulled, *remade, *replayed, *advanced, *offloaded])
+    in_place = (f"gradients in place {node}" for node in plan.in_place)
+    return dict.fromkeys([*pulled, *in_place, *remade, *replayed, *advanced, *offloaded])
 
 
 def show_diff(first: Plan, second: Plan) -> str:
@@ -135,7 +136,7 @@ def show_diff(first: Plan, second: Plan) -> str:
 
 def _folded(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
     mine = set(only)
-    yield from (line for line in only if line.startswith("lever "))
+    yield from (line for line in only if line.startswith(("lever ", "gradients in place ")))
     remake = {address: node for address, node in plan.remake.items() if f"remake {address}" in mine}
     replay = [call for call in plan.replay if f"replay {call}" in mine]
     advance = [call for call in plan.advance if f"advance {call}" in mine]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowtide.planner.planning import simulator_of
+from lowtide.planner.planning import simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Profile
-from lowtide.planner.solve import smallest_peak
 from lowtide.report.plans import extra
 from lowtide.report.text import levers
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time

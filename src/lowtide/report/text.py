@@ -104,6 +104,8 @@ def decisions(plan: Plan) -> str:
     if plan.decisions == Decisions():
         return "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
     parts = []
+    if plan.in_place:
+        parts.append(f"gradients in place: {', '.join(map(_op, plan.in_place))}")
     if plan.remake:
         count = Counter(map(_op, plan.remake.values()))
         most = sorted(count.items(), key=lambda item: (-item[1], item[0]))

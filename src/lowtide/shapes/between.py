@@ -36,6 +36,9 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
     def whole(a: int, b: int) -> int:
         return math.ceil(line(a, b) - 1e-6)
 
+    def part(a: int, b: int) -> int:
+        return math.floor(line(a, b) + 1e-6)
+
     pairs = zip(small.storages, large.storages, strict=True)
     values = zip(small.values, large.values, strict=True)
     calls = zip(small.calls, large.calls, strict=True)
@@ -64,13 +67,18 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
                 flops=whole(a.flops, b.flops),
                 advance_ms=line(a.advance_ms, b.advance_ms),
                 advance_flops=whole(a.advance_flops, b.advance_flops),
-                begins_at=(
-                    None
-                    if a.begins_at is None or b.begins_at is None
-                    else math.floor(line(a.begins_at, b.begins_at) + 1e-6)
-                ),
+                begins_at=None if a.begins_at is None or b.begins_at is None else part(a.begins_at, b.begins_at),
             )
             for a, b in calls
+        ),
+        in_place=tuple(
+            replace(
+                b,
+                nodes={node: math.floor(line(a.nodes[node], least)) for node, least in b.nodes.items()},
+                saved_bytes=_each(part, a.saved_bytes, b.saved_bytes),
+                extra_ms=line(a.extra_ms, b.extra_ms),
+            )
+            for a, b in zip(small.in_place, large.in_place, strict=True)
         ),
         step_ms=line(small.step_ms, large.step_ms),
         measured_plain_peak_bytes=None if peaks[0] is None or peaks[1] is None else whole(peaks[0], peaks[1]),
@@ -90,5 +98,6 @@ def _skeleton(profile: Profile) -> object:
         [(s.born, s.dies, s.category) for s in profile.storages],
         [(v.storage, v.node, v.recipe, v.needs, v.expensive, v.refused is None) for v in values],
         [replace(slot, label="") for slot in profile.slots],
+        [sorted(each.nodes) for each in profile.in_place],
         [(c.id, c.cls, c.parent, c.enter, c.exit, c.refused is None, c.gives) for c in profile.calls],
     )

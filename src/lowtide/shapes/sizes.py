@@ -135,8 +135,9 @@ class Calls(Engine):
         self.shapes: dict[str, Shapes] = {}
         """By the module's path, of its largest call."""
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found = shapes_of(args, kwargs)
         known = self.shapes.get(seam.path)
         if known is None or within(known, found):
             self.shapes[seam.path] = found
+        return 0

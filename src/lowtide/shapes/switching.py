@@ -23,7 +23,8 @@ class Switching(Engine):
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
-        super().__init__(model, *map(table_of, [*plans, plans[-1].larger or plans[-1]]))
+        decided = [*plans, plans[-1].larger or plans[-1]]
+        super().__init__(model, *map(table_of, decided), in_place=[each.in_place for each in decided])
         self.mixed = frozenset(address for plan in plans for address in plan.mixed)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
@@ -35,9 +36,9 @@ class Switching(Engine):
     @property
     def does_anything(self) -> bool:
         """Whether there is anything to do for a batch that was rehearsed."""
-        return any(self.tables[: len(self._shapes)])
+        return any(self.tables[: len(self._shapes)]) or any(self.in_place)
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """By the shapes of what the outermost call is given: a few comparisons."""
         chosen = len(self._shapes) - 1
         if seam.path in self._telling:
@@ -51,7 +52,10 @@ class Switching(Engine):
                 chosen += int(most is None or elements(found) > elements(most))
                 if most is None or not no_larger(found, most):
                     self.larger(seam, found)
-        return chosen if self.tables[chosen] else None
+        return chosen
+
+    def keeps_all(self, plan: int) -> bool:
+        return not self.tables[plan]
 
     def larger(self, seam: Seam, found: Shapes) -> None:
         """Say, once, that a batch is beyond what is known."""

@@ -1,0 +1,443 @@
+"""Gradients are written over those that they are computed from, and over none that anybody else has."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lowtide
+from lowtide.memory.cpu import CpuRecorder
+from lowtide.memory.events import Timeline
+from lowtide.planner import smallest_peak
+from lowtide.remat import in_place
+from lowtide.remat.in_place import OPERATORS, InPlace
+
+NODES = sorted(OPERATORS)
+FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+
+
+class Written(InPlace):
+    """In force for every gradient from 4 KiB on; `nodes` are those that wrote one in place."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.nodes: list[str] = []
+        super().__init__("cpu", lambda node, n_bytes: self.nodes.append(node))
+        self.least = dict.fromkeys(nodes or NODES, in_place.MIN_BYTES)
+
+
+def activations(
+    form: torch.memory_format = torch.contiguous_format, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 32, 16, 16).to(dtype).contiguous(memory_format=form).requires_grad_()
+
+
+def backward(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The gradient of `x`, and the most bytes at once that it took in one backward pass."""
+    y = forward(x)
+    loss = y.float().square().sum()
+    with CpuRecorder() as recorder:
+        (gradient,) = torch.autograd.grad(loss, x)
+    return gradient, Timeline(recorder.stream).peak_bytes
+
+
+def test_all_operators_are_there() -> None:
+    assert sorted(in_place.available("cpu")) == NODES
+    assert in_place.available("mps") == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("node", NODES)
+def test_the_same_bits_in_less_memory(node: str, form: str, dtype: torch.dtype) -> None:
+    operator, x = OPERATORS[node], activations(FORMATS[form], dtype)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return operator.forward(x * 1) * 1
+
+    plain, plain_bytes = backward(forward, x)
+    with Written(node) as written:
+        found, found_bytes = backward(forward, x)
+    assert torch.equal(found, plain)
+    assert found.stride() == plain.stride()
+    if form == "contiguous":
+        assert written.nodes == [node]
+    if written.nodes and dtype is torch.float32:
+        assert found_bytes <= plain_bytes
+    assert torch.equal(backward(forward, x)[0], plain)
+    assert written.nodes in ([], [node])  # and no more since
+
+
+def three_sizes(x: torch.Tensor) -> torch.Tensor:
+    """The loss of a language model: three tensors of its size are there in backward, or two."""
+    return functional.nll_loss(functional.log_softmax(x * 1, -1), torch.zeros(len(x), dtype=torch.long))
+
+
+def test_a_loss_takes_two_of_its_tensors_instead_of_three() -> None:
+    x = torch.randn(64, 1000, requires_grad=True)
+
+    def peak() -> int:
+        with CpuRecorder() as recorder:
+            three_sizes(x).backward()
+        x.grad = None
+        return round(Timeline(recorder.stream).peak_bytes / x.nbytes)
+
+    assert peak() == 3
+    with Written():
+        assert peak() == 2
+    assert peak() == 3
+
+
+# --- whoever else has the gradient ------------------------------------------------------------------------------------
+
+
+def stored(y: torch.Tensor, held: list[object]) -> None:
+    y.register_hook(lambda gradient: held.append(gradient))
+
+
+def viewed(y: torch.Tensor, held: list[object]) -> None:
+    y.register_hook(lambda gradient: held.append(gradient.view(-1)))
+
+
+def detached(y: torch.Tensor, held: list[object]) -> None:
+    y.register_hook(lambda gradient: held.append(gradient.detach()))
+
+
+def as_storage(y: torch.Tensor, held: list[object]) -> None:
+    y.register_hook(lambda gradient: held.append(gradient.untyped_storage()))
+
+
+def as_numpy(y: torch.Tensor, held: list[object]) -> None:
+    y.register_hook(lambda gradient: held.append(gradient.numpy()))
+
+
+def retained(y: torch.Tensor, held: list[object]) -> None:
+    y.retain_grad()
+    held.append(y)
+
+
+def before_the_node(y: torch.Tensor, held: list[object]) -> None:
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda gradients: held.append(gradients))
+
+
+def after_the_node(y: torch.Tensor, held: list[object]) -> None:
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(lambda _, gradients: held.append(gradients))
+
+
+def values_in(held: object) -> Iterator[list[float]]:
+    for thing in held if isinstance(held, list | tuple) else [held]:
+        if isinstance(thing, list | tuple):
+            yield from values_in([each for each in thing if each is not None])
+        elif isinstance(thing, torch.UntypedStorage):
+            yield torch.tensor([], dtype=torch.float32).set_(thing).tolist()  # type: ignore[call-overload]
+        elif isinstance(thing, torch.Tensor) and thing.retains_grad and thing.grad is not None:
+            yield thing.grad.flatten().tolist()
+        else:
+            yield torch.as_tensor(thing).flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "hold", [stored, viewed, detached, as_storage, as_numpy, retained, before_the_node, after_the_node]
+)
+@pytest.mark.parametrize("node", NODES)
+def test_who_holds_a_gradient_keeps_it(node: str, hold: Callable[[torch.Tensor, list[object]], None]) -> None:
+    x = activations()
+
+    def run() -> tuple[torch.Tensor, list[list[float]]]:
+        held: list[object] = []
+        y = OPERATORS[node].forward(x * 1)
+        hold(y, held)
+        weight = torch.linspace(0, 1, y.numel()).view(y.shape)
+        (gradient,) = torch.autograd.grad((y * weight).sum(), x)
+        return gradient, list(values_in(held))
+
+    plain, seen = run()
+    with Written():
+        found, seen_now = run()
+    assert torch.equal(found, plain)
+    assert seen_now == seen
+    assert seen
+
+
+def test_a_gradient_that_the_user_gave_stays() -> None:
+    x, mine = activations(), torch.ones(4, 32, 16, 16)
+    with Written() as written:
+        (found,) = torch.autograd.grad(functional.gelu(x), x, mine)
+    assert written.nodes == []
+    assert torch.equal(mine, torch.ones_like(mine))
+    assert torch.equal(found, torch.autograd.grad(functional.gelu(x), x, mine)[0])
+
+
+def test_gradients_that_are_asked_for_stay() -> None:
+    x = activations()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        y = functional.gelu(x * 1)
+        return torch.autograd.grad(y.square().sum(), (y, x))
+
+    plain = run()
+    with Written() as written:
+        found = run()
+    assert written.nodes == []
+    assert all(map(torch.equal, found, plain))
+
+
+def test_two_branches_with_one_gradient() -> None:
+    x = activations()
+
+    def run() -> torch.Tensor:
+        return torch.autograd.grad(((functional.gelu(x * 1) + torch.tanh(x * 2)) * 3).sum(), x)[0]
+
+    plain = run()
+    with Written() as written:
+        found = run()
+    assert torch.equal(found, plain)
+    assert len(written.nodes) == 1  # whoever comes last has it for itself
+
+
+class Reused(torch.autograd.Function):
+    """A node of somebody else that calls such an operator and then looks at the gradient once more."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.gelu_backward(gradient, x) + gradient
+
+
+def test_other_callers_of_an_operator_are_left_alone() -> None:
+    x = activations()
+    plain, _ = backward(lambda x: Reused.apply(x * 1) * 1, x)
+    with Written() as written:
+        found, _ = backward(lambda x: Reused.apply(x * 1) * 1, x)
+        direct = torch.ops.aten.gelu_backward(torch.ones_like(x), x.detach())
+    assert written.nodes == []
+    assert torch.equal(found, plain)
+    assert torch.equal(direct, torch.ops.aten.gelu_backward(torch.ones_like(x), x.detach()))
+
+
+@pytest.mark.parametrize("node", sorted(set(NODES) - {"HardsigmoidBackward0"}))  # torch has no second derivative
+def test_graphs_of_gradients(node: str) -> None:
+    x = activations()
+
+    def run() -> torch.Tensor:
+        y = OPERATORS[node].forward(x * 1)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    plain = run()
+    with Written():
+        found = run()
+    assert torch.equal(found, plain)
+
+
+def test_transforms_of_functions() -> None:
+    x = activations().detach()
+
+    def gradient(row: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.grad(lambda row: functional.silu(row * 1).square().sum())(row)
+        return found
+
+    plain = torch.func.vmap(gradient)(x)
+    with Written():
+        found = torch.func.vmap(gradient)(x)
+    assert torch.equal(found, plain)
+
+
+def test_backward_twice() -> None:
+    x = activations()
+    with Written():
+        loss = functional.gelu(x * 1).square().sum()
+        first = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        second = torch.autograd.grad(loss, x)[0]
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shape", [(64, 50), (8, 50, 30), (2, 24, 5, 6, 7)], ids=str)
+def test_batch_norm_of_any_shape(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, norm = torch.randn(shape, requires_grad=True), nn.BatchNorm3d(shape[1])
+    norm._check_input_dim = lambda x: None  # type: ignore[method-assign]
+    weight = torch.randn(shape)
+
+    def run() -> list[torch.Tensor]:
+        found = torch.autograd.grad((norm(x * 1) * weight).sum(), [x, *norm.parameters()])
+        return list(found)
+
+    plain = run()
+    with Written() as written:
+        found = run()
+    assert written.nodes == ["NativeBatchNormBackward0"]
+    assert all(map(torch.equal, found, plain))
+
+
+def test_group_norm_with_a_weight() -> None:
+    x, norm = activations(), nn.GroupNorm(8, 32)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad((norm(x * 1) * x.detach()).sum(), [x, *norm.parameters()])
+
+    plain = run()
+    with Written() as written:
+        found = run()
+    assert written.nodes == ["NativeGroupNormBackward0"]
+    assert all(map(torch.equal, found, plain))
+
+
+# --- putting it in force, and taking it off ---------------------------------------------------------------------------
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return backward(lambda x: functional.gelu(x * 1) * 1, x)[0]
+
+
+def test_the_last_one_in_force_rules() -> None:
+    x, first, second = activations(), Written(), Written("TanhBackward0")
+    gelu(x)
+    assert first.nodes == second.nodes == []
+    second.remove()
+    gelu(x)
+    assert first.nodes == ["GeluBackward0"]
+    first.remove()
+    first.remove()
+    gelu(x)
+    assert first.nodes == ["GeluBackward0"]
+    assert not in_place._LIBRARIES
+
+
+def test_several_threads() -> None:
+    inputs = [torch.randn(64, 1000, requires_grad=True) for _ in range(4)]
+    plain = [torch.autograd.grad(three_sizes(x), x)[0] for x in inputs]
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def work(number: int) -> None:
+        x = inputs[number]
+        found[number] = [torch.autograd.grad(three_sizes(x), x)[0] for _ in range(20)]
+
+    with Written() as written:
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(written.nodes) == 80
+    assert all(torch.equal(gradient, plain[n]) for n, gradients in found.items() for gradient in gradients)
+
+
+@pytest.fixture
+def somebody_elses_kernel() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    own = torch.library.get_kernel("aten::gelu_backward", "CPU")
+    library.impl(
+        "gelu_backward", lambda keys, *args, **kwargs: own.call_boxed(keys, *args, **kwargs), "CPU", with_keyset=True
+    )
+    in_place.available.cache_clear()
+    yield
+    library._destroy()
+    in_place.available.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*overridden")
+def test_other_kernels_of_somebody_else_stay(somebody_elses_kernel: None) -> None:
+    assert "GeluBackward0" not in in_place.available("cpu")
+    x = activations()
+    with Written() as written:
+        gelu(x)
+        torch.autograd.grad((torch.tanh(x * 1) * 2).sum(), x)
+    assert written.nodes == ["TanhBackward0"]
+
+
+# --- in plans ---------------------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self, n_words: int = 4000) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(n_words, 32), nn.Linear(32, n_words)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(torch.tanh(self.words(x))).flatten(0, 1), x.flatten())
+
+
+def step_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_a_plan_that_only_writes_in_place_costs_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randint(4000, (8, 64))
+    step = step_of(model)
+    logits_bytes = 8 * 64 * 4000 * 4
+    profile = lowtide.rehearse(model, step, x)
+    plain_bytes = profile.measured_plain_peak_bytes
+    assert plain_bytes is not None
+    with lowtide.fit(model, step, x, budget=plain_bytes - logits_bytes + 2**16) as fitted:
+        assert "LogSoftmaxBackward0" in fitted.plan.in_place
+        assert not fitted.plan.remake
+        assert not fitted.plan.replay
+        assert fitted.plan.predicted.extra_ms == 0
+        assert fitted.verdict.measured_peak_bytes == fitted.plan.predicted.peak_bytes
+        assert fitted.verdict.identical
+        assert "gradients in place: log softmax" in str(fitted)
+    assert not in_place._LIBRARIES
+
+
+def test_a_step_that_fits_is_left_alone() -> None:
+    model, x = Classifier(100), torch.randint(100, (8, 64))
+    with lowtide.fit(model, step_of(model), x, budget="100%") as fitted:
+        assert fitted.plan.in_place == {}
+
+
+class Net(nn.Module):
+    """A stem as a ResNet's, whose batch norm has by far the largest gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+        self.rest = nn.Sequential(nn.MaxPool2d(4), nn.Conv2d(32, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.stem(x)).square().mean()
+
+
+def test_large_norms_are_done_in_pieces_where_that_pays() -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 3, 64, 64)
+    step = step_of(model)
+    profile = lowtide.rehearse(model, step, x)
+    free, slow = profile.in_place
+    assert set(slow.nodes) == {"NativeBatchNormBackward0"}
+    assert "ReluBackward0" in free.nodes
+    assert slow.extra_ms > 0 == free.extra_ms
+    _, least = smallest_peak(profile)
+    with lowtide.fit(model, step, x, budget=least.peak_bytes, profile=profile) as fitted:
+        assert "NativeBatchNormBackward0" in fitted.plan.in_place
+        assert fitted.verdict.measured_peak_bytes <= least.peak_bytes
+        assert fitted.verdict.identical
+
+
+def test_what_gives_other_bits_is_in_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(own: object, gradient: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return gradient.zero_()
+
+    monkeypatch.setitem(OPERATORS, "LogSoftmaxBackward0", replace(OPERATORS["LogSoftmaxBackward0"], write=wrong))
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randint(4000, (8, 64))
+    profile = lowtide.rehearse(model, step_of(model), x)
+    assert all("LogSoftmaxBackward0" not in each.nodes for each in profile.in_place)
