@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,30 @@ def test_who_else_has_a_tensors_memory() -> None:
     assert not _torch.has_one_owner(x)
     del graph
     assert _torch.has_one_owner(x)
+
+
+def test_references_tell_one_holder_from_two() -> None:
+    def of(make: Callable[[], torch.Tensor], holder: Callable[[torch.Tensor], object]) -> tuple[int, ...]:
+        x = make()
+        held = holder(x)
+        found = _torch.references(x)
+        del held
+        return found
+
+    def fresh() -> torch.Tensor:
+        return torch.ones(4, requires_grad=True).exp()
+
+    alone = of(fresh, lambda x: None)
+    assert alone == of(fresh, lambda x: None)
+    holders: list[Callable[[torch.Tensor], object]] = [
+        lambda x: x,
+        lambda x: [x],
+        lambda x: x.detach(),
+        lambda x: x[:2],
+        lambda x: x.untyped_storage(),
+        lambda x: x.sin(),  # a graph
+    ]
+    assert all(of(fresh, holder) != alone for holder in holders)
 
 
 def test_held_by_python() -> None:
@@ -299,9 +324,11 @@ def test_in_backward() -> None:
 
 def test_the_running_node_is_the_one_that_reads() -> None:
     seen: list[int] = []
+    kinds: list[str] = []
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
         seen.append(_torch.running_node())
+        kinds.append(_torch.running_node_name())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
@@ -311,7 +338,34 @@ def test_the_running_node_is_the_one_that_reads() -> None:
     number = _torch.sequence_number(y.grad_fn)
     y.sum().backward()
     assert seen == [number, number]
-    assert _torch.running_node() == -1
+    assert kinds == ["MulBackward0"] * 2
+    assert (_torch.running_node(), _torch.running_node_name()) == (-1, "")
+
+
+def test_a_kernel_stands_before_torchs_until_it_is_removed() -> None:
+    calls: list[dict[str, object]] = []
+
+    def kernel(own: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(kwargs)
+        return own(*args, **kwargs)
+
+    x = torch.linspace(-1, 1, 8, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(nn.functional.gelu(x, approximate="tanh").sum(), x)[0]
+
+    plain = gradient()
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            library = _torch.put_before({"aten::gelu_backward": kernel}, "CPU")
+        with pytest.raises(RuntimeError, match="already a kernel"):
+            _torch.put_before({"aten::tanh_backward": kernel, "aten::gelu_backward": kernel}, "CPU")
+        torch.tanh(x).sum().backward()  # of that nothing is left
+        assert torch.equal(gradient(), plain)
+        _torch.remove_kernels(library)
+        assert torch.equal(gradient(), plain)
+    assert calls == [{"approximate": "tanh"}] * 2
 
 
 def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,9 @@ class Ours:
             applied.remove()
 
     def _plan(self, asked: Cell, aim_bytes: int) -> Plan:
-        """What is set beside a peer's FLOPs is planned for FLOPs."""
-        return lowtide.plan(self.profile, aim_bytes, minimize="flops" if asked.kind == "peer's peak" else "time")
+        """What is set beside a peer's FLOPs, or beside another budget's, is planned for FLOPs."""
+        for_flops = asked.kind in ("peer's peak", "ladder")
+        return lowtide.plan(self.profile, aim_bytes, minimize="flops" if for_flops else "time")
 
     def _measured(self, cell: Cell, plan: Plan) -> Cell:
         if (measured := self._known.get(plan.decisions)) is None:

@@ -20,8 +20,9 @@ The step is forward and backward, without an optimizer, and with no gradients wh
   step's peak. Budgets are for the whole peak.
 - **Activations**: the plain step's peak without parameters, buffers, batch and gradients, all gradients counted. At the
   peak itself most of those may not be there yet; the row "gradients counted at the peak" is for who counts so.
-- **Plans** at the peers' peaks are made for FLOPs (`minimize="flops"`), since that is what is compared there; within
-  all other budgets they are made for time, as plans are by default.
+- **Plans** at the peers' peaks, and those for twenty budgets, are made for FLOPs (`minimize="flops"`), since that is
+  what is compared there; within all other budgets they are made for time, as plans are by default. Gradients are
+  written in place, where a plan has that, in Lowtide's steps alone.
 - **FLOPs**: counted, not estimated: matrix products, convolutions and attention of one step, beyond the plain step's.
 - **Time**: a step's over the plain one's; {turns}. Others disturb every step on a shared processor, each at another
   place. So steps are cut into some thousand pieces, from the beginning of each of torch's operators to that of the

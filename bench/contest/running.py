@@ -61,7 +61,7 @@ class Running:
         if not self.quick:
             assert plain_cell.peak_bytes is not None
             allocator.warm_up(ROOM * plain_cell.peak_bytes)
-        self.ours = Ours(Steps.of(contestant(self.name, quick=self.quick)), self.bits)
+        self.ours = Ours(Steps.of(contestant(self.name, quick=self.quick), has_plan=True), self.bits)
         static, _ = static_bytes(self.plain.model, self.plain.batch, ())
         contest = Contest(
             model=self.name,

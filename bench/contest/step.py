@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from contest.flops import Flops
 from contest.models import SEED, Batch, Contestant
 from contest.pieces import Taken, taken
 from lowtide.identity import static_bytes
+from lowtide.remat.in_place import InPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Steps:
     model: nn.Module
     batch: Batch
     call: Callable[..., Any]
+    has_plan: bool = False
+    """Whether a plan of Lowtide's may be in force. For others backward's kernels, the process's, are torch's own."""
     _look: Callable[[], None] | None = None
     _first_buffers: dict[str, Tensor] = field(init=False)
 
@@ -44,13 +48,14 @@ class Steps:
         self._first_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     @classmethod
-    def of(cls, made: Contestant) -> Steps:
-        return cls(made.model, made.batch, made.model)
+    def of(cls, made: Contestant, *, has_plan: bool = False) -> Steps:
+        return cls(made.model, made.batch, made.model, has_plan)
 
     def step(self, batch: Batch) -> Tensor:
         """Forward and backward. The output object, which holds the logits, is gone before backward begins."""
         loss: Tensor = self.call(**batch).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        with nullcontext() if self.has_plan else InPlace("cpu"):  # the last one rules, and this one wants nothing
+            loss.backward()  # type: ignore[no-untyped-call]
         if self._look is not None:
             self._look()
         self.model.zero_grad(set_to_none=True)

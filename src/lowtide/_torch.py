@@ -772,6 +772,7 @@ def _given_its_own(kernel: Callable[..., Any], own: Any) -> Callable[..., Any]:
 def remove_kernels(library: torch.library.Library) -> None:
     """Torch's own kernels are back. 2.13, since 2.0."""
     library._destroy()  # type: ignore[no-untyped-call]
+    library._op_impls.clear()  # when it is collected it would take somebody's next kernels off the list of them
 
 
 def pass_through(key: str) -> torch.library.Library:

@@ -142,7 +142,7 @@ def test_fit_takes_the_fewest_pieces_that_fit_and_only_if_it_has_to() -> None:
         assert fitted.verdict.identical
         assert fitted.verdict.relative_differences is not None
         assert fitted.verdict.relative_differences["gradients"] < ROUNDING
-    assert n == 4
+    assert n == 2
     with pulled(model, "micro-batches", n=2):  # too few
         fewer = lowtide.rehearse(model, step, batch)
     with pytest.raises(lowtide.Infeasible):

@@ -20,6 +20,7 @@ from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.checks import doubts
 from lowtide.rehearsal.outcome import digest
 from lowtide.rehearsal.trials import identical
+from lowtide.remat import in_place
 from lowtide.remat.engine import Engine
 from lowtide.remat.seam import Seam
 from lowtide.remat.surroundings import Surroundings
@@ -173,6 +174,26 @@ def test_blocks_with_fused_attention_can_be_replayed(dtype, dropout):
     model, batch = model.to(dtype), batch.to(dtype)
     profile = lowtide.rehearse(model, training_step(model), batch)
     assert [call.refused for call in profile.calls if call.cls == "TransformerEncoderLayer"] == [None] * 4
+
+
+@pytest.mark.gpu
+def test_gradients_in_place_on_a_card():
+    assert {"LogSoftmaxBackward0", "GeluBackward0", "NativeGroupNormBackward0"} <= set(in_place.available("cuda"))
+    for node in sorted(in_place.available("cuda")):
+        x = torch.randn(4, 32, 64, 64, device="cuda", requires_grad=True)
+
+        def gradient(node=node, x=x):
+            torch.cuda.reset_peak_memory_stats()
+            (found,) = torch.autograd.grad((in_place.OPERATORS[node].forward(x * 1) * x.detach()).sum(), x)
+            return found, torch.cuda.memory_stats()["requested_bytes.all.peak"]
+
+        (plain, plain_bytes), wrote = gradient(), []
+        with in_place.InPlace("cuda", lambda node, n_bytes, wrote=wrote: wrote.append(node)) as writing:
+            writing.least = {node: 0}
+            found, found_bytes = gradient()
+        assert torch.equal(found, plain)
+        assert wrote == [node]
+        assert found_bytes <= plain_bytes
 
 
 @pytest.mark.gpu
