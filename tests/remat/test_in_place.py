@@ -1,6 +1,8 @@
 """Gradients are written over those that they are computed from, and over none that anybody else has."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import lowtide
+from lowtide import _torch
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
@@ -312,7 +315,26 @@ def test_the_last_one_in_force_rules() -> None:
     first.remove()
     gelu(x)
     assert first.nodes == ["GeluBackward0"]
-    assert not in_place._LIBRARIES
+
+
+def test_what_nobody_refers_to_is_in_force_no_longer() -> None:
+    nodes = Written().nodes
+    gc.collect()
+    gelu(activations())
+    assert nodes == []
+
+
+def test_a_model_that_is_dropped_with_its_plan_is_gone() -> None:
+    model, x = Classifier(500), torch.randint(500, (8, 64))
+    step = step_of(model)
+    plan = lowtide.plan(lowtide.rehearse(model, step, x), "99%")
+    assert plan.in_place
+    lowtide.apply(model, plan)
+    step(x)
+    dropped = weakref.ref(model)
+    del model, step
+    gc.collect()
+    assert dropped() is None
 
 
 def test_several_threads() -> None:
@@ -336,6 +358,8 @@ def test_several_threads() -> None:
 
 @pytest.fixture
 def somebody_elses_kernel() -> Iterator[None]:
+    for device in list(in_place._LIBRARIES):  # of plans that other tests have left in force
+        _torch.remove_kernels(in_place._LIBRARIES.pop(device))
     library = torch.library.Library("aten", "IMPL")
     own = torch.library.get_kernel("aten::gelu_backward", "CPU")
     library.impl(
@@ -395,7 +419,6 @@ def test_a_plan_that_only_writes_in_place_costs_nothing() -> None:
         assert fitted.verdict.measured_peak_bytes == fitted.plan.predicted.peak_bytes
         assert fitted.verdict.identical
         assert "gradients in place: log softmax" in str(fitted)
-    assert not in_place._LIBRARIES
 
 
 def test_a_step_that_fits_is_left_alone() -> None:

@@ -17,6 +17,7 @@ are the bits; the audit compares them all the same.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -193,16 +194,19 @@ OPERATORS: Final = {
 
 
 class InPlace(Removable):
-    """While it is in force gradients are written over others; where several are, the last one rules."""
+    """While it is in force gradients are written over others; where several are, the last one rules.
+
+    It is until `remove`, or until nobody refers to it.
+    """
 
     def __init__(self, device: str, told: Callable[[str, int], None] | None = None) -> None:
         """`device` is its type. `told` is called with the node and the bytes each time before it is done."""
+        self.device = device
         self.least: Mapping[str, int] = {}
         """For each node from how many bytes on; none others."""
         self._told = told
-        self._device = device
         _put_before(device)
-        _IN_FORCE.append(self)
+        _IN_FORCE.append(weakref.ref(self))
 
     def wants(self, node: str, n_bytes: int) -> bool:
         """Whether the gradient of that many bytes that comes to such a node is written over."""
@@ -216,15 +220,24 @@ class InPlace(Removable):
 
     def remove(self) -> None:
         """Gradients have memory of their own again. May be called again."""
-        if self in _IN_FORCE:
-            _IN_FORCE.remove(self)
-            if self._device in _LIBRARIES and all(each._device != self._device for each in _IN_FORCE):
-                _torch.remove_kernels(_LIBRARIES.pop(self._device))
+        _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
+        devices = {other.device for reference in _IN_FORCE if (other := reference()) is not None}
+        for device in _LIBRARIES.keys() - devices:
+            _torch.remove_kernels(_LIBRARIES.pop(device))
 
 
-def wanted(node: str, n_bytes: int) -> bool:
-    """Whether something is in force that has such a gradient written over."""
-    return n_bytes >= MIN_BYTES and bool(_IN_FORCE) and _IN_FORCE[-1].wants(node, n_bytes)
+_IN_FORCE: list[weakref.ref[InPlace]] = []
+"""A model that is dropped with its plan is not to stay because of it."""
+_LIBRARIES: dict[str, torch.library.Library] = {}
+"""By the type of device, our kernels."""
+
+
+def wanting(node: str, n_bytes: int) -> InPlace | None:
+    """What is in force, if it has such a gradient written over."""
+    if n_bytes < MIN_BYTES:
+        return None
+    ruling = next((found for reference in reversed(_IN_FORCE) if (found := reference()) is not None), None)
+    return ruling if ruling is not None and ruling.wants(node, n_bytes) else None
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
@@ -234,12 +247,7 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
     node = _torch.running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
-    return wanted(node, args[0].numel() * args[0].element_size()) and _writable(OPERATORS[node], args)
-
-
-_IN_FORCE: list[InPlace] = []
-_LIBRARIES: dict[str, torch.library.Library] = {}
-"""By the type of device, our kernels."""
+    return wanting(node, args[0].numel() * args[0].element_size()) is not None and _writable(OPERATORS[node], args)
 
 
 def _put_before(device: str) -> None:
@@ -258,11 +266,11 @@ def _kernel(name: str, counts: Mapping[str, tuple[int, ...]]) -> Callable[..., A
         if (
             node in counts
             and OPERATORS[node].name == name
-            and wanted(node, args[0].numel() * args[0].element_size())
+            and (ruling := wanting(node, args[0].numel() * args[0].element_size())) is not None
             and _torch.references(args[0]) == counts[node]
             and _writable(OPERATORS[node], args)
         ):
-            return _IN_FORCE[-1].run(OPERATORS[node], own, args, kwargs)
+            return ruling.run(OPERATORS[node], own, args, kwargs)
         return own(*args, **kwargs)
 
     return kernel

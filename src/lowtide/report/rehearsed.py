@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowtide.planner.planning import simulator_of, smallest_peak
+from lowtide.planner.planning import in_place_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.report.plans import extra
 from lowtide.report.text import levers
@@ -28,6 +28,9 @@ def _lines(profile: Profile) -> Iterator[str]:
     )
     yield f"  peak{format_parts(plain.peak_bytes, plain.parts)}"
     yield f"  held after forward: {format_bytes(plain.held_bytes)} in {_saved(profile)} saved tensors"
+    free_bytes = in_place_peak_bytes(profile)
+    if free_bytes < plain.peak_bytes:
+        yield f"with gradients in place: {format_bytes(free_bytes)}, at no cost"
     _, least = smallest_peak(profile)
     share = format_ratio(least.peak_bytes / peak_bytes)
     yield f"smallest peak: {format_bytes(least.peak_bytes)} ({share}), {extra(least.extra_ms, profile.step_ms)}"

@@ -36,7 +36,7 @@ class Switching(Engine):
     @property
     def does_anything(self) -> bool:
         """Whether there is anything to do for a batch that was rehearsed."""
-        return any(self.tables[: len(self._shapes)]) or any(self.in_place)
+        return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
     def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """By the shapes of what the outermost call is given: a few comparisons."""
