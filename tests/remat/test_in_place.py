@@ -357,21 +357,38 @@ def test_several_threads() -> None:
 
 
 @pytest.fixture
-def somebody_elses_kernel() -> Iterator[None]:
+def later_kernel() -> Iterator[None]:
+    """Somebody else's, since we have looked."""
+    in_place.available("cpu")
     for device in list(in_place._LIBRARIES):  # of plans that other tests have left in force
         _torch.remove_kernels(in_place._LIBRARIES.pop(device))
-    library = torch.library.Library("aten", "IMPL")
-    own = torch.library.get_kernel("aten::gelu_backward", "CPU")
-    library.impl(
-        "gelu_backward", lambda keys, *args, **kwargs: own.call_boxed(keys, *args, **kwargs), "CPU", with_keyset=True
-    )
-    in_place.available.cache_clear()
+    library = _torch.put_before({"aten::gelu_backward": lambda own, *args, **kwargs: own(*args, **kwargs)}, "CPU")
     yield
-    library._destroy()
+    _torch.remove_kernels(library)
     in_place.available.cache_clear()
 
 
-@pytest.mark.filterwarnings("ignore:.*overridden")
+@pytest.fixture
+def somebody_elses_kernel(later_kernel: None) -> None:
+    in_place.available.cache_clear()
+
+
+def test_a_plan_that_can_not_be_done_here_is_refused(somebody_elses_kernel: None) -> None:
+    model, x = Classifier(500), torch.randint(500, (8, 64))
+    plan = lowtide.plan(lowtide.rehearse(model, step_of(model), x), "99%")
+    with pytest.raises(lowtide.LowtideError, match="GeluBackward0 in place, which can't be done here"):
+        lowtide.apply(model, replace(plan, in_place={"GeluBackward0": 4096}))
+    lowtide.apply(model, plan).remove()
+
+
+def test_kernels_of_somebody_else_that_come_later_stay_too(later_kernel: None) -> None:
+    assert "GeluBackward0" in in_place.available("cpu")
+    with Written() as written:
+        gelu(activations())
+        assert "GeluBackward0" not in in_place.available("cpu")
+    assert written.nodes == []
+
+
 def test_other_kernels_of_somebody_else_stay(somebody_elses_kernel: None) -> None:
     assert "GeluBackward0" not in in_place.available("cpu")
     x = activations()

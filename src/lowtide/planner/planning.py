@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -68,24 +67,16 @@ def plan(
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
         search = solver if solver is not solve else functools.partial(solve, until=until)
-
-        def found(n: int) -> Decisions:
-            allowed = simulator_of(profile, allow, minimize, offload=offload, in_place=n)
-            try:
-                made = search(allowed, budget_bytes)
-            except Infeasible:
-                if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
-                    solver(simulator_of(profile, allow, offload=offload, in_place=n), budget_bytes)
-                raise
-            return with_free(simulator, replace(made, in_place=frozenset(nodes_of(profile, n))))
-
-        made = _of_each(numbers(profile), found)
-        decisions = min(made.values(), key=lambda each: _cost(simulator.predict(each), minimize))
+        asked = functools.partial(simulator_of, profile, allow, offload=offload)
+        found = {n: _found(simulator, asked(minimize, in_place=n), budget_bytes, n, search) for n in numbers(profile)}
+        made = [each for each in found.values() if isinstance(each, Decisions)]
+        if not made:
+            if minimize == "flops":  # its costs are no times: the error is to say what the smallest peak takes
+                solver(asked(in_place=len(profile.in_place)), budget_bytes)
+            raise next(each for each in reversed(found.values()) if isinstance(each, Infeasible))
+        decisions = min(made, key=lambda each: _cost(simulator.predict(each), minimize))
         if minimize == "time":
-            bound_ms = min(
-                _bound_ms(profile, n, budget_bytes, made.get(n), simulator, until, allow=allow, offload=offload)
-                for n in numbers(profile)
-            )
+            bound_ms = min(_bound_ms(simulator, asked(in_place=n), budget_bytes, n, found[n], until) for n in found)
     predicted = simulator.predict(decisions)
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
@@ -118,18 +109,13 @@ def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions
     return decisions, simulator_of(profile, offload=offload).predict(decisions)
 
 
-def _of_each(numbers: Iterable[int], found: Callable[[int], Decisions]) -> dict[int, Decisions]:
-    """What is found for each number, where anything is. Raises the last one's Infeasible if nothing is for any."""
-    made, why = dict[int, Decisions](), None
-    for n in numbers:
-        try:
-            made[n] = found(n)
-        except Infeasible as error:
-            why = error
-    if not made:
-        assert why is not None
-        raise why
-    return made
+def _found(simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver) -> Decisions | Infeasible:
+    """What is decided with the first `n` of the gradients in place, which `allowed` has; or that nothing fits so."""
+    try:
+        found = search(allowed, budget_bytes)
+    except Infeasible as error:
+        return error
+    return with_free(simulator, replace(found, in_place=frozenset(nodes_of(simulator.profile, n))))
 
 
 def _cost(predicted: Prediction, minimize: Objective) -> tuple[float, float]:
@@ -138,20 +124,16 @@ def _cost(predicted: Prediction, minimize: Objective) -> tuple[float, float]:
 
 
 def _bound_ms(
-    profile: Profile,
-    n: int,
-    budget_bytes: int,
-    made: Decisions | None,
     simulator: Simulator,
+    allowed: Simulator,
+    budget_bytes: int,
+    n: int,
+    found: Decisions | Infeasible,
     until: float | None,
-    *,
-    allow: Allowed,
-    offload: bool,
 ) -> float:
-    """What every plan takes at least that has the first `n` of `profile.in_place`; `made` is one of them, if any is."""
-    own_ms = extra_ms(profile, n)
-    known_ms = math.inf if made is None else simulator.predict(made).extra_ms - own_ms
-    allowed = simulator_of(profile, allow, offload=offload, in_place=n)
+    """What every plan takes at least that has just the first `n` of the gradients in place; `found` is one of them."""
+    own_ms = extra_ms(simulator.profile, n)
+    known_ms = simulator.predict(found).extra_ms - own_ms if isinstance(found, Decisions) else math.inf
     return own_ms + lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)
 
 

@@ -25,7 +25,7 @@ from lowtide.remat.actions import OFFLOAD, SHAPE, SIGNS, Actions, Decision, acti
 from lowtide.remat.advance import Advance
 from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
-from lowtide.remat.in_place import InPlace
+from lowtide.remat.in_place import InPlace, check
 from lowtide.remat.layout import producer, whole
 from lowtide.remat.reads import PACKINGS, packed, saved_for_shape, saves_signs
 from lowtide.remat.recipes import CannotRemake, TooSmall
@@ -304,7 +304,10 @@ class Engine:
                 )
             front = front.before
         if any(self.in_place):
-            self._writing = InPlace(place_of(self.model).type, self.wrote_in_place)
+            device = place_of(self.model).type
+            writing = InPlace(device, self.wrote_in_place)
+            check(device, (node for each in self.in_place for node in each))
+            self._writing = writing
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if module not in inside:

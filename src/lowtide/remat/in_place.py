@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from lowtide import _torch
 from lowtide._removable import Removable
+from lowtide.errors import LowtideError
 
 aten = torch.ops.aten
 
@@ -232,6 +233,16 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 """By the type of device, our kernels."""
 
 
+def check(device: str, nodes: Iterable[str]) -> None:
+    """Raise LowtideError if these nodes' gradients can't be written in place on that type of device."""
+    missing = sorted(set(nodes) - set(available(device)))
+    if missing and device in DEVICES:
+        raise LowtideError(
+            f"the plan writes gradients of {', '.join(missing)} in place, which can't be done here: somebody else's "
+            "kernels stand before torch's. Rehearse and plan again, or do without them."
+        )
+
+
 def wanting(node: str, n_bytes: int) -> InPlace | None:
     """What is in force, if it has such a gradient written over."""
     if n_bytes < MIN_BYTES:
@@ -252,10 +263,19 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
 
 def _put_before(device: str) -> None:
     """Our kernels stand before torch's. On another kind of device, as where a step is foreseen, there are none."""
-    if device not in _LIBRARIES and device in DEVICES:
-        names = {OPERATORS[node].name for node in available(device)}
-        kernels = {f"aten::{name}": _kernel(name, available(device)) for name in sorted(names)}
-        _LIBRARIES[device] = _torch.put_before(kernels, device.upper())
+    if device in _LIBRARIES or device not in DEVICES:
+        return
+    try:
+        _LIBRARIES[device] = _torch.put_before(_kernels(device), device.upper())
+    except RuntimeError:  # somebody else has put kernels there since we looked
+        available.cache_clear()
+        _LIBRARIES[device] = _torch.put_before(_kernels(device), device.upper())
+
+
+def _kernels(device: str) -> dict[str, Callable[..., Any]]:
+    """By operator what stands before torch's kernel."""
+    names = {OPERATORS[node].name for node in available(device)}
+    return {f"aten::{name}": _kernel(name, available(device)) for name in sorted(names)}
 
 
 def _kernel(name: str, counts: Mapping[str, tuple[int, ...]]) -> Callable[..., Any]:
