@@ -13,7 +13,7 @@ from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.levers import named, put_on
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 from lowtide.planner.records import Plan
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.left import with_left

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from conftest import RunPython
 from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 from lowtide.planner.records import Decisions, Fingerprint, Plan, Prediction, Profile, Static
 from planner.profiles import FINGERPRINT, chain, profiles
 

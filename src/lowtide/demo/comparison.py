@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 from lowtide.planner.records import Plan, Static
 
 

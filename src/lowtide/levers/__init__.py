@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from lowtide._removable import Removable
 from lowtide.errors import LowtideError
-from lowtide.levers.fused import FusedOptimizer
+from lowtide.levers.fused_optimizer import FusedOptimizer
 from lowtide.levers.lever import Lever, On
 from lowtide.levers.loss_head import LossHead
+from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.outputs import Outputs
-from lowtide.levers.pieces import MicroBatches
-from lowtide.levers.stepping import StepInBackward
+from lowtide.levers.step_in_backward import StepInBackward
 from lowtide.planner.records import Pulled
 
 if TYPE_CHECKING:

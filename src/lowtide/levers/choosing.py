@@ -18,7 +18,7 @@ from lowtide.errors import Infeasible, LowtideError
 from lowtide.identity import place_of
 from lowtide.levers import DEFAULT, LEVERS, put_on
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
-from lowtide.levers.pieces import MicroBatches, numbers
+from lowtide.levers.micro_batches import MicroBatches, numbers
 from lowtide.levers.released import Refused
 from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
 from lowtide.planner.records import Prediction, Profile, Pulled

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lowtide.oom.causes import Cause
 from lowtide.oom.facts import Facts
 from lowtide.oom.message import Message
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 from lowtide.units import format_bytes
 
 

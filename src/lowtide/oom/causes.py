@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lowtide.oom.facts import Facts
 from lowtide.oom.message import Holder, Message
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 from lowtide.units import format_bytes, format_ratio
 
 _GIB = 1 << 30

@@ -10,7 +10,7 @@ from lowtide.oom.causes import Cause, find_cause
 from lowtide.oom.facts import Facts, facts_in
 from lowtide.oom.message import Message
 from lowtide.oom.parse import messages, most_telling
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 from lowtide.units import format_bytes
 
 

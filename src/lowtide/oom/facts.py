@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from lowtide.oom.message import Holder
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from lowtide.errors import LowtideError
+from lowtide.planner.frozen import FORMAT, Record
 from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of, smallest_peak
-from lowtide.planner.record import FORMAT, Record
 from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
 
 N_BUDGETS = 24

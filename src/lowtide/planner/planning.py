@@ -109,7 +109,9 @@ def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions
     return decisions, simulator_of(profile, offload=offload).predict(decisions)
 
 
-def _found(simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver) -> Decisions | Infeasible:
+def _found(
+    simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
+) -> Decisions | Infeasible:
     """What is decided with the first `n` of the gradients in place, which `allowed` has; or that nothing fits so."""
     try:
         found = search(allowed, budget_bytes)

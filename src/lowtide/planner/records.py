@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from lowtide.planner.folding import KINDS, Block, fold, unfold
-from lowtide.planner.record import FORMAT, Record
+from lowtide.planner.frozen import FORMAT, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowtide.planner.folding import KINDS, fold, join
-from lowtide.planner.record import Record
+from lowtide.planner.frozen import Record
 from lowtide.planner.records import Decided, Plan
 from lowtide.report.text import decisions, levers
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lowtide
 from levers.cases import Batch, batch_of, close, model_of, pulled, run, untouched
 from lowtide.levers.lever import NoUse, Site
-from lowtide.levers.pieces import numbers
+from lowtide.levers.micro_batches import numbers
 
 ROUNDING = 2e-6
 TINY = dict(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=50)
