@@ -368,6 +368,13 @@ def test_a_kernel_stands_before_torchs_until_it_is_removed() -> None:
     assert calls == [{"approximate": "tanh"}] * 2
 
 
+def test_forward_mode_is_seen() -> None:
+    assert not _torch.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.in_forward_mode()
+    assert not _torch.in_forward_mode()
+
+
 def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
     engine = getattr(torch.autograd, _torch.ENGINE)

@@ -313,6 +313,11 @@ backward_number = torch._C._current_graph_task_id
 """Number of the backward pass that runs in this thread, counted from 0; -1 for none. 2.13, since 2.1."""
 
 
+def in_forward_mode() -> bool:
+    """Whether tangents are computed along (`torch.autograd.forward_ad`). 2.13, since 1.8."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread. 2.13."""
     return backward_number() != -1

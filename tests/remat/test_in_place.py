@@ -297,6 +297,37 @@ def test_group_norm_with_a_weight() -> None:
     assert all(map(torch.equal, found, plain))
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(32), nn.GroupNorm(8, 32)], ids=["batch norm", "group norm"])
+def test_norms_of_what_is_not_trained(norm: nn.Module) -> None:
+    x = activations().detach()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(torch.tanh(norm(x)).square().sum(), list(norm.parameters()))
+
+    plain = run()
+    with Written() as written:
+        found = run()
+    assert written.nodes == ["TanhBackward0"]
+    assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("node", ["GeluBackward0", "LogSoftmaxBackward0", "ReluBackward0", "NativeBatchNormBackward0"])
+def test_tangents_over_backward(node: str) -> None:
+    forward_ad, start, direction = torch.autograd.forward_ad, activations(), activations().detach().flip(0)
+
+    def run() -> list[torch.Tensor]:
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(start, direction)
+            (gradient,) = torch.autograd.grad(OPERATORS[node].forward(x * 1).square().sum(), x)
+            return [part.clone() for part in forward_ad.unpack_dual(gradient) if part is not None]
+
+    plain = run()
+    with Written():
+        found = run()
+    assert len(found) == len(plain) == 2
+    assert all(map(torch.equal, found, plain))
+
+
 # --- putting it in force, and taking it off ---------------------------------------------------------------------------
 
 

@@ -83,9 +83,12 @@ def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
     return [slice(first, min(first + step, n_groups)) for first in range(0, n_groups, step)]
 
 
-def _has_pieces(gradient: Tensor, groups: int) -> bool:
-    """Whether it can be done in pieces that take less than the whole: each is there three times."""
-    return _form(gradient) is not None and len(_pieces(gradient, groups)) > 3
+def _has_pieces(args: Sequence[Any], groups: int) -> bool:
+    """Whether it can be done in pieces that take less than the whole: each is there three times.
+
+    The last argument says what is asked for; the gradient itself is not where nothing upstream is trained.
+    """
+    return args[-1][0] and _form(args[0]) is not None and len(_pieces(args[0], groups)) > 3
 
 
 def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -301,11 +304,12 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
     gradient, saved = args[0], args[operator.like]
     return (
         not torch.is_grad_enabled()
+        and not _torch.in_forward_mode()
         and gradient.dtype == saved.dtype
         and gradient.shape == saved.shape
         and gradient.stride() == saved.stride()
         and _torch.is_plain(gradient)
-        and (_is_dense(gradient) if operator.groups is None else _has_pieces(gradient, operator.groups(*args)))
+        and (_is_dense(gradient) if operator.groups is None else _has_pieces(args, operator.groups(*args)))
     )
 
 
