@@ -1,6 +1,6 @@
 """Lowtide beside the other ways to save activation memory: exact bytes, exact FLOPs, paired times, equal bits.
 
-    python bench/peers.py                      # all models, 25 to 30 minutes on two cores
+    python bench/peers.py                      # all models, some 18 minutes on two cores
     python bench/peers.py --models gpt2 vit    # these again; the other models' results stay
     python bench/peers.py --quick              # small models and few turns, into a temporary folder: does it all run?
     python bench/peers.py --page               # only write page and pictures again from the results
@@ -17,12 +17,13 @@ import gc
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from contest import allocator, frontiers
 from contest.claims import claims
-from contest.page import line, page
-from contest.records import Cell, Contest, Results
+from contest.page import page
+from contest.records import Contest, Results
 
 from lowtide._require import require_pictures
 
@@ -83,11 +84,8 @@ def work(options: argparse.Namespace) -> None:
     gc.collect()
     gc.freeze()
 
-    def watch(contest: Contest | None, cell: Cell) -> None:
-        print(line(contest, cell), flush=True)
-
     (name,) = options.models
-    Running(name, options.quick, options.rounds, watch).run().to_json(options.out)
+    Running(name, options.quick, options.rounds, partial(print, flush=True)).run().to_json(options.out)
 
 
 def parsed() -> argparse.Namespace:
@@ -95,7 +93,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--quick", action="store_true", help="small models, few turns, into a temporary folder")
     parser.add_argument(
-        "--rounds", type=int, help="turns for each cell's times (default: until they are settled; 0: none)"
+        "--rounds", type=int, help="rounds for the times (default: 3, and more where they are claimed; 0: none)"
     )
     parser.add_argument("--out", help="folder for the results (default: docs)")
     parser.add_argument("--page", action="store_true", help="run nothing; write page and pictures from the results")

@@ -16,6 +16,8 @@ Batch = dict[str, Tensor]
 
 WIDTH, HEADS = 384, 6
 SEED = 0
+LABELS = "single_label_classification"
+"""Said, since else the first forward writes it into the config, and what was compiled compiles again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ def vit(size: Size) -> Contestant:
         image_size=size.length,
         patch_size=8,
         num_labels=100,
+        problem_type=LABELS,
     )
     return _of_images(
         "ViT", transformers.ViTForImageClassification(config), size, f"{size.layers} x {WIDTH}, patches of 8"
@@ -98,7 +101,11 @@ def vit(size: Size) -> Contestant:
 
 def resnet(size: Size) -> Contestant:
     config = transformers.ResNetConfig(  # type: ignore[call-arg]
-        layer_type="basic", depths=[size.layers] * 4, hidden_sizes=[64, 128, 256, 512], num_labels=100
+        layer_type="basic",
+        depths=[size.layers] * 4,
+        hidden_sizes=[64, 128, 256, 512],
+        num_labels=100,
+        problem_type=LABELS,
     )
     what = f"basic layers {config.depths}, BatchNorm in training mode"
     return _of_images("ResNet", transformers.ResNetForImageClassification(config), size, what)

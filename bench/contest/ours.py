@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import lowtide
+from contest.pieces import Taken
 from contest.records import Cell
 from contest.step import Bits, Measured, Steps
 from lowtide.planner import smallest_peak
@@ -38,20 +37,18 @@ class Ours:
         """Of any plan that the planner finds."""
         return smallest_peak(self.profile)[1].peak_bytes
 
-    @contextmanager
-    def within(self, asked: Cell) -> Iterator[Cell]:
-        """`asked` with what was measured within its budget; inside, the plan is in force.
+    def within(self, asked: Cell) -> tuple[Cell, Plan | None]:
+        """`asked` with what was measured within its budget, and the plan, which is not in force any more.
 
         The same as `lowtide.fit`: a plan is made, the step is measured under it, and if its peak is above the budget
-        the next plan aims lower by so much. What no plan reaches comes back with a `refusal`, and nothing is in force.
+        the next plan aims lower by so much. What no plan reaches comes back with a `refusal`.
         """
         assert asked.budget_bytes is not None
         began = time.perf_counter()
         try:
             plan = self._plan(asked, asked.budget_bytes)
         except lowtide.Infeasible as error:
-            yield replace(asked, refusal=_first_line(error))
-            return
+            return replace(asked, refusal=_first_line(error)), None
         cell = replace(
             asked,
             plan_seconds=time.perf_counter() - began,
@@ -60,23 +57,16 @@ class Ours:
             predicted_extra_flops=plan.predicted.extra_flops,
             bound_ms=plan.bound_ms,
         )
-        applied = lowtide.apply(self.steps.model, plan)
-        try:
-            cell = self._measured(cell, plan)
-            repairs = iter(range(REPAIRS))
-            while (over := (cell.peak_bytes or 0) - asked.budget_bytes) > 0:
-                applied.remove()
-                try:
-                    next(repairs)
-                    plan = self._plan(asked, plan.predicted.peak_bytes - over)
-                except (lowtide.Infeasible, StopIteration):
-                    yield replace(asked, refusal=f"measured {over} bytes above the budget")
-                    return
-                applied = lowtide.apply(self.steps.model, plan)
-                cell = replace(self._measured(cell, plan), repaired=True)
-            yield cell
-        finally:
-            applied.remove()
+        cell = self._measured(cell, plan)
+        repairs = iter(range(REPAIRS))
+        while (over := (cell.peak_bytes or 0) - asked.budget_bytes) > 0:
+            try:
+                next(repairs)
+                plan = self._plan(asked, plan.predicted.peak_bytes - over)
+            except (lowtide.Infeasible, StopIteration):
+                return replace(asked, refusal=f"measured {over} bytes above the budget"), None
+            cell = replace(self._measured(cell, plan), repaired=True)
+        return cell, plan
 
     def _plan(self, asked: Cell, aim_bytes: int) -> Plan:
         """What is set beside a peer's FLOPs, or beside another budget's, is planned for FLOPs."""
@@ -85,10 +75,21 @@ class Ours:
 
     def _measured(self, cell: Cell, plan: Plan) -> Cell:
         if (measured := self._known.get(plan.decisions)) is None:
-            measured = self._known[plan.decisions] = self.steps.measure(self.plain)
-        else:
-            self.steps.seconds()  # no step that counts is a plan's first
+            with lowtide.apply(self.steps.model, plan):
+                measured = self._known[plan.decisions] = self.steps.measure(self.plain)
         return replace(cell, plan=decisions(plan), **measured.as_fields())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """The model's steps under a plan, which is in force for each of them and not in between."""
+
+    steps: Steps
+    plan: Plan
+
+    def taken(self) -> Taken:
+        with lowtide.apply(self.steps.model, self.plan):
+            return self.steps.taken()
 
 
 def _first_line(error: Exception) -> str:

@@ -24,9 +24,10 @@ The step is forward and backward, without an optimizer, and with no gradients wh
   what is compared there; within all other budgets they are made for time, as plans are by default. Gradients are
   written in place, where a plan has that, in Lowtide's steps alone.
 - **FLOPs**: counted, not estimated: matrix products, convolutions and attention of one step, beyond the plain step's.
-- **Time**: a step's over the plain one's; {turns}. Others disturb every step on a shared processor, each at another
-  place. So steps are cut into some thousand pieces, from the beginning of each of torch's operators to that of the
-  next, Python in between included, and of each piece the fastest counts (`bench/contest/pieces.py`).
+- **Time**: a step's over the plain one's; {turns}. Others
+  disturb every step on a shared processor, each at another place. So steps are cut into some thousand pieces, from the
+  beginning of each of torch's operators to that of the next, Python in between included, and of each piece the fastest
+  counts (`bench/contest/pieces.py`).
 - **Equal**: loss, gradients and buffers are bit by bit the plain step's (`torch.equal`).
 
 {versions}
@@ -93,7 +94,7 @@ def _head(results: Results) -> Iterator[str]:
     threads = f"{newest.threads} thread{'s' * (newest.threads > 1)} of {newest.processor}"
     yield _INTRODUCTION.format(
         command=results.command,
-        turns=f"of each {turns[0]} to {turns[-1]} steps, in turns, until one more changes little"
+        turns=f"of each {turns[0]} to {turns[-1]} steps, one in a round of all"
         if turns
         else "not measured in this run",
         versions=f"Run with {names}; {threads}; {minutes:.0f} minutes.",

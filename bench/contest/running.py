@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,48 +16,53 @@ from torch._functorch import config as functorch_config
 from contest import allocator
 from contest.claims import EVERY_BLOCK
 from contest.models import contestant
-from contest.ours import Ours
+from contest.ours import Ours, Planned
+from contest.page import line
 from contest.records import Cell, Contest
 from contest.step import Bits, Steps
-from contest.turns import Timed, take_turns
+from contest.turns import Entrant, Turns
 from contest.ways import Way, ways
 from lowtide.identity import static_bytes
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions
 
 ROOM = 4
-"""Memory that is touched before anything is timed, in plain peaks: three models at a time, and gaps between blocks."""
+"""Memory that is touched before anything is timed, in plain peaks: of all steps but one only parameters are there."""
 SHARES = (80, 70, 60, 50, 40, 30)
 """Budgets, percent of the plain step's peak."""
 LADDER = 20
 """Budgets from the smallest to the plain peak, for the models in LADDER_OF."""
 LADDER_OF = frozenset({"gpt2"})
-ROUNDS = 2, 2
-"""Turns for the times of each cell, at least and at most: so few that the whole takes some 25 minutes on two cores."""
-CLAIMED_ROUNDS = 4, 8
+ROUNDS = 3
+"""Rounds in which every step is timed once."""
+MOST_ROUNDS = 8
 """For the cells whose times are claimed."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One model's contest under way. `watch` is told each cell as it is done."""
+    """One model's contest under way: everything is measured, and then timed in rounds. `say` is told each line."""
 
     name: str
     quick: bool
     rounds: int | None
-    """Turns for the times of each cell; 0 for none, None for ROUNDS and CLAIMED_ROUNDS."""
-    watch: Callable[[Contest | None, Cell], None]
+    """For the times of each cell; 0 for none, None for ROUNDS, and MOST_ROUNDS where times are claimed."""
+    say: Callable[[str], None]
     plain: Steps = field(init=False)
     bits: Bits = field(init=False)
     ours: Ours = field(init=False)
+    turns: Turns = field(init=False)
+    _timed_as: dict[str, Hashable] = field(init=False, default_factory=dict)
+    """Of cells by name, what they are entered as. Cells of the same decisions are timed once."""
 
     def run(self) -> Contest:
         began = time.perf_counter()
         made = contestant(self.name, quick=self.quick)
         self.plain = Steps.of(made)
+        self.turns = Turns(self.plain)
         self.bits = self.plain.bits()
         plain_cell = Cell(kind="plain", name="plain", **self.plain.measure(self.bits).as_fields())
-        self.watch(None, plain_cell)
+        self.say(line(None, plain_cell))
         if not self.quick:
             assert plain_cell.peak_bytes is not None
             allocator.warm_up(ROOM * plain_cell.peak_bytes)
@@ -79,16 +84,42 @@ class Running:
             cells=(plain_cell,),
         )
         for cell in self._cells(contest):
-            contest = replace(contest, cells=(*contest.cells, cell), wall_seconds=time.perf_counter() - began)
-            self.watch(contest, cell)
-        return contest
+            contest = replace(contest, cells=(*contest.cells, cell))
+            self.say(line(contest, cell))
+        cells = tuple(self._timed(contest))
+        return replace(contest, cells=cells, wall_seconds=time.perf_counter() - began)
+
+    # --- what is measured -------------------------------------------------------------------------------------------
 
     def _cells(self, contest: Contest) -> Iterator[Cell]:
+        torch._dynamo.reset()
         for way in ways():
             yield from self._duel(way)
+            # Who is timed in rounds stays, and a collection of garbage, of which each measured step has several, need
+            # not look at it again.
             gc.collect()
+            gc.freeze()
         for asked in self._budgets(contest):
-            yield self._alone(asked)
+            yield self._within(asked)
+
+    def _duel(self, way: Way) -> Iterator[Cell]:
+        """The peer, and Lowtide within its peak."""
+        peer = Cell(kind="peer", name=way.name)
+        with functorch_config.patch(dict(way.settings)):
+            try:
+                made = contestant(self.name, quick=self.quick)
+                theirs = Steps(made.model, made.batch, way.apply(made.model))
+                if way.settings:
+                    theirs.seconds()  # what compiles, compiles now
+                peer = replace(peer, **theirs.measure(self.bits).as_fields())
+            except Exception as error:
+                yield replace(peer, refusal=_said(error))
+                return
+        self._enter(peer, way.name, theirs)
+        yield peer
+        yield self._within(
+            Cell(kind="peer's peak", name=f"at the peak of: {way.name}", rival=way.name, budget_bytes=peer.peak_bytes)
+        )
 
     def _budgets(self, contest: Contest) -> Iterator[Cell]:
         peak_bytes = contest.plain.peak_bytes
@@ -105,46 +136,34 @@ class Running:
                 budget_bytes = smallest + (peak_bytes - smallest) * rung // (LADDER - 1)
                 yield Cell(kind="ladder", name=f"rung {rung + 1} of {LADDER}", budget_bytes=budget_bytes)
 
-    def _duel(self, way: Way) -> Iterator[Cell]:
-        """The peer, and Lowtide within its peak. Plain, peer and Lowtide take turns for the times."""
-        peer = Cell(kind="peer", name=way.name)
-        with functorch_config.patch(dict(way.settings)):
-            try:
-                made = contestant(self.name, quick=self.quick)
-                theirs = Steps(made.model, made.batch, way.apply(made.model))
-                if way.settings:
-                    theirs.seconds()  # what compiles, compiles now
-                peer = replace(peer, **theirs.measure(self.bits).as_fields())
-            except Exception as error:
-                yield replace(peer, refusal=_said(error))
-                return
-            asked = Cell(
-                kind="peer's peak", name=f"at the peak of: {way.name}", rival=way.name, budget_bytes=peer.peak_bytes
-            )
-            with self.ours.within(asked) as cell:
-                entrants = [self.plain, theirs, *([] if cell.refusal else [self.ours.steps])]
-                plain, *others = self._times(entrants, claimed=way.name == EVERY_BLOCK)
-        peer, cell = (_timed(c, t, plain) for c, t in zip((peer, cell), [*others, None][:2], strict=True))
-        yield from (peer, cell)
-
-    def _times(self, entrants: Sequence[Steps], *, claimed: bool) -> list[Timed | None]:
-        """In turns, the plain step first."""
-        usual = CLAIMED_ROUNDS if claimed else ROUNDS
-        least, most = usual if self.rounds is None else (self.rounds, self.rounds)
-        return take_turns(entrants, least, most)
-
-    def _alone(self, asked: Cell) -> Cell:
-        with self.ours.within(asked) as cell:
-            if cell.refusal or asked.kind == "ladder":
-                return cell
-            plain, mine = self._times([self.plain, self.ours.steps], claimed=asked.kind == "half")
-        return _timed(cell, mine, plain)
-
-
-def _timed(cell: Cell, mine: Timed | None, plain: Timed | None) -> Cell:
-    if mine is None or plain is None:
+    def _within(self, asked: Cell) -> Cell:
+        cell, plan = self.ours.within(asked)
+        if plan is not None and asked.kind != "ladder":
+            self._enter(cell, plan.decisions, Planned(self.ours.steps, plan))
         return cell
-    return replace(cell, seconds=mine.seconds, plain_seconds=plain.seconds, turns=mine.turns, faults=mine.faults)
+
+    # --- and timed --------------------------------------------------------------------------------------------------
+
+    def _enter(self, cell: Cell, name: Hashable, entrant: Entrant) -> None:
+        self.turns.enter(name, entrant)
+        self._timed_as[cell.name] = name
+
+    def _timed(self, contest: Contest) -> Iterator[Cell]:
+        """The cells again, with times."""
+        self.turns.take(ROUNDS if self.rounds is None else self.rounds)
+        if self.rounds is None:
+            claimed = [self._timed_as[c.name] for c in contest.cells if c.name in self._timed_as and _is_claimed(c)]
+            self.turns.take_until_settled(claimed, MOST_ROUNDS)
+        for cell in contest.cells:
+            name = self._timed_as.get(cell.name)
+            if name is not None and (timed := self.turns.timed(name)) is not None:
+                cell = replace(cell, **asdict(timed))
+                self.say(line(contest, cell))
+            yield cell
+
+
+def _is_claimed(cell: Cell) -> bool:
+    return cell.kind == "half" or EVERY_BLOCK in (cell.name, cell.rival)
 
 
 def _said(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -125,8 +126,8 @@ def selective(model: Model, policy: Callable[[], Any]) -> Model:
 
 def compiled(model: Model) -> Callable[..., Any]:
     """AOTAutograd with its min-cut partitioner, and no compiler behind it: the bytes are those of its graphs."""
-    torch._dynamo.reset()
-    return torch.compile(model, backend="aot_eager")
+    # A backend of its own, for code that was compiled with other settings by the same one would be taken for this.
+    return torch.compile(model, backend=lambda *args, **kwargs: aot_eager(*args, **kwargs))
 
 
 # --- torch-remat ----------------------------------------------------------------------------------------------------

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from contest.claims import is_equal
 from contest.flops import Flops
 from contest.models import BUILDERS, SMALL, contestant
+from contest.ours import Ours, Planned
 from contest.pieces import Taken, taken, undisturbed
+from contest.records import Cell
 from contest.step import Steps
-from contest.turns import take_turns
+from contest.turns import Turns
 from contest.ways import EverySecondMatmul, Way, blocks, first_half, ways
 from torch import nn
 from torch._functorch import config as functorch_config
@@ -94,17 +97,72 @@ def test_the_pieces_of_a_step_are_all_of_it() -> None:
     assert "aten::addmm" in found.operators
 
 
-def test_there_are_as_many_turns_as_asked_for() -> None:
-    plain, mine = take_turns([Named(1.0, 1.0, 1.0), Named(1.5, 1.3, 1.4)], 3, 3)
-    assert [(times.seconds, times.turns) for times in (plain, mine) if times] == [(1.0, 3), (1.3, 3)]
-    found = [take_turns([Named(*[1.0] * 9)], n, n)[0] for n in (0, 1, 3)]
-    assert [times and times.turns for times in found] == [None, 1, 3]
+def test_each_is_timed_beside_the_plain_steps_of_the_same_rounds() -> None:
+    turns = Turns(Named(1.0, 3.0, 0.5))
+    turns.enter("mine", Named(1.5, 1.3, 1.4))
+    turns.enter("mine", Named())  # is known
+    assert turns.timed("mine") is None
+    turns.take(2)
+    found = turns.timed("mine")
+    assert found is not None
+    assert (found.seconds, found.plain_seconds, found.turns) == (1.3, 1.0, 2)
+
+
+def test_who_has_fewer_turns_is_not_set_beside_later_plain_steps() -> None:
+    turns = Turns(Named(1.0, 0.5))
+    turns.enter("seldom", Named(2.0))
+    turns.enter("often", Named(3.0, 2.9))
+    turns.take(1)
+    turns.take_until_settled(["often", "often"], 2)
+    seldom, often = turns.timed("seldom"), turns.timed("often")
+    assert seldom is not None
+    assert often is not None
+    assert (seldom.seconds, seldom.plain_seconds, seldom.turns) == (2.0, 1.0, 1)
+    assert (often.seconds, often.plain_seconds, often.turns) == (2.9, 0.5, 2)
 
 
 def test_there_are_more_turns_until_the_ratios_stay() -> None:
-    disturbed = (9.0, 1.4, 1.2, 1.199, 1.0)
-    found = [take_turns([Named(*[1.0] * 5), Named(*disturbed)], least, most)[1] for least, most in ((2, 5), (5, 5))]
-    assert [times and (times.seconds, times.turns) for times in found] == [(1.199, 4), (1.0, 5)]
+    def turns_of(*seconds: float) -> int:
+        turns = Turns(Named(*[1.0] * 5))
+        turns.enter("mine", Named(*seconds))
+        turns.take(1)
+        turns.take_until_settled(["mine"], 5)
+        found = turns.timed("mine")
+        assert found is not None
+        return found.turns
+
+    assert [turns_of(9.0, 1.4, 1.2, 1.199, 1.0), turns_of(9.0, 1.4, 1.2, 1.1, 1.0)] == [4, 5]
+
+
+def test_every_second_round_goes_backwards() -> None:
+    order: list[str] = []
+
+    class Noting(Named):
+        def __init__(self, name: str) -> None:
+            super().__init__(1.0, 1.0)
+            self.name = name
+
+        def taken(self) -> Taken:
+            order.append(self.name)
+            return super().taken()
+
+    turns = Turns(Noting("plain"))
+    for name in "ab":
+        turns.enter(name, Noting(name))
+    turns.take(2)
+    assert order == ["plain", "a", "b", "b", "a", "plain"]
+
+
+def test_a_step_is_timed_under_its_plan_which_is_not_in_force_afterwards() -> None:
+    steps = Steps.of(contestant("vit", quick=True), has_plan=True)
+    ours = Ours(steps, Steps.of(contestant("vit", quick=True)).bits())
+    cell, plan = ours.within(Cell(kind="smallest", name="the smallest", budget_bytes=ours.smallest_peak_bytes()))
+    assert plan is not None
+    assert is_equal(cell)
+    planned = Planned(steps, plan).taken()
+    plain = steps.taken()
+    assert len(planned.operators) > len(plain.operators)
+    assert plain.operators == Steps.of(contestant("vit", quick=True)).taken().operators
 
 
 def test_of_the_matmuls_every_second_is_saved_and_attention_always() -> None:

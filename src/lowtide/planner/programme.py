@@ -113,13 +113,15 @@ class Programme:
         least = relaxed.answer.bound
         if relaxed.answer.variables is None:
             return relaxed.answer
-        best, tried = NOTHING, 0.0
+        best, tried, known = NOTHING, 0.0, None
         for share, enough in CORES:
             slack = min(share * max(least, FREE), best.cost - least)
             if slack <= tried:
                 break
-            answer, tried = relaxed.rows.whole(relaxed.settled(slack)), slack
-            best = min(best, answer, key=lambda answer: answer.cost)
+            settled, tried = relaxed.settled(slack), slack
+            if known is None or not np.array_equal(settled, known):  # else the answer is the same
+                best = min(best, relaxed.rows.whole(settled), key=lambda answer: answer.cost)
+            known = settled
             found = best.variables is not None
             if best.cost <= (1 + enough) * least or (found and (any_will_do or relaxed.n_open > FEW_OPEN)):
                 break
