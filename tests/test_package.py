@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 import lowtide
 from conftest import RunPython
@@ -120,6 +123,41 @@ def test_torch_free_code_does_not_even_reach_torch(module: str) -> None:
         new = {other for name in new & MODULES.keys() for other in imported(ast.walk(MODULES[name]))} - reached
         reached |= new
     assert sorted(name for name in reached if is_or_is_in(name, ["torch"])) == []
+
+
+KNOWN_TO_ALL = {"_version", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+"""Private names that torch's own documents tell users of, or that have been as they are since its first release."""
+
+
+def private_to_torch(tree: ast.Module) -> Iterator[str]:
+    """The private names of torch that a module uses: imported, reached from `torch`, or of torch's own objects."""
+    own = {name for kind in (torch.Tensor, torch.UntypedStorage, nn.Module, Optimizer) for name in dir(kind)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if is_or_is_in(module, ["torch"]):
+                found = [f"{module}.{alias.name}" for alias in names]
+            case ast.Import(names=names):
+                found = [alias.name for alias in names if is_or_is_in(alias.name, ["torch"])]
+            case ast.Attribute(value=ast.Name(id="self")):
+                found = []
+            case ast.Attribute(attr=name) if name in own:
+                found = [name]
+            case ast.Attribute() if not is_or_is_in(name := ast.unparse(node), ["torch.ops"]):  # operators' own names
+                found = [name] if is_or_is_in(name, ["torch", "nn", "F"]) else []
+            case _:
+                found = []
+        parts = {part for name in found for part in name.split(".")}
+        yield from (part for part in parts if part.startswith("_") and not part.startswith("__"))
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "lowtide._torch"])
+def test_private_names_of_torch_are_used_in_one_module(module: str) -> None:
+    assert set(private_to_torch(MODULES[module])) <= KNOWN_TO_ALL
+
+
+def test_private_names_of_torch_are_seen() -> None:
+    code = "import torch._C\nfrom torch.utils._x import y\ntorch.a._b.c\nx._base\nself._base\nx._mine\nx._version"
+    assert sorted({*private_to_torch(ast.parse(code))}) == ["_C", "_b", "_base", "_version", "_x"]
 
 
 def test_what_is_imported_is_declared_as_a_dependency() -> None:

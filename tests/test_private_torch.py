@@ -31,6 +31,59 @@ def test_set_version() -> None:
     assert x._version == 1
 
 
+def test_a_storage_has_one_number() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    numbers = [_torch.storage_number(each.untyped_storage()) for each in (x, x[1:], x.detach(), y)]
+    assert numbers[0] == numbers[1] == numbers[2] == _torch.storage_id(x) != numbers[3]
+
+
+def test_a_tensor_as_another_kind_has_the_same_memory() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.ones(2)
+    own = _torch.as_kind(Own, x)
+    assert type(own) is Own
+    assert own.data_ptr() == x.data_ptr()
+    assert isinstance(own + 1, Own)
+    with _torch.without_subclasses():
+        assert not isinstance(own + 1, Own)
+
+
+def test_is_cuda_is_asked_by_what_a_mode_of_functions_is_told() -> None:
+    asked = []
+
+    class Asking(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Asking():
+        assert not torch.ones(2).is_cuda
+    assert _torch.IS_CUDA in asked
+
+
+def test_hooks_on_tensors_and_on_modules_are_seen() -> None:
+    w, layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+    seen = (_torch.has_gradient_hooks(w), _torch.has_accumulation_hooks(w), _torch.has_backward_hooks(layer))
+    assert seen == (False, False, False)
+    w.register_hook(lambda grad: None)
+    assert (_torch.has_gradient_hooks(w), _torch.has_accumulation_hooks(w)) == (True, False)
+    w.register_post_accumulate_grad_hook(lambda w: None)
+    assert _torch.has_accumulation_hooks(w)
+    for register in (layer.register_full_backward_hook, layer.register_full_backward_pre_hook):
+        handle = register(lambda *args: None)
+        assert _torch.has_backward_hooks(layer)
+        handle.remove()
+        assert not _torch.has_backward_hooks(layer)
+
+
+def test_all_batch_norms_and_convolutions_are_of_one_kind() -> None:
+    norms = (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2))
+    assert all(isinstance(norm, _torch.BatchNorm) for norm in norms)
+    assert all(isinstance(c, _torch.Convolution) for c in (nn.Conv1d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)))
+
+
 def test_who_else_has_a_tensors_memory() -> None:
     x = torch.ones(4)
     assert _torch.has_one_owner(x)

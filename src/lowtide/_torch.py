@@ -16,12 +16,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import overrides
 from torch._subclasses import fake_tensor as _fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
 from torch.utils import _python_dispatch, backend_registration
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_structure as tree_structure
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -66,10 +74,15 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """The same number for all Python objects of one storage, while it lives. 2.13."""
+    return int(storage._cdata)
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory, while one of them lives; 0 for those without a storage. 2.13."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_number(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse tensors
         return 0
 
@@ -114,6 +127,15 @@ def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
     return sys.getrefcount(tensors[index]) - 1 - known - (owners > 1) > 0
 
 
+def as_kind(kind: type[Any], tensor: torch.Tensor) -> Any:
+    """A tensor of that subclass with the memory of `tensor`, which may require no gradient. 2.13, since 1.0."""
+    return torch.Tensor._make_subclass(kind, tensor)
+
+
+IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
+"""What `tensor.is_cuda` calls. 2.13."""
+
+
 def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of that subclass, shape, dtype and device, which has no memory. 2.13, since 1.11."""
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
@@ -127,6 +149,16 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks run on a tensor's gradient before it is accumulated. 2.13."""
+    return bool(tensor._backward_hooks)
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks run once a leaf's gradient has been accumulated. 2.13, since 2.1."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -216,6 +248,11 @@ def next_sequence_number() -> int:
 # --- modules --------------------------------------------------------------------------------------------------------
 
 
+BatchNorm = _BatchNorm
+"""What all batch norms are, whatever their number of dimensions. 2.13, since 0.4."""
+Convolution = _ConvNd
+"""What all convolutions are. 2.13, since 0.1."""
+
 CALL = "_compiled_call_impl"
 """Instance attribute that `Module.__call__` prefers over its own implementation. `Module.compile()` sets it, and
 `Module.__getstate__` leaves it out, so copies and pickles of a module do not have it. 2.13, since 2.2."""
@@ -234,9 +271,19 @@ def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[N
         yield
 
 
-def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`module(*args, **kwargs)` past whatever stands in CALL: its hooks and its forward. 2.13."""
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks run when backward comes to the module or leaves it. 2.13, since 2.0."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+CALL_CODE = torch.nn.Module._call_impl.__code__
+"""What a frame runs in which a module is called: its hooks and its forward. 2.13."""
+
+
+def own_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What calls `module` past whatever stands in CALL: its hooks and its forward. 2.13."""
+    found: Callable[..., Any] = module._call_impl
+    return found
 
 
 # --- compiled code --------------------------------------------------------------------------------------------------
@@ -288,6 +335,16 @@ def in_compiled_backward() -> bool:
 
 
 # --- what is in force in this thread --------------------------------------------------------------------------------
+
+
+def without_subclasses() -> Any:
+    """No subclass of tensors has a say in what runs in this block. 2.13, since 2.0."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def accelerator_type() -> str:
+    """The device type of this machine's accelerator, "cpu" where it has none. 2.13."""
+    return str(torch._C._get_accelerator().type)
 
 
 def any_autocast() -> bool:

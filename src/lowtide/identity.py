@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
-from lowtide._torch import is_compiled, parts_of
+from lowtide._torch import is_compiled, parts_of, tree_leaves, tree_map
 from lowtide.planner.records import Fingerprint, Static
 
 if TYPE_CHECKING:

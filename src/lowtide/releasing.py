@@ -163,7 +163,7 @@ def _let_go(tensor: Tensor, *, must: bool = True) -> bool:
     """Detach in place; gives whether there was a graph."""
     if tensor.grad_fn is None:
         return False
-    if not tensor._is_view():
+    if _torch.base_of(tensor) is None:
         tensor.detach_()
         return True
     # torch refuses to detach views in place, since the base would not know. Another tensor can take the view's place.

@@ -13,9 +13,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide import _torch
+from lowtide._torch import tree_leaves, tree_map
 from lowtide.foresight.kinds import ALL_OR_ANY, BY_INTEGERS, BY_SHAPE, CHOICES, INDEXING, NOT_IN_HEALTH, PACKING
 from lowtide.foresight.lines import Unforeseeable, where
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lowtide._torch import FakeTensorMode
 
 aten = torch.ops.aten
 

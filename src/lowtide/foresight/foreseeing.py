@@ -201,8 +201,8 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable
             if tensor is not None:
                 twin = ledger.adopt(tensor)
                 storage = twin.untyped_storage()
-                if twin.device.type == ledger.device and storage._cdata not in seen:
-                    seen.add(storage._cdata)
+                if twin.device.type == ledger.device and (number := _torch.storage_number(storage)) not in seen:
+                    seen.add(number)
                     total += storage.nbytes()
         return total
 

@@ -16,10 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from lowtide import _torch
+from lowtide._torch import TorchDispatchMode, tree_map
 from lowtide.errors import RehearsalError
 from lowtide.foresight.answers import Answers
 from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from torch import Tensor
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lowtide._torch import FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -213,7 +213,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if tensor.device.type != self.device or not _torch.is_strided(tensor):
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = _torch.storage_number(storage)
         if key in self._living:
             return
         size = storage.nbytes() if n_bytes is None else n_bytes
@@ -247,7 +247,7 @@ class Ledger(TorchDispatchMode, Recorder):
         only if nobody else holds `old`: then `old` ends before the next operator. Else `_settle` takes it back. A view,
         as the gradient of a weight that was transposed, holds what it is a view of.
         """
-        if not _torch.in_backward() or not isinstance(old, torch.Tensor) or old._is_view():
+        if not _torch.in_backward() or not isinstance(old, torch.Tensor) or _torch.base_of(old) is not None:
             return False
         if not _called_by_autograd():
             return False
@@ -256,10 +256,11 @@ class Ledger(TorchDispatchMode, Recorder):
         if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
             return False
         storage = new.untyped_storage()
+        number = _torch.storage_number(storage)
         heir = _Living(living.block, living.bytes)
-        heir.end = weakref.ref(storage, _Ending(self, storage._cdata, heir))
-        self._living[storage._cdata] = heir
-        self._given = key, storage._cdata, len(self._events)
+        heir.end = weakref.ref(storage, _Ending(self, number, heir))
+        self._living[number] = heir
+        self._given = key, number, len(self._events)
         return True
 
     def _settle(self) -> None:

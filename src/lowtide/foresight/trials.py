@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide import _torch
+from lowtide._torch import tree_leaves, tree_map
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 

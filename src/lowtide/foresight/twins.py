@@ -15,7 +15,8 @@ from lowtide.errors import RehearsalError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lowtide._torch import FakeTensorMode
 
 
 class Twins:
@@ -46,11 +47,12 @@ class Twins:
             fake: Tensor = self._mode.from_tensor(tensor)
             return fake
         storage, size = tensor.untyped_storage(), tensor.element_size()
+        number = _torch.storage_number(storage)
         with _torch.without_modes(), torch.no_grad(), self._mode:
-            found = self._memory.get(storage._cdata)
+            found = self._memory.get(number)
             if found is None:
                 memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._place(tensor))
-                self._memory[storage._cdata] = storage, memory
+                self._memory[number] = storage, memory
             else:
                 memory = found[1]
             whole = memory[: memory.numel() // size * size].view(tensor.dtype)

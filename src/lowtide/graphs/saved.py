@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lowtide import _torch
+from lowtide._torch import tree_leaves
 from lowtide.graphs.records import Kept
 from lowtide.remat.values import Handle
 

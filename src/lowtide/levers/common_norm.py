@@ -156,7 +156,7 @@ class CommonNorm:
                     f"there is a gradient of {self._name(parameter)} before the last backward pass, which is added to: "
                     "let zero_grad() set gradients to None, its default, and do not accumulate."
                 )
-            if parameter._backward_hooks:
+            if _torch.has_gradient_hooks(parameter):
                 raise LowtideError(
                     f"there is a hook on the gradient of {self._name(parameter)}, which would run twice."
                 )

@@ -80,7 +80,7 @@ class Logits(Tensor):
         """What is asked of such a tensor."""
         kwargs = dict(kwargs or {})
         if function in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch.without_subclasses():
                 return function(*args, **kwargs)
         shortcut = _SHORTCUTS.get(function)
         if shortcut is not None and args and isinstance(args[0], Logits):

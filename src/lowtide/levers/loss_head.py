@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowtide._torch import has_backward_hooks
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.logits import Head, Logits
 from lowtide.remat.seam import Front
@@ -90,6 +91,6 @@ def _layer(model: nn.Module) -> nn.Linear:
         raise NoUse(f"{type(model).__name__} has no output layer over a vocabulary")
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         raise NoUse(f"its output layer is a {type(layer).__name__}, not a plain linear layer")
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+    if layer._forward_hooks or layer._forward_pre_hooks or has_backward_hooks(layer):
         raise NoUse("there are hooks on its output layer, which want to see the logits")
     return layer

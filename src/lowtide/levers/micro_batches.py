@@ -164,10 +164,10 @@ def _is_half_inside(loss: Tensor) -> bool:
 
 def _check(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, _torch.BatchNorm) and module.training:
             raise NoUse(
                 f"{path} normalizes over the batch: in pieces its statistics, and with them the gradients, are others"
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
+        if _torch.has_gradient_hooks(parameter):
             raise NoUse(f"there is a hook on the gradient of {name}, which would see the pieces' gradients")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lowtide._torch import tree_leaves
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.reading import reason_to_read
 from lowtide.levers.released import without

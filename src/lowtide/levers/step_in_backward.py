@@ -209,10 +209,11 @@ def _check_two_passes(model: nn.Module, seen: Seen) -> None:
             "there before the last one"
         )
     twice = "which would run twice: gradients that are clipped by their common norm have to be computed for it first"
-    hooked = next((n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), None)
+    named = model.named_parameters()
+    hooked = next((n for n, p in named if _torch.has_gradient_hooks(p) or _torch.has_accumulation_hooks(p)), None)
     if hooked is not None:
         raise NoUse(f"there is a hook on the gradient of {hooked}, {twice}")
-    if seen.hooked or any(m._backward_hooks or m._backward_pre_hooks for m in model.modules()):
+    if seen.hooked or any(map(_torch.has_backward_hooks, model.modules())):
         raise NoUse(f"there are hooks on gradients in the step, {twice}")
 
 

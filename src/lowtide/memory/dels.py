@@ -145,7 +145,7 @@ class Looks:
                 self._rebound.add(name)
 
     def _number(self, storage: UntypedStorage) -> int:
-        key = storage._cdata
+        key = _torch.storage_number(storage)
         if key not in self._alive:
             number = self._n_storages
             self._n_storages += 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import is_compiled
+from lowtide._torch import Convolution, is_compiled
 from lowtide.errors import RehearsalError
 from lowtide.rehearsal.processes import check_sharding
 
@@ -63,7 +63,7 @@ def check_one_device(model: torch.nn.Module) -> None:
 def doubts(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
     """What may keep bits from being the same although the rehearsal found none that differ: notes for the profile."""
     cudnn = torch.backends.cudnn
-    convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
+    convolves = any(isinstance(module, Convolution) for module in model.modules())
     if place.type == "cuda" and convolves and cudnn.benchmark and not cudnn.deterministic:
         return (
             "torch.backends.cudnn.benchmark is on: convolutions that are run again in backward may take another "

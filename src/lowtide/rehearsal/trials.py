@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from lowtide._clock import now_ms
-from lowtide._torch import anything_compiled
+from lowtide._torch import TorchDispatchMode, anything_compiled
 from lowtide.rehearsal.drafts import ValueDraft
 from lowtide.remat.advance import Advance, result_node
 from lowtide.remat.replay import Frame

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES
 
+from lowtide._torch import SUPPORTED_NODES
 from lowtide.remat.layout import producer
 
 if TYPE_CHECKING:

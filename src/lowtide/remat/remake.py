@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import any_autocast, has_one_owner, is_fake, set_version
+from lowtide._torch import accelerator_type, any_autocast, base_of, has_one_owner, is_fake, set_version
 from lowtide.remat import values
 from lowtide.remat.layout import laid_out
 from lowtide.remat.recipes import OUT, Recipe
@@ -114,7 +114,7 @@ def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
         tensor.is_floating_point()
         and tensor.dim() > 0
         and tensor.nbytes == tensor.untyped_storage().nbytes()
-        and not tensor._is_view()
+        and base_of(tensor) is None
         and (is_fake(tensor) or has_one_owner(tensor))
         and all(other is None or other is tensor or goes_into(other, tensor) for other in operands)
     )
@@ -146,7 +146,7 @@ def plain() -> contextlib.AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
     if any_autocast():
-        for device in ("cpu", torch._C._get_accelerator().type):
+        for device in ("cpu", accelerator_type()):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import CALL, call_module, is_compiled, without_function_mode
+from lowtide._torch import CALL, is_compiled, own_call, without_function_mode
 from lowtide.remat.noting import Noting
 from lowtide.remat.surroundings import Reach
 
@@ -67,7 +67,7 @@ class Seam:
         while isinstance(first, Front):
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
-        own: Callable[..., Any] = first or self.module._call_impl
+        own: Callable[..., Any] = first or own_call(self.module)
         self.inner = past_notes(own) if self.is_compiled else own
         if last is None:
             self.module.__dict__[CALL] = self
@@ -105,7 +105,7 @@ class Seam:
             if (
                 isinstance(caller, nn.Module) and caller is not self.module
             ):  # a replica of nn.DataParallel has all our attributes
-                return call_module(caller, *args, **kwargs)
+                return own_call(caller)(*args, **kwargs)
         return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
 
 
@@ -122,7 +122,7 @@ class Front:
         self.module, self.around = module, around
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
-        self.inner: Callable[..., Any] = self.before or module._call_impl
+        self.inner: Callable[..., Any] = self.before or own_call(module)
         module.__dict__[CALL] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -140,7 +140,7 @@ class Front:
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
             if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in Seam
-                return call_module(caller, *args, **kwargs)
+                return own_call(caller)(*args, **kwargs)
         return self.around(self.inner, args, kwargs)
 
 

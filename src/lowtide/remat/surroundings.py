@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
-from lowtide._torch import is_fake, is_plain
+from lowtide._torch import as_kind, is_fake, is_plain, tree_leaves
 from lowtide.remat.attributes import Attributes
 from lowtide.remat.sharding import units
 from lowtide.remat.values import changed_in_place
@@ -180,7 +179,7 @@ class Surroundings:
                 if not isinstance(tensor, torch.nn.Parameter):
                     self.reach.forget()
                     raise RuntimeError(why)
-                table[name] = changed = torch.Tensor._make_subclass(_Changed, tensor.detach())
+                table[name] = changed = as_kind(_Changed, tensor.detach())
                 changed.why = why
             elif name not in table or table[name] is not tensor:
                 table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()

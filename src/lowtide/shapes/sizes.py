@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_structure
-
+from lowtide._torch import tree_structure
 from lowtide.errors import RehearsalError
 from lowtide.identity import tensors_in, with_tensors
 from lowtide.remat.engine import Engine

@@ -199,8 +199,8 @@ class Calls:
         for call in self.alive.values():
             for reference in call.memory:
                 storage = reference()
-                if storage is not None and storage._cdata in storages:
-                    found.setdefault(storage._cdata, call)
+                if storage is not None and (number := _torch.storage_number(storage)) in storages:
+                    found.setdefault(number, call)
         return found
 
     def settle_all(self) -> None:

@@ -21,7 +21,6 @@ from lowtide.watching.calls import tensors_in
 if TYPE_CHECKING:
     from lowtide.watching.watch import Watch
 
-_CALL_CODE = nn.Module._call_impl.__code__
 _watching: Watch | None = None
 
 
@@ -58,7 +57,7 @@ class Events:
         frame: FrameType | None = sys._getframe(1)
         found: list[Tensor] = []
         while frame is not None:
-            if frame.f_code is _CALL_CODE:
+            if frame.f_code is _torch.CALL_CODE:
                 with local_variables(frame) as variables:
                     found = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
             frame = frame.f_back

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
@@ -20,7 +19,7 @@ def _kind(cls: type) -> str:
     kind = _KINDS.get(cls)
     if kind is None:
         if issubclass(cls, Tensor):
-            kind = "tensor" if not issubclass(cls, torch._subclasses.FakeTensor) else ""
+            kind = "tensor" if not issubclass(cls, _torch.FakeTensor) else ""
         else:
             kind = "module" if issubclass(cls, nn.Module) else "optimizer" if issubclass(cls, Optimizer) else ""
         if len(_KINDS) < 100_000:

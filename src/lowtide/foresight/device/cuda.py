@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lowtide import _torch
 from lowtide.foresight.behaviours.autocast import forget_casts
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME
 
@@ -53,7 +54,7 @@ class CudaMeans(TorchFunctionMode):
         return self._device if is_cuda else value
 
 
-_IS_CUDA = (vars(torch._C.TensorBase)["is_cuda"].__get__,)
+_IS_CUDA = (_torch.IS_CUDA,)
 _TO_CUDA = (torch.Tensor.cuda,)
 _TO_PINNED = (torch.Tensor.pin_memory,)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide import _torch
+from lowtide._torch import tree_map
 from lowtide.foresight.behaviours.products import WORKSPACE
 from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST
 from lowtide.foresight.device.current import NAME
@@ -20,8 +20,8 @@ from lowtide.memory.events import Allocate, Free
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from lowtide._torch import FakeTensorMode
     from lowtide.foresight.answers import Answers
     from lowtide.foresight.behaviours.behaviour import Inside
     from lowtide.foresight.device.takes import Takes
