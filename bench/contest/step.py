@@ -54,7 +54,7 @@ class Steps:
     def step(self, batch: Batch) -> Tensor:
         """Forward and backward. The output object, which holds the logits, is gone before backward begins."""
         loss: Tensor = self.call(**batch).loss
-        with nullcontext() if self.has_plan else InPlace("cpu"):  # the last one rules, and this one wants nothing
+        with nullcontext() if self.has_plan else InPlace("cpu", alone=True):  # and it wants nothing
             loss.backward()  # type: ignore[no-untyped-call]
         if self._look is not None:
             self._look()

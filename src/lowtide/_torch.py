@@ -110,11 +110,18 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2 and tensor._use_count() == 1)  # type: ignore[attr-defined]
 
 
-def references(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How many refer to a tensor and to its memory, in C++ and in Python: to be compared with another call's. 2.13."""
-    storage = tensor.untyped_storage()
-    owners = torch._C._storage_Use_Count(storage._cdata)
-    return tensor._use_count(), sys.getrefcount(tensor), owners, sys.getrefcount(storage)  # type: ignore[attr-defined]
+def references(things: tuple[Any, ...]) -> tuple[int, ...]:
+    """How many refer to the first of these, a tensor, and to its memory: to be compared with another call's. 2.13.
+
+    The last is an object that nobody else has. Whoever refers to all of them alike, as callers do whose frames somebody
+    traces or evaluates (Dynamo, debuggers), is not counted. No variable here has any of them, for these are looked at.
+    """
+    return (
+        things[0]._use_count(),
+        sys.getrefcount(things[0]) - sys.getrefcount(things[-1]),
+        torch._C._storage_Use_Count(things[0].untyped_storage()._cdata),
+        sys.getrefcount(things[0].untyped_storage()),
+    )
 
 
 def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
@@ -375,6 +382,11 @@ def in_forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def in_transform() -> bool:
+    """Whether a transform of functions runs (`torch.func`), in which tensors may have no memory. 2.13, since 2.1."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread. 2.13."""
     return backward_number() != -1
@@ -386,9 +398,15 @@ def running_node() -> int:
     return -1 if node is None else sequence_number(node)
 
 
+def current_node() -> Node | None:
+    """The node whose backward runs in this thread. 2.13, since 2.1."""
+    found: Node | None = torch._C._current_autograd_node()
+    return found
+
+
 def running_node_name() -> str:
     """The kind of that node, as `GeluBackward0`; empty without one. 2.13, since 2.1."""
-    node: Node | None = torch._C._current_autograd_node()
+    node = current_node()
     return "" if node is None else node.name()
 
 
@@ -809,7 +827,8 @@ def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> to
 def put_before(kernels: Mapping[str, Callable[..., Any]], key: str) -> torch.library.Library:
     """Let these run instead of the kernels of operators, which each is given as its first argument. 2.13, since 2.10.
 
-    Raises RuntimeError where somebody else has done so.
+    Its last argument is an object that nobody else has, for `references`. Raises RuntimeError where somebody else has
+    done so.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
@@ -825,14 +844,18 @@ def put_before(kernels: Mapping[str, Callable[..., Any]], key: str) -> torch.lib
 
 
 def _given_its_own(kernel: Callable[..., Any], own: Any) -> Callable[..., Any]:
+    @never_compiled  # else it would be wherever a compiled function runs backward, with all that it calls
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return kernel(functools.partial(own.call_boxed, keys), *args, **kwargs)
+        return kernel(functools.partial(own.call_boxed, keys), *args, object(), **kwargs)
 
     return replaced
 
 
 def remove_kernels(library: torch.library.Library) -> None:
-    """Torch's own kernels are back. 2.13, since 2.0."""
+    """Torch's own kernels are back. 2.13, since 2.0.
+
+    No other thread may be running one of the operators: the dispatcher frees what it is about to call.
+    """
     library._destroy()  # type: ignore[no-untyped-call]
     library._op_impls.clear()  # when it is collected it would take somebody's next kernels off the list of them
 

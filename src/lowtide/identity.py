@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lowtide._torch import is_compiled, parts_of, tree_leaves, tree_map
 from lowtide.planner.records import Fingerprint, Static
@@ -110,7 +112,7 @@ def static_bytes(
     def add(tensors: Iterable[Tensor | None]) -> int:
         total = 0
         for tensor in tensors:
-            if tensor is None or tensor.device.type == "meta":
+            if tensor is None or tensor.device.type == "meta" or is_lazy(tensor):
                 continue
             for part in parts_of(tensor):
                 storage = part.untyped_storage()
@@ -126,6 +128,16 @@ def static_bytes(
     state = add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry))
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     return static, frozenset(seen - {0})
+
+
+def modules_alive() -> list[nn.Module]:
+    """The modules of this process that are in no other one: the model, and a teacher or an average of it, if any."""
+    gc.collect()  # what nobody refers to is none of them
+    found = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and "_modules" in vars(thing)
+    ]
+    inside = {id(child) for module in found for child in module._modules.values()}
+    return [module for module in found if id(module) not in inside]
 
 
 def _bucket_bytes(wrapper: DistributedDataParallel) -> int:

@@ -122,3 +122,24 @@ def test_what_can_not_be_meant_is_refused_before_the_script_runs(rehearse, optio
     assert code == 2
     assert said in err
     assert "it runs" not in out + err
+
+
+SCHEDULED = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+for step in range(5):
+    model(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+"""
+
+
+def test_a_script_with_a_scheduler(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 3060", text=SCHEDULED)
+    assert code == 0, err
+    assert "on RTX 3060, with 11.7 GiB: it fits" in out

@@ -1,18 +1,23 @@
 """Gradients are written over those that they are computed from, and over none that anybody else has."""
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FrameType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import lowtide
 from lowtide import _torch
+from lowtide.identity import static_bytes
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
@@ -168,6 +173,89 @@ def test_who_holds_a_gradient_keeps_it(node: str, hold: Callable[[torch.Tensor, 
     assert seen
 
 
+def of_numpy(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array)
+
+
+def of_dlpack(array: np.ndarray) -> torch.Tensor:
+    return torch.from_dlpack(array)
+
+
+def of_buffer(array: np.ndarray) -> torch.Tensor:
+    return torch.frombuffer(array, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("foreign", [of_numpy, of_dlpack, of_buffer])
+@pytest.mark.parametrize("node", NODES)
+def test_memory_that_is_not_torchs_stays(node: str, foreign: Callable[[np.ndarray], torch.Tensor]) -> None:
+    x, array = activations(), np.ones(4 * 32 * 16 * 16, np.float32)
+    y = OPERATORS[node].forward(x * 1)
+    y.register_hook(lambda gradient: foreign(array).view(gradient.shape))
+    with Written() as written:
+        torch.autograd.grad(y.sum(), x)
+    assert written.nodes == []
+    assert (array == 1).all()
+
+
+def test_memory_that_another_process_may_have_stays() -> None:
+    x = activations()
+    y = functional.gelu(x * 1)
+    y.register_hook(lambda gradient: (gradient * 1).share_memory_())
+    with Written() as written:
+        torch.autograd.grad(y.sum(), x)
+    assert written.nodes == []
+
+
+def test_a_part_of_larger_memory_does_not_keep_that_alive() -> None:
+    x = activations()
+    y = functional.gelu(x * 1)
+    y.register_hook(lambda gradient: torch.ones(100, *gradient.shape)[7])
+    with Written() as written:
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert written.nodes == []
+    assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def weighted(gradient: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return gradient * torch.ones(1, requires_grad=True)
+
+
+def trained(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(gradient, requires_grad=True)
+
+
+def inferred(gradient: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones_like(gradient)
+
+
+def labelled(gradient: torch.Tensor) -> torch.Tensor:
+    other = torch.ones_like(gradient)
+    other.label = "of the gradient that came"  # type: ignore[attr-defined]
+    return other
+
+
+@pytest.mark.parametrize("hook", [weighted, trained, inferred, labelled])
+@pytest.mark.parametrize("node", ["GeluBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"])
+def test_nothing_clings_to_a_gradient_from_the_one_before(
+    node: str, hook: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = activations()
+
+    def run() -> torch.Tensor:
+        y = OPERATORS[node].forward(x)
+        y.register_hook(hook)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    plain = run()
+    with Written():
+        found = run()
+    assert torch.equal(found, plain)
+    assert (found.requires_grad, found.grad_fn, found.is_inference()) == (False, None, False)
+    assert vars(found) == vars(plain) == {}
+
+
 def test_a_gradient_that_the_user_gave_stays() -> None:
     x, mine = activations(), torch.ones(4, 32, 16, 16)
     with Written() as written:
@@ -284,6 +372,26 @@ def test_batch_norm_of_any_shape(shape: tuple[int, ...]) -> None:
     assert all(map(torch.equal, found, plain))
 
 
+@pytest.mark.parametrize("channels", [65, 129, 257])
+def test_batch_norm_whose_last_piece_would_be_one_channel(channels: int) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(channels)
+    last = torch.channels_last
+    x, weight = (part.contiguous(memory_format=last) for part in torch.randn(2, 4, channels, 8, 8))
+    x.requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        return list(torch.autograd.grad((norm(x * 1) * weight).sum(), [x, *norm.parameters()]))
+
+    for training in (True, False):
+        norm.train(training)
+        plain = run()
+        with Written() as written:
+            found = run()
+        assert written.nodes == ["NativeBatchNormBackward0"]
+        assert all(map(torch.equal, found, plain))
+
+
 def test_group_norm_with_a_weight() -> None:
     x, norm = activations(), nn.GroupNorm(8, 32)
 
@@ -335,17 +443,27 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return backward(lambda x: functional.gelu(x * 1) * 1, x)[0]
 
 
-def test_the_last_one_in_force_rules() -> None:
+def test_all_that_is_in_force_has_its_say() -> None:
     x, first, second = activations(), Written(), Written("TanhBackward0")
     gelu(x)
-    assert first.nodes == second.nodes == []
+    assert (first.nodes, second.nodes) == (["GeluBackward0"], [])
+    torch.autograd.grad((torch.tanh(x * 1) * 2).sum(), x)
+    assert (first.nodes, second.nodes) == (["GeluBackward0"], ["TanhBackward0"])
+    first.remove()
+    first.remove()
+    gelu(x)
+    assert first.nodes == ["GeluBackward0"]
     second.remove()
+
+
+def test_what_is_measured_has_no_others_beside_it() -> None:
+    x, other = activations(), Written()
+    with InPlace("cpu", alone=True):
+        gelu(x)
+    assert other.nodes == []
     gelu(x)
-    assert first.nodes == ["GeluBackward0"]
-    first.remove()
-    first.remove()
-    gelu(x)
-    assert first.nodes == ["GeluBackward0"]
+    assert other.nodes == ["GeluBackward0"]
+    other.remove()
 
 
 def test_what_nobody_refers_to_is_in_force_no_longer() -> None:
@@ -368,6 +486,97 @@ def test_a_model_that_is_dropped_with_its_plan_is_gone() -> None:
     assert dropped() is None
 
 
+def calibrated_anew() -> dict[str, tuple[int, ...]]:
+    before = dict(in_place._COUNTS)
+    in_place._COUNTS.clear()
+    try:
+        return dict(in_place.available("cpu"))
+    finally:
+        in_place._COUNTS.update(before)
+
+
+def test_who_looks_at_frames_changes_no_count() -> None:
+    usual = in_place.available("cpu")
+
+    def look(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+        assert frame.f_locals is not None
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        found = calibrated_anew()
+    finally:
+        sys.settrace(before)
+    assert found == usual
+
+
+def test_compiled_code_in_another_thread_changes_no_count() -> None:
+    usual = in_place.available("cpu")
+    inside, through = threading.Event(), threading.Event()
+
+    @torch.compile(backend="eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        inside.set()
+        through.wait()
+        return y * 2
+
+    thread = threading.Thread(target=compiled, args=(torch.ones(3),))
+    thread.start()
+    inside.wait()
+    try:
+        found = calibrated_anew()
+        with Written() as written:
+            gelu(activations())
+    finally:
+        through.set()
+        thread.join()
+    assert found == usual
+    assert written.nodes == ["GeluBackward0"]
+
+
+def test_training_in_another_thread_changes_no_count() -> None:
+    usual = in_place.available("cpu")
+    stop = threading.Event()
+
+    def train() -> None:
+        x = torch.randn(2, 8, 4, 4, requires_grad=True)
+        while not stop.is_set():
+            y = functional.gelu(x * 1)
+            torch.autograd.grad((y * 2).sum(), [x, y])
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(calibrated_anew() == usual for _ in range(20))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_compiled_steps_of_others_are_compiled_as_ever() -> None:
+    x = activations()
+
+    def frames() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+
+        @torch.compile(backend="eager")
+        def step(x: torch.Tensor) -> None:
+            functional.gelu(x * 1).square().sum().backward()
+
+        step(x)
+        return int(counters["frames"]["total"])
+
+    plain = frames()
+    with Written():
+        assert frames() == plain
+
+
 def test_several_threads() -> None:
     inputs = [torch.randn(64, 1000, requires_grad=True) for _ in range(4)]
     plain = [torch.autograd.grad(three_sizes(x), x)[0] for x in inputs]
@@ -388,20 +597,15 @@ def test_several_threads() -> None:
 
 
 @pytest.fixture
-def later_kernel() -> Iterator[None]:
-    """Somebody else's, since we have looked."""
-    in_place.available("cpu")
-    for device in list(in_place._LIBRARIES):  # of plans that other tests have left in force
-        _torch.remove_kernels(in_place._LIBRARIES.pop(device))
-    library = _torch.put_before({"aten::gelu_backward": lambda own, *args, **kwargs: own(*args, **kwargs)}, "CPU")
+def somebody_elses_kernel() -> Iterator[None]:
+    """It was there before anybody looked."""
+    for key in list(in_place._LIBRARIES):
+        _torch.remove_kernels(in_place._LIBRARIES.pop(key))
+    in_place._COUNTS.clear()
+    library = _torch.put_before({"aten::gelu_backward": lambda own, *args, **kwargs: own(*args[:-1], **kwargs)}, "CPU")
     yield
     _torch.remove_kernels(library)
-    in_place.available.cache_clear()
-
-
-@pytest.fixture
-def somebody_elses_kernel(later_kernel: None) -> None:
-    in_place.available.cache_clear()
+    in_place._COUNTS.clear()
 
 
 def test_a_plan_that_can_not_be_done_here_is_refused(somebody_elses_kernel: None) -> None:
@@ -410,14 +614,6 @@ def test_a_plan_that_can_not_be_done_here_is_refused(somebody_elses_kernel: None
     with pytest.raises(lowtide.LowtideError, match="GeluBackward0 in place, which can't be done here"):
         lowtide.apply(model, replace(plan, in_place={"GeluBackward0": 4096}))
     lowtide.apply(model, plan).remove()
-
-
-def test_kernels_of_somebody_else_that_come_later_stay_too(later_kernel: None) -> None:
-    assert "GeluBackward0" in in_place.available("cpu")
-    with Written() as written:
-        gelu(activations())
-        assert "GeluBackward0" not in in_place.available("cpu")
-    assert written.nodes == []
 
 
 def test_other_kernels_of_somebody_else_stay(somebody_elses_kernel: None) -> None:
@@ -467,6 +663,34 @@ def test_a_plan_that_only_writes_in_place_costs_nothing() -> None:
         assert fitted.verdict.measured_peak_bytes == fitted.plan.predicted.peak_bytes
         assert fitted.verdict.identical
         assert "gradients in place: log softmax" in str(fitted)
+
+
+def test_two_models_each_with_a_plan_of_its_own() -> None:
+    torch.manual_seed(0)
+    one, x = Classifier(), torch.randint(4000, (8, 64))
+    other = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4000), nn.GELU())
+    y = torch.randn(64, 64)
+
+    def step_of_other(y: torch.Tensor) -> None:
+        other(y).square().mean().backward()
+        other.zero_grad()
+
+    step = step_of(one)
+    with lowtide.fit(one, step, x, budget="99%") as fitted:
+        assert fitted.plan.in_place
+        alone = lowtide.rehearse(other, step_of_other, y)
+        with lowtide.fit(other, step_of_other, y, budget="99%") as second:
+            assert "GeluBackward0" in second.plan.in_place
+            assert second.profile.base_bytes == alone.base_bytes
+            assert verified_bytes(one, step, x) <= fitted.plan.predicted.peak_bytes
+        assert verified_bytes(one, step, x) == fitted.plan.predicted.peak_bytes
+
+
+def verified_bytes(model: nn.Module, step: Callable[[torch.Tensor], object], x: torch.Tensor) -> int:
+    static, _ = static_bytes(model, x, ())
+    with lowtide.measure(model) as memory:
+        step(x)
+    return static.total + memory.peak_bytes
 
 
 def test_a_step_that_fits_is_left_alone() -> None:

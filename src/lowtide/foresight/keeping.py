@@ -27,7 +27,18 @@ LARGEST = 100_000
 """Containers with more entries are data, not state: they are left alone."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-_OPAQUE = ("torch._C", "numpy", "builtins", "_thread", "threading", "weakref", "logging", "importlib", "re")
+_OPAQUE = (
+    "torch._C",
+    "numpy",
+    "builtins",
+    "_thread",
+    "threading",
+    "weakref",
+    "logging",
+    "importlib",
+    "re",
+    "contextlib",
+)
 
 
 class Kept:
@@ -99,8 +110,11 @@ class Kept:
         if isinstance(thing, types.CellType):
             return self._cell(thing)
         attributes = getattr(thing, "__dict__", None)
-        if type(attributes) is not dict or type(thing).__module__.partition(".")[0] in _OPAQUE:
+        defined_in = type(thing).__module__
+        if type(attributes) is not dict or defined_in.partition(".")[0] in _OPAQUE:
             return ()
+        if defined_in.startswith("lowtide.") and not defined_in.startswith("lowtide.demo."):
+            return ()  # what watches the step, as from an optimizer's hook, goes on meanwhile
         return (attributes, *self._named.thing(thing))
 
     def _gradient(self, tensor: torch.Tensor) -> Iterable[Any]:

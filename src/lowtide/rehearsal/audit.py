@@ -20,6 +20,7 @@ from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal import addresses, readers, sharding
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
+from lowtide.rehearsal.draws import DRAWS, ITERATES, OwnDraws, has_iterator
 from lowtide.rehearsal.in_place import AuditInPlace, Together
 from lowtide.rehearsal.outside import take_back
 from lowtide.rehearsal.processes import n_sent
@@ -77,6 +78,7 @@ class Audit(Remakes, Probe):
         )
         self._returned: Any = None
         self._units = Units(model)
+        self._own_draws = OwnDraws(model)
         self._witness = Witness(mark)
         self._sent: list[int] = []
         """For each call in progress, in how many collective operations this process had taken part."""
@@ -173,7 +175,9 @@ class Audit(Remakes, Probe):
         kinds = map(type, module.modules()) if self.refused else ()
         if (why := next((self.refused[kind] for kind in kinds if kind in self.refused), None)) is not None:
             return why
-        frame.held, first = [], next_sequence_number()
+        if has_iterator(module):
+            return ITERATES
+        frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
         refused = self.try_replay(call, frame)
         if refused is None and module in self._blocks and module not in self._units.apart:
             self.try_advance(call, frame, returned)
@@ -184,6 +188,9 @@ class Audit(Remakes, Probe):
             call.gives, refused = None, LEAKS
             self.refused[type(module)] = LEAKS
         frame.held = None
+        if self._own_draws.put_back(states):
+            call.gives, refused = None, DRAWS
+            self.refused[type(module)] = DRAWS
         return refused
 
     def try_replay(self, call: CallDraft, frame: Frame) -> str | None:

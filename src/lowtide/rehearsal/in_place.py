@@ -44,7 +44,7 @@ class AuditInPlace(InPlace):
     """Tries every gradient that could be written in place."""
 
     def __init__(self, device: torch.device, mark: Callable[[str, object], None]) -> None:
-        super().__init__(device.type)
+        super().__init__(device.type, alone=True)
         self.least = dict.fromkeys(available(device.type), MIN_BYTES)
         self._place, self._mark = device, mark
         self._own_bytes: dict[tuple[str, int], int] = {}

@@ -34,7 +34,18 @@ LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
-_OPAQUE = {"builtins", "datasets", "importlib", "logging", "multiprocessing", "numpy", "queue", "re", "weakref"}
+_OPAQUE = {
+    "builtins",
+    "contextlib",
+    "datasets",
+    "importlib",
+    "logging",
+    "multiprocessing",
+    "numpy",
+    "queue",
+    "re",
+    "weakref",
+}
 _OPAQUE |= {"_thread", "threading"}
 """Packages whose objects are not looked into."""
 
@@ -93,6 +104,8 @@ class Reached:
         defined_in = type(thing).__module__
         if type(attributes) is not dict or defined_in.partition(".")[0] in _OPAQUE:
             return ()
+        if defined_in.startswith("lowtide.") and not defined_in.startswith("lowtide.demo."):
+            return ()  # what watches the step, as from an optimizer's hook, goes on meanwhile
         if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
             return ()  # as of FSDP: tensors that have memory for a while
         if isinstance(thing, nn.Module):

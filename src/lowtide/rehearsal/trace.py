@@ -43,6 +43,8 @@ Mark = Callable[[str, object], None]
 class MostSaving(Engine):
     """Lets go of all that an audit found can be. Nobody knows yet whether all of it really can."""
 
+    is_measured = True
+
     def __init__(self, model: nn.Module, audit: Audit) -> None:
         self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
         nodes = nodes_at(audit.values, audit.slots)

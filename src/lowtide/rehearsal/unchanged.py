@@ -249,7 +249,7 @@ class RandomState:
             torch_cards={card: torch.get_device_module().get_rng_state(card) for card in cards},
             python=random.getstate(),
             numpy=np.random.get_state(),
-            others=tuple(map(_state_of, others)),
+            others=tuple(map(state_of, others)),
         )
 
     def restore(self) -> None:
@@ -262,7 +262,8 @@ class RandomState:
             set_state(state)
 
 
-def _state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
+def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
+    """How the state of a generator of torch, NumPy or Python is set, and what it is."""
     if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
     if isinstance(generator, np.random.Generator):

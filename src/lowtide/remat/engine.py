@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,6 +45,9 @@ __all__ = ["Actions", "Decision", "Engine", "Pass", "actions_for"]
 
 class Engine:
     """The pair of hooks, and the seams in a model."""
+
+    is_measured: ClassVar[bool] = False
+    """Whether this model's step is measured, so that what plans of other models want does not count meanwhile."""
 
     def __init__(
         self,
@@ -303,9 +306,9 @@ class Engine:
                     f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
                 )
             front = front.before
-        if any(self.in_place):
+        if self.is_measured or any(self.in_place):
             device = place_of(self.model).type
-            writing = InPlace(device, self.wrote_in_place)
+            writing = InPlace(device, self.wrote_in_place, alone=self.is_measured)
             check(device, (node for each in self.in_place for node in each))
             self._writing = writing
         inside: set[nn.Module] = set()

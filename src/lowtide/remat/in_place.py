@@ -7,20 +7,26 @@ kernel lets torch's write its result over the incoming gradient, if
 
 - autograd's own node calls it, whose formula looks at the gradient once (`Operator.node`);
 - nothing else refers to the gradient, nor to its memory. References are counted, of Python and of C++, and have to be
-  as many as in a call that was tried out when there were no others (`_calibrated`);
+  as many as in a call that was tried out when there were no others (`_tried`);
+- the memory is torch's own, all of it is the gradient's, and no other process has it;
 - the result is as large as the gradient and laid out like it.
 
 In all other cases, as where a graph of gradients is made, torch's kernel runs as ever. The arithmetic is the same, so
 are the bits; the audit compares them all the same.
+
+Our kernels stay where they are once they are put there, for the dispatcher frees one that is taken off although another
+thread may be about to call it. While nothing is in force they call torch's at once.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -29,6 +35,9 @@ from torch.nn import functional
 from lowtide import _torch
 from lowtide._removable import Removable
 from lowtide.errors import LowtideError
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 aten = torch.ops.aten
 
@@ -64,10 +73,15 @@ def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: 
     overload = getattr(getattr(aten, name), "out" if name.endswith("_data") else "grad_input")
 
     def write(own: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = overload(gradient, *args, **kwargs, **{out: gradient})
-        return result
+        overload(gradient, *args, **kwargs, **{out: gradient})
+        return _anew(gradient)
 
     return Operator(name=name, node=node, write=write, forward=forward, **more)
+
+
+def _anew(gradient: Tensor) -> Tensor:
+    """A tensor of its own with the memory of the gradient, to which none of what clings to that clings."""
+    return gradient.detach()
 
 
 def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
@@ -80,7 +94,10 @@ def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
         vector_bytes = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
         lanes = vector_bytes // gradient.element_size()
         step = -(-step // lanes) * lanes
-    return [slice(first, min(first + step, n_groups)) for first in range(0, n_groups, step)]
+    starts = list(range(0, n_groups, step))
+    if len(starts) > 1 and gradient.stride(1) == 1 and n_groups - starts[-1] == 1:
+        del starts[-1]  # a single channel is laid out in both ways, and would be added up as in the other one
+    return [slice(*ends) for ends in itertools.pairwise([*starts, n_groups])]
 
 
 def _has_pieces(args: Sequence[Any], groups: int) -> bool:
@@ -100,7 +117,7 @@ def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> 
         result, *others = own(_copy(gradient, channels), _copy(saved, channels), *theirs, *rest)
         gradient[:, channels] = result
         parts.append(tuple(others))
-    return gradient, *map(_joined, zip(*parts, strict=True))
+    return _anew(gradient), *map(_joined, zip(*parts, strict=True))
 
 
 def _write_group_norm(
@@ -132,7 +149,7 @@ def _write_group_norm(
         )
         gradient[:, theirs] = result
         parts.append(tuple(others))
-    return gradient, *map(_joined, zip(*parts, strict=True))
+    return _anew(gradient), *map(_joined, zip(*parts, strict=True))
 
 
 def _copy(tensor: Tensor, channels: slice) -> Tensor:
@@ -198,19 +215,22 @@ OPERATORS: Final = {
 
 
 class InPlace(Removable):
-    """While it is in force gradients are written over others; where several are, the last one rules.
+    """While it is in force gradients are written over others: all that any of those in force wants.
 
     It is until `remove`, or until nobody refers to it.
     """
 
-    def __init__(self, device: str, told: Callable[[str, int], None] | None = None) -> None:
-        """`device` is its type. `told` is called with the node and the bytes each time before it is done."""
+    def __init__(self, device: str, told: Callable[[str, int], None] | None = None, *, alone: bool = False) -> None:
+        """`device` is its type. `told` is called with the node and the bytes each time before it is done. What was put
+        in force before has no say if this is to be `alone`.
+        """
         self.device = device
+        self.alone = alone
         self.least: Mapping[str, int] = {}
         """For each node from how many bytes on; none others."""
         self._told = told
-        _put_before(device)
-        _IN_FORCE.append(weakref.ref(self))
+        available(device)
+        _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def wants(self, node: str, n_bytes: int) -> bool:
         """Whether the gradient of that many bytes that comes to such a node is written over."""
@@ -223,17 +243,12 @@ class InPlace(Removable):
         return operator.write(own, *args, **kwargs)
 
     def remove(self) -> None:
-        """Gradients have memory of their own again. May be called again."""
+        """It wants nothing any more. May be called again."""
         _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
-        devices = {other.device for reference in _IN_FORCE if (other := reference()) is not None}
-        for device in _LIBRARIES.keys() - devices:
-            _torch.remove_kernels(_LIBRARIES.pop(device))
 
 
 _IN_FORCE: list[weakref.ref[InPlace]] = []
 """A model that is dropped with its plan is not to stay because of it."""
-_LIBRARIES: dict[str, torch.library.Library] = {}
-"""By the type of device, our kernels."""
 
 
 def check(device: str, nodes: Iterable[str]) -> None:
@@ -247,11 +262,13 @@ def check(device: str, nodes: Iterable[str]) -> None:
 
 
 def wanting(node: str, n_bytes: int) -> InPlace | None:
-    """What is in force, if it has such a gradient written over."""
-    if n_bytes < MIN_BYTES:
-        return None
-    ruling = next((found for reference in reversed(_IN_FORCE) if (found := reference()) is not None), None)
-    return ruling if ruling is not None and ruling.wants(node, n_bytes) else None
+    """Of what is in force the last that has such a gradient written over."""
+    for reference in _IN_FORCE[::-1] if n_bytes >= MIN_BYTES else ():
+        if (found := reference()) is not None and found.wants(node, n_bytes):
+            return found
+        if found is not None and found.alone:
+            break
+    return None
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
@@ -264,48 +281,47 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
     return wanting(node, args[0].numel() * args[0].element_size()) is not None and _writable(OPERATORS[node], args)
 
 
-def _put_before(device: str) -> None:
-    """Our kernels stand before torch's. On another kind of device, as where a step is foreseen, there are none."""
-    if device in _LIBRARIES or device not in DEVICES:
-        return
-    try:
-        _LIBRARIES[device] = _torch.put_before(_kernels(device), device.upper())
-    except RuntimeError:  # somebody else has put kernels there since we looked
-        available.cache_clear()
-        _LIBRARIES[device] = _torch.put_before(_kernels(device), device.upper())
-
-
-def _kernels(device: str) -> dict[str, Callable[..., Any]]:
-    """By operator what stands before torch's kernel."""
-    names = {OPERATORS[node].name for node in available(device)}
-    return {f"aten::{name}": _kernel(name, available(device)) for name in sorted(names)}
-
-
-def _kernel(name: str, counts: Mapping[str, tuple[int, ...]]) -> Callable[..., Any]:
-    """What stands before torch's kernel. By node, how many references there are when there are no others."""
+def _kernel(name: str, device: str) -> Callable[..., Any]:
+    """What stands before torch's kernel."""
 
     def kernel(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        node = _torch.running_node_name()
-        if (
-            node in counts
-            and OPERATORS[node].name == name
-            and (ruling := wanting(node, args[0].numel() * args[0].element_size())) is not None
-            and _torch.references(args[0]) == counts[node]
-            and _writable(OPERATORS[node], args)
-        ):
-            return ruling.run(OPERATORS[node], own, args, kwargs)
-        return own(*args, **kwargs)
+        # The last of them is for `references`, and none of them is to have a variable.
+        trial = _trial
+        if trial is not None and _torch.current_node() is trial.node:
+            trial.found.append(_torch.references(args))
+        elif (ruling := _ruling(name, device, args)) is not None:
+            return ruling.run(OPERATORS[_torch.running_node_name()], own, args[:-1], kwargs)
+        return own(*args[:-1], **kwargs)
 
     return kernel
 
 
+def _ruling(name: str, device: str, args: tuple[Any, ...]) -> InPlace | None:
+    """What is in force, if it wants the first of the arguments to be written over, and that can be done."""
+    if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
+        return None
+    node = _torch.running_node_name()
+    if node not in OPERATORS or OPERATORS[node].name != name:
+        return None
+    found = wanting(node, args[0].numel() * args[0].element_size())
+    is_free = found is not None and _torch.references(args) == _COUNTS.get(device, {}).get(node)
+    return found if is_free and _writable(OPERATORS[node], args[:-1]) else None
+
+
 def _writable(operator: Operator, args: Sequence[Any]) -> bool:
-    """Whether the result is laid out as the gradient is, without gaps and no element twice, and makes no graph."""
+    """Whether the result is laid out as the gradient is, without gaps and no element twice, and makes no graph; and the
+    memory is nobody else's.
+    """
     gradient, saved = args[0], args[operator.like]
+    storage = gradient.untyped_storage()
     return (
-        not torch.is_grad_enabled()
+        storage.nbytes() == gradient.numel() * gradient.element_size()
+        and storage.resizable()  # else NumPy or a file has the memory
+        and not (gradient.device.type == "cpu" and storage.is_shared())
+        and not (gradient.requires_grad or gradient.is_inference())
+        and not torch.is_grad_enabled()
         and not _torch.in_forward_mode()
-        and gradient.dtype == saved.dtype
+        and all(each == gradient.dtype for each in (saved.dtype, *args) if isinstance(each, torch.dtype))
         and gradient.shape == saved.shape
         and gradient.stride() == saved.stride()
         and _torch.is_plain(gradient)
@@ -327,41 +343,64 @@ def _is_dense(tensor: Tensor) -> bool:
 # --- what is possible here -------------------------------------------------------------------------------------------
 
 
-@functools.cache
+_LOCK: Final = threading.RLock()
+_LIBRARIES: dict[tuple[str, str], torch.library.Library] = {}
+"""By the type of device and the operator's name, our kernels."""
+_COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
+"""By the type of device and the node, how many references there are when there are no others."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    """A node of ours that is being tried out, and how many references its operator was given."""
+
+    node: Node
+    found: list[tuple[int, ...]] = field(default_factory=list)
+
+
+_trial: _Trial | None = None
+
+
 def available(device: str) -> Mapping[str, tuple[int, ...]]:
     """The nodes that can be done so on that type of device with this torch, and how many references they are given.
 
     Each is tried out, once in a process: whether its kernel is called from that node, and told apart from a call in
-    which somebody else refers to the gradient.
+    which somebody else refers to the gradient. On another kind of device, as where a step is foreseen, there are none.
     """
     if device not in DEVICES:
         return {}
-    found = {}
-    with _torch.without_modes(), torch.autocast(device, enabled=False), torch.enable_grad():
-        for operator in OPERATORS.values():
-            alone, shared = _calibrated(operator, device, shared=False), _calibrated(operator, device, shared=True)
-            if alone is not None and shared is not None and alone != shared:
-                found[operator.node] = alone
-    return found
+    with _LOCK:
+        if device not in _COUNTS:
+            _put_before(device)
+            found = {}
+            with _torch.without_modes(), torch.autocast(device, enabled=False), torch.enable_grad():
+                for operator in OPERATORS.values():
+                    alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
+                    if alone is not None and shared is not None and alone != shared:
+                        found[operator.node] = alone
+            _COUNTS[device] = found
+        return _COUNTS[device]
 
 
-def _calibrated(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
+def _put_before(device: str) -> None:
+    """Our kernels stand before torch's, unless somebody else's are there."""
+    for name in sorted({operator.name for operator in OPERATORS.values()}):
+        if (device, name) not in _LIBRARIES:
+            with contextlib.suppress(RuntimeError):
+                kernels = {f"aten::{name}": _kernel(name, device)}
+                _LIBRARIES[device, name] = _torch.put_before(kernels, device.upper())
+
+
+def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
     """How many references there are when the operator is called, with or without somebody else's; None if it is not."""
-    found: list[tuple[int, ...]] = []
-
-    def kernel(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if _torch.running_node_name() == operator.node:
-            found.append(_torch.references(args[0]))
-        return own(*args, **kwargs)
-
-    try:
-        library = _torch.put_before({f"aten::{operator.name}": kernel}, device.upper())
-    except RuntimeError:  # somebody else's kernel is there
+    global _trial
+    x = torch.ones(2, 8, 4, 4, device=device, requires_grad=True)
+    y = operator.forward(x)
+    if y.grad_fn is None or y.grad_fn.name() != operator.node:
         return None
+    trial = _trial = _Trial(y.grad_fn)
     try:
-        x = torch.ones(2, 8, 4, 4, device=device, requires_grad=True)
-        y = operator.forward(x)
         torch.autograd.grad((y * 2).sum(), [x, y] if shared else [x])
     finally:
-        _torch.remove_kernels(library)
-    return found[0] if len(found) == 1 else None
+        _trial = None
+    return trial.found[0] if len(trial.found) == 1 else None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
@@ -61,7 +62,7 @@ class Script:
         if not self.is_module:
             main.__file__ = self._path
             return compile(Path(self._path).read_bytes(), self._path, "exec", dont_inherit=True)
-        spec = importlib.util.find_spec(self.target)
+        spec = self._spec()
         if spec is not None and spec.submodule_search_locations is not None:  # a package is run by its __main__
             spec = importlib.util.find_spec(f"{self.target}.__main__")
         code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
@@ -71,6 +72,14 @@ class Script:
         main.__file__ = spec.origin
         sys.argv[0] = spec.origin or self.target
         return code
+
+    def _spec(self) -> ModuleSpec | None:
+        try:
+            return importlib.util.find_spec(self.target)
+        except ModuleNotFoundError as error:  # not even the package that it would be in
+            if error.name is not None and f"{self.target}.".startswith(f"{error.name}."):
+                return None
+            raise
 
     @contextlib.contextmanager
     def _as_main(self) -> Iterator[ModuleType]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import in_backward, is_fake, not_compiled_alone, parts_of
+from lowtide._torch import in_backward, in_transform, is_fake, not_compiled_alone, parts_of
 from lowtide.errors import LowtideError, RehearsalError
 
 if TYPE_CHECKING:
@@ -134,12 +134,14 @@ class Steps:
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._depth or not self._begins_training(module):
+        begins = not self._depth and self._begins_training(module)
+        if self._depth or not (begins or any(map(is_lazy, module.parameters()))):
             return plain(module, *args, **kwargs)
-        self._depth += 1
+        self._depth += 1  # nor does any module begin a step that is called by one with parameters yet to be made
         try:
-            with self._noting():
-                self._called_by_nobody(module, (args, kwargs))
+            if begins:
+                with self._noting():
+                    self._called_by_nobody(module, (args, kwargs))
             return plain(module, *args, **kwargs)
         finally:
             self._depth -= 1
@@ -150,6 +152,7 @@ class Steps:
             module.training
             and torch.is_grad_enabled()
             and not in_backward()
+            and not in_transform()
             and any(p.requires_grad for p in module.parameters())
             and not any(is_lazy(p) for p in module.parameters())
         ):

@@ -43,6 +43,11 @@ RANK = ("exception", "notebook", "hook", "module", "context", "closure", "genera
 _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
 
+def _is_output(name: str) -> bool:
+    """Whether a prompt or a notebook gives such names to results; in a script `_` is what its author calls so."""
+    return bool(_OUTPUT_NAME.fullmatch(name)) and (hasattr(sys, "ps1") or "IPython" in sys.modules)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
     """Something named that keeps tensors alive: `text` for people; `key` stays the same from step to step."""
@@ -206,7 +211,7 @@ class Search:
         if not is_module:
             return None
         inner = _Way(None, way.tensors, way.path[1:], way.entries, way.container)
-        if "__name__" in namespace and namespace["__name__"] == "__main__" and _OUTPUT_NAME.fullmatch(name):
+        if "__name__" in namespace and namespace["__name__"] == "__main__" and _is_output(name):
             is_history = name in ("Out", "_oh") and bool(inner.path)
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"
             return Holder(kind="notebook", text=text, key=f"notebook {name}", name=name)
