@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import hashlib
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -128,16 +127,6 @@ def static_bytes(
     state = add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry))
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     return static, frozenset(seen - {0})
-
-
-def modules_alive() -> list[nn.Module]:
-    """The modules of this process that are in no other one: the model, and a teacher or an average of it, if any."""
-    gc.collect()  # what nobody refers to is none of them
-    found = [
-        thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and "_modules" in vars(thing)
-    ]
-    inside = {id(child) for module in found for child in module._modules.values()}
-    return [module for module in found if id(module) not in inside]
 
 
 def _bucket_bytes(wrapper: DistributedDataParallel) -> int:

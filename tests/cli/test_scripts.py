@@ -528,30 +528,6 @@ def test_a_script_whose_blocks_draw_from_generators_of_their_own(
     assert "within the budget" in done.err
 
 
-TEACHER = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-teacher = nn.Linear(64, 64 * 512).eval().requires_grad_(False)
-model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(4):
-    x = torch.randn(256, 64)
-    (model(x) - x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_models_that_are_not_trained_count(script: Callable[[str], str], run_python: RunPython, tmp_path: Path) -> None:
-    saved = tmp_path / "profile.json"
-    # In a process of its own: models that other tests left behind would count, too.
-    assert run_python("-m", "lowtide", "rehearse", "--json", str(saved), script(TEACHER)).returncode == 0
-    parameters = [(64 + 1) * 64 * 512, (64 + 1) * 256, (256 + 1) * 64]
-    assert Profile.from_json(saved).static.parameters == 4 * sum(parameters)
-
-
 LAZY = """
 import torch
 from torch import nn

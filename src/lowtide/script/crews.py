@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, RehearsalError, StalePlan
 from lowtide.fitting import REPAIRS, over_budget
-from lowtide.identity import fingerprint, modules_alive, place_of, static_bytes
+from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Timeline
@@ -69,7 +69,7 @@ class Rehearsing:
             self._observed = Observed(model, plain=self._plain)
         if self._on is None:
             self._on = _put_on(model, self._levers)
-        self._observed.begin(batch, optimizers, modules_alive())
+        self._observed.begin(batch, optimizers)
 
     def ends(self, model: nn.Module) -> None:
         """See whether that was enough. Raises RehearsalError where it will never be."""
@@ -163,7 +163,7 @@ class Fitting:
         if self._applied is None or self._applied.plan is not self.plan:
             self._put_in_force(model, self.plan)
         if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
-            static, addresses = static_bytes(model, batch, optimizers, modules_alive())
+            static, addresses = static_bytes(model, batch, optimizers)
             stack = contextlib.ExitStack()
             recorder = stack.enter_context(recorder_for(place_of(model)))
             assert self._applied is not None
