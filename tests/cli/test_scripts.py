@@ -150,7 +150,7 @@ def grown(by_bytes: int) -> str:
 
 
 def test_a_plan_that_is_over_the_budget_is_made_again(script: Callable[[str], str], run: Run) -> None:
-    done = run("run", "--budget", "85%", script(grown(by_bytes=280_000)))
+    done = run("run", "--budget", "85%", script(grown(by_bytes=450_000)))
     assert done.code == 0
     assert done.err.count("over the budget: planning again") >= 1
     assert done.err.count("within the budget") == 1
