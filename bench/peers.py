@@ -1,6 +1,6 @@
 """Lowtide beside the other ways to save activation memory: exact bytes, exact FLOPs, paired times, equal bits.
 
-    python bench/peers.py                      # all models, some 18 minutes on two cores
+    python bench/peers.py                      # all models, some 19 minutes on two cores
     python bench/peers.py --models gpt2 vit    # these again; the other models' results stay
     python bench/peers.py --quick              # small models and few turns, into a temporary folder: does it all run?
     python bench/peers.py --page               # only write page and pictures again from the results

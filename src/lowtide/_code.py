@@ -17,6 +17,15 @@ import lowtide
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(lowtide.__file__).parent))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OPAQUE = {"_thread", "builtins", "contextlib", "importlib", "logging", "numpy", "re", "threading", "weakref"}
+_WATCHING = ("lowtide.foresight.", "lowtide.script.")
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether what objects of a class refer to is no part of a step: those of the interpreter, and those of this package
+    that watch the step, as from an optimizer's hook, and go on meanwhile.
+    """
+    return kind.__module__.partition(".")[0] in _OPAQUE or kind.__module__.startswith(_WATCHING)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -392,13 +392,13 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
-def running_node() -> int:
+def running_node_number() -> int:
     """The number (see `sequence_number`) of the node that backward runs in this thread; -1: none. 2.13, since 2.1."""
     node: Node | None = torch._C._current_autograd_node()
     return -1 if node is None else sequence_number(node)
 
 
-def current_node() -> Node | None:
+def running_node() -> Node | None:
     """The node whose backward runs in this thread. 2.13, since 2.1."""
     found: Node | None = torch._C._current_autograd_node()
     return found
@@ -406,7 +406,7 @@ def current_node() -> Node | None:
 
 def running_node_name() -> str:
     """The kind of that node, as `GeluBackward0`; empty without one. 2.13, since 2.1."""
-    node = current_node()
+    node = running_node()
     return "" if node is None else node.name()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lowtide
 from models import build, same, state
@@ -81,3 +82,19 @@ def test_the_next_real_step_gives_the_same_bits(where: dict[str, Any]) -> None:
     torch.manual_seed(3)
     assert torch.equal(first, other.step(other.batch))
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_schedulers_optimizer_is_not_listened_to_any_longer(where: dict[str, Any]) -> None:
+    model = torch.nn.Linear(8, 8)
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # leads to torch's table of hooks
+        model(batch).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    hooks = list(_global_optimizer_pre_hooks.values())
+    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    assert list(_global_optimizer_pre_hooks.values()) == hooks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._code import Named, variables
+from lowtide._code import Named, is_opaque, origin, variables
 from lowtide.rehearsal.unchanged import RandomState
 
 if TYPE_CHECKING:
@@ -27,18 +27,6 @@ LARGEST = 100_000
 """Containers with more entries are data, not state: they are left alone."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-_OPAQUE = (
-    "torch._C",
-    "numpy",
-    "builtins",
-    "_thread",
-    "threading",
-    "weakref",
-    "logging",
-    "importlib",
-    "re",
-    "contextlib",
-)
 
 
 class Kept:
@@ -110,11 +98,8 @@ class Kept:
         if isinstance(thing, types.CellType):
             return self._cell(thing)
         attributes = getattr(thing, "__dict__", None)
-        defined_in = type(thing).__module__
-        if type(attributes) is not dict or defined_in.partition(".")[0] in _OPAQUE:
+        if type(attributes) is not dict or is_opaque(type(thing)):
             return ()
-        if defined_in.startswith("lowtide.") and not defined_in.startswith("lowtide.demo."):
-            return ()  # what watches the step, as from an optimizer's hook, goes on meanwhile
         return (attributes, *self._named.thing(thing))
 
     def _gradient(self, tensor: torch.Tensor) -> Iterable[Any]:
@@ -145,15 +130,18 @@ class Kept:
         return before.values() if isinstance(before, dict) else before
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        globals_ = [(table, name, content) for table, name, content in variables(function) if type(table) is dict]
+        if origin(function.__code__.co_filename) == "ours":
+            found = []  # torch's tables of hooks, say, which others change meanwhile
+        else:
+            found = [(table, name, content) for table, name, content in variables(function) if type(table) is dict]
 
         def restore() -> None:
-            for table, name, content in globals_:
+            for table, name, content in found:
                 if table.get(name) is not content:
                     table[name] = content
 
         self._restore.append(restore)
-        contents = [content for _, _, content in globals_]
+        contents = [content for _, _, content in found]
         wrapped = getattr(function, "__wrapped__", None)
         named = self._named.code(function)
         return (*contents, *named, *(function.__closure__ or ()), *(function.__defaults__ or ()), wrapped)

@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lowtide._code import Named, variables
+from lowtide._code import Named, is_opaque, variables
 from lowtide._torch import scaler_stages, set_scaler_stages
 
 LARGEST = 1000
@@ -34,20 +34,8 @@ LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
-_OPAQUE = {
-    "builtins",
-    "contextlib",
-    "datasets",
-    "importlib",
-    "logging",
-    "multiprocessing",
-    "numpy",
-    "queue",
-    "re",
-    "weakref",
-}
-_OPAQUE |= {"_thread", "threading"}
-"""Packages whose objects are not looked into."""
+_DATA = {"datasets", "multiprocessing", "queue"}
+"""Packages of data and of what hands it over: their objects are not looked into either."""
 
 
 class Reached:
@@ -102,10 +90,8 @@ class Reached:
             return ()
         attributes = getattr(thing, "__dict__", None)
         defined_in = type(thing).__module__
-        if type(attributes) is not dict or defined_in.partition(".")[0] in _OPAQUE:
+        if type(attributes) is not dict or is_opaque(type(thing)) or defined_in.partition(".")[0] in _DATA:
             return ()
-        if defined_in.startswith("lowtide.") and not defined_in.startswith("lowtide.demo."):
-            return ()  # what watches the step, as from an optimizer's hook, goes on meanwhile
         if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
             return ()  # as of FSDP: tensors that have memory for a while
         if isinstance(thing, nn.Module):

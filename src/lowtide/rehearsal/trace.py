@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide._torch import backward_number, in_compiled_backward, parts_of, running_node
+from lowtide._torch import backward_number, in_compiled_backward, parts_of, running_node_number
 from lowtide.identity import in_words
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.addresses import nodes_at
@@ -151,7 +151,7 @@ class Trace(Probe):
         return handle in self._slots  # others are of other models, or of an earlier step, as by two models in turn
 
     def reading(self, handle: Handle) -> None:
-        self.mark("read", (self._slots[handle], backward_number(), running_node()))
+        self.mark("read", (self._slots[handle], backward_number(), running_node_number()))
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
         # A graph that backward makes, and compiled code, hold it whatever becomes of the handle.

@@ -287,25 +287,27 @@ def _kernel(name: str, device: str) -> Callable[..., Any]:
     def kernel(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The last of them is for `references`, and none of them is to have a variable.
         trial = _trial
-        if trial is not None and _torch.current_node() is trial.node:
+        if trial is not None and _torch.running_node() is trial.node:
             trial.found.append(_torch.references(args))
-        elif (ruling := _ruling(name, device, args)) is not None:
-            return ruling.run(OPERATORS[_torch.running_node_name()], own, args[:-1], kwargs)
+        elif (found := _ruling(name, device, args)) is not None:
+            ruling, operator = found
+            return ruling.run(operator, own, args[:-1], kwargs)
         return own(*args[:-1], **kwargs)
 
     return kernel
 
 
-def _ruling(name: str, device: str, args: tuple[Any, ...]) -> InPlace | None:
-    """What is in force, if it wants the first of the arguments to be written over, and that can be done."""
+def _ruling(name: str, device: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
+    """What is in force, if it wants the first of the arguments to be written over, and that can be done; and as what."""
     if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
         return None
     node = _torch.running_node_name()
     if node not in OPERATORS or OPERATORS[node].name != name:
         return None
-    found = wanting(node, args[0].numel() * args[0].element_size())
-    is_free = found is not None and _torch.references(args) == _COUNTS.get(device, {}).get(node)
-    return found if is_free and _writable(OPERATORS[node], args[:-1]) else None
+    found, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
+    if found is None or _torch.references(args) != _COUNTS.get(device, {}).get(node):
+        return None
+    return (found, operator) if _writable(operator, args[:-1]) else None
 
 
 def _writable(operator: Operator, args: Sequence[Any]) -> bool:
@@ -313,6 +315,8 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
     memory is nobody else's.
     """
     gradient, saved = args[0], args[operator.like]
+    if not _torch.is_plain(gradient):
+        return False
     storage = gradient.untyped_storage()
     return (
         storage.nbytes() == gradient.numel() * gradient.element_size()
@@ -324,7 +328,6 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
         and all(each == gradient.dtype for each in (saved.dtype, *args) if isinstance(each, torch.dtype))
         and gradient.shape == saved.shape
         and gradient.stride() == saved.stride()
-        and _torch.is_plain(gradient)
         and (_is_dense(gradient) if operator.groups is None else _has_pieces(args, operator.groups(*args)))
     )
 
