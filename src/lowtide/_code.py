@@ -22,8 +22,9 @@ _WATCHING = ("lowtide.foresight.", "lowtide.script.")
 
 
 def is_opaque(kind: type) -> bool:
-    """Whether what objects of a class refer to is no part of a step: those of the interpreter, and those of this package
-    that watch the step, as from an optimizer's hook, and go on meanwhile.
+    """Whether what objects of a class refer to is no part of a step.
+
+    These are the interpreter's, and those of Lowtide's that watch the step, as from an optimizer's hook, and go on.
     """
     return kind.__module__.partition(".")[0] in _OPAQUE or kind.__module__.startswith(_WATCHING)
 

@@ -298,7 +298,7 @@ def _kernel(name: str, device: str) -> Callable[..., Any]:
 
 
 def _ruling(name: str, device: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
-    """What is in force, if it wants the first of the arguments to be written over, and that can be done; and as what."""
+    """What is in force, and as what, if it wants the first of the arguments to be written over and that can be done."""
     if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
         return None
     node = _torch.running_node_name()
