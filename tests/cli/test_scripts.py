@@ -528,6 +528,39 @@ def test_a_script_whose_blocks_draw_from_generators_of_their_own(
     assert "within the budget" in done.err
 
 
+TEACHER = """
+import torch
+from torch import nn
+
+class Distillation:
+    def __init__(self):
+        self.teacher = nn.Linear(64, 64 * 512).eval().requires_grad_(False)
+        self.model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, x):
+        (self.model(x) - x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+def main():
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(64, 64 * 256))
+    distillation = Distillation()
+    for step in range(6):
+        distillation.step(torch.randn(256, 64))
+
+torch.manual_seed(0)
+main()
+"""
+
+
+def test_models_beside_the_trained_one_count(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "profile.json"
+    assert run("rehearse", "--json", str(saved), script(TEACHER)).code == 0
+    parameters = [65 * 64 * 512, 65 * 64 * 256, (64 + 1) * 256, (256 + 1) * 64]
+    assert Profile.from_json(saved).static.parameters == 4 * sum(parameters)
+
+
 LAZY = """
 import torch
 from torch import nn

@@ -67,8 +67,11 @@ class Observed:
         """How many sizes there were."""
         return len(self._sizes)
 
-    def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
-        """A step begins: the model is about to be called with `batch`. Gradients may be there or not."""
+    def begin(self, batch: Any, optimizers: Iterable[Optimizer] = (), others: Iterable[nn.Module] = ()) -> None:
+        """A step begins: the model is about to be called with `batch`. Gradients may be there or not.
+
+        `others` are modules beside the model that are in memory meanwhile.
+        """
         self.leave()
         if self.profile is not None:
             return
@@ -77,7 +80,7 @@ class Observed:
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._sizes):
             self._sizes.clear()  # other parameters are trained since
-        static, addresses = static_bytes(self.model, batch, optimizers)
+        static, addresses = static_bytes(self.model, batch, optimizers, others)
         known = self._sizes.get(found)
         self._watch = watch = _Watch(found, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())

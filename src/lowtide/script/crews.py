@@ -20,6 +20,7 @@ from lowtide.rehearsal.checks import check_uncompiled
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.observed import PATIENCE, Observed
 from lowtide.remat.given import no_larger, shapes_in
+from lowtide.script.callers import models_at_hand
 from lowtide.script.steps import Enough
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
@@ -69,7 +70,7 @@ class Rehearsing:
             self._observed = Observed(model, plain=self._plain)
         if self._on is None:
             self._on = _put_on(model, self._levers)
-        self._observed.begin(batch, optimizers)
+        self._observed.begin(batch, optimizers, models_at_hand())
 
     def ends(self, model: nn.Module) -> None:
         """See whether that was enough. Raises RehearsalError where it will never be."""
@@ -163,7 +164,7 @@ class Fitting:
         if self._applied is None or self._applied.plan is not self.plan:
             self._put_in_force(model, self.plan)
         if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
-            static, addresses = static_bytes(model, batch, optimizers)
+            static, addresses = static_bytes(model, batch, optimizers, models_at_hand())
             stack = contextlib.ExitStack()
             recorder = stack.enter_context(recorder_for(place_of(model)))
             assert self._applied is not None

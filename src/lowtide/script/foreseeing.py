@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -19,6 +17,7 @@ from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
 from lowtide.identity import tensors_in
+from lowtide.script.callers import at_hand
 from lowtide.script.running import Script
 from lowtide.script.steps import Enough
 from lowtide.script.watching import run_watched
@@ -55,7 +54,7 @@ class Foreseeing:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """From here on nothing is computed; or the second step begins."""
         given = None if self._size is None else size_of(batch, 0)
-        nearby = [] if given is None else [*tensors_in(batch), *_in_variables(sys._getframe(1))]
+        nearby = [] if given is None else [*tensors_in(batch), *_data_at_hand()]
         if self._rehearsal is None:
             rehearsal = OnCard(self._card, model, [] if given else batch, (optimizers,), alone=True)
             rehearsal.__enter__()
@@ -147,14 +146,8 @@ def _before(card: Card, crew: Foreseeing) -> Iterator[None]:
         yield
 
 
-def _in_variables(frame: FrameType | None) -> Iterator[Tensor]:
-    """The tensors in variables of the functions that call, from the inside out, but for torch's and this package's.
-
-    As far as the script: who runs it, a test say, may have as many variables as it likes.
-    """
-    while frame is not None and frame.f_globals.get("__name__") != Script.__module__:
-        if not frame.f_globals.get("__name__", "").startswith(("torch.", "lowtide.", "importlib")):
-            for value in [*frame.f_locals.values()]:
-                found = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
-                yield from (tensor for tensor in found if not tensor.requires_grad)
-        frame = frame.f_back
+def _data_at_hand() -> Iterator[Tensor]:
+    """The tensors in variables of the functions that call the model: the batch, and labels that the loss will read."""
+    for value in at_hand():
+        found = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
+        yield from (tensor for tensor in found if not tensor.requires_grad)

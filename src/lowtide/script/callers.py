@@ -1,0 +1,38 @@
+"""Who calls the model: the functions of the program, and what they have at hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from lowtide.memory.frames import local_variables
+from lowtide.rehearsal.reached import Reached
+from lowtide.script.running import Script
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OTHERS = ("torch.", "lowtide.", "importlib")
+
+
+def at_hand() -> Iterator[Any]:
+    """What is in variables of the functions that called here, from the inside out, but for torch's and this package's.
+
+    As far as the script: who runs it, a test say, may have as many variables as it likes.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != Script.__module__:
+        if not frame.f_globals.get("__name__", "").startswith(_OTHERS):
+            with local_variables(frame) as variables:
+                values = [*variables.values()]
+            yield from values
+        frame = frame.f_back
+
+
+def models_at_hand() -> list[nn.Module]:
+    """Modules that these lead to, each with all that is inside of it: the model, and perhaps a teacher, an average."""
+    found = Reached(*at_hand()).modules
+    inside = {id(child) for module in found for child in module._modules.values()}
+    return [module for module in found if id(module) not in inside]
