@@ -20,7 +20,7 @@ from conftest import RunPython
 LAYERS = [
     ["lowtide.units", "lowtide.errors"],
     [f"lowtide._{name}" for name in ("clock", "code", "quiet", "removable", "require", "torch")],
-    ["lowtide.memory", "lowtide.planner"],
+    ["lowtide.memory", "lowtide.planner", "lowtide.report"],
     ["lowtide.identity"],
     ["lowtide.remat"],
     ["lowtide.graphs"],
@@ -32,14 +32,13 @@ LAYERS = [
     ["lowtide.rehearsing", "lowtide.verification"],
     ["lowtide.shapes"],
     ["lowtide.watching", "lowtide.releasing"],
-    ["lowtide.report"],
     ["lowtide.fitting", "lowtide.oom"],
     ["lowtide.script"],
     ["lowtide.demo"],
     ["lowtide.cli", "lowtide.__main__"],
 ]
 TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._quiet", "lowtide._removable", "lowtide._require"]
-TORCH_FREE += ["lowtide.planner", "lowtide.oom.explanation"]
+TORCH_FREE += ["lowtide.planner", "lowtide.report", "lowtide.oom.explanation"]
 TORCH_FREE += [f"lowtide.memory.{name}" for name in ("allocator", "cards", "events", "snapshots")]
 
 

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
+import lowtide
+from lowtide.foresight.sizing import Largest
 from lowtide.planner import plan
-from lowtide.report.text import decisions, extra_time, proof
+from lowtide.report.text import decisions, extra_time
 from lowtide.verification import Verdict
 from planner.profiles import chain, transformer
 
@@ -39,5 +43,37 @@ def test_a_step_that_is_never_the_same_has_no_proof() -> None:
         differences=dict.fromkeys(kinds, ("0",)),
         unsteady=kinds,
     )
-    assert "bit-identical" not in proof(verdict)
-    assert proof(verdict).startswith("the plain step is not deterministic, so that nothing can be compared with it")
+    assert not verdict.proven
+    assert verdict.proof.startswith("NOT PROVEN: the plain step is not deterministic, so that nothing can be compared")
+
+
+def test_records_are_printed_as_the_command_line_prints_them() -> None:
+    profile = transformer(2)
+    assert str(profile).splitlines()[1].startswith("plain step: ")
+    assert "peak predicted (budget " in str(plan(profile, "70%"))
+    table = str(lowtide.frontier(profile, n_budgets=4)).splitlines()
+    assert table[0].split() == ["peak", "of", "plain", "extra", "time", "extra", "FLOPs"]
+    assert table[-1].split() == ["4.19", "KiB", "100", "%", "+0", "%", "0"]
+
+
+@pytest.mark.parametrize(("peaks", "more"), [({8: 90, 9: 105, 16: 200}, "; size 9 would need 105 B"), ({8: 90}, "")])
+def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], more: str) -> None:
+    found = Largest(size=8, foresight=None, budget_bytes=100, peaks=peaks)
+    assert str(found) == f"size 8 fits: 90 B peak predicted, and there is 100 B{more}"
+
+
+def test_a_verdict_says_what_was_measured_and_what_is_proven() -> None:
+    verdict = Verdict(
+        budget_bytes=100,
+        predicted_peak_bytes=90,
+        measured_peak_bytes=90,
+        planned_ms=1.0,
+        plain_ms=1.0,
+        differences={"loss": (), "gradients": ()},
+    )
+    assert str(verdict) == (
+        "90 B peak measured: within the budget of 100 B\nbit-identical to the plain step: loss and gradients"
+    )
+    wrong = replace(verdict, measured_peak_bytes=101, differences={"loss": (), "gradients": ("weight",)})
+    assert not wrong.proven
+    assert str(wrong) == "101 B peak measured: OVER the budget of 100 B\nNOT bit-identical to the plain step: gradients"

@@ -69,7 +69,7 @@ def test_numpy_integers_are_bytes() -> None:
         (8.0, "a float has no unit"),
         (float("nan"), "a float has no unit"),
         (None, "a NoneType has no unit"),
-        ("8", "no unit"),
+        ("8", "no unit; write 8B for bytes"),
         ("8589934592", "no unit"),
         ("8G", "write GB or GiB"),
         ("512m", "write MB or MiB"),

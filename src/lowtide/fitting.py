@@ -19,10 +19,11 @@ from lowtide.planner.planning import plain_peak_bytes, simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import OTHER_WORK, rehearse
 from lowtide.rehearsal.outcome import unless_out_of_memory
+from lowtide.report.text import decisions, extra_time, lever_lines
 from lowtide.shapes.buckets import Bucket, buckets_for
 from lowtide.shapes.sizes import Range
 from lowtide.shapes.switching import Switched, Switching
-from lowtide.units import format_bytes, parse_budget
+from lowtide.units import format_bytes, format_change, parse_budget
 from lowtide.verification import Verdict, verify
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ class Fitted(Removable):
         self.applied.remove()
 
     def __str__(self) -> str:
-        from lowtide.report.text import summary  # reports are made when somebody looks
-
-        return summary(self.plan, self.verdict)
+        plan, proof = self.plan, [self.verdict.proof]
+        change = format_change(plan.plain.peak_bytes, self.verdict.measured_peak_bytes)
+        peak = f"{change} peak (budget {format_bytes(plan.budget_bytes)}){extra_time(plan)}"
+        lines = [peak, decisions(plan), *lever_lines(plan)]
+        return "\n".join(lines + proof if self.verdict.proven else proof + lines)
 
 
 class FittedSizes(Fitted):
@@ -62,9 +65,17 @@ class FittedSizes(Fitted):
         """Smallest first."""
 
     def __str__(self) -> str:
-        from lowtide.report.text import sizes
+        proof = [self.verdict.proof]
+        lines = [_in_a_line(bucket) for bucket in self.buckets]
+        return "\n".join(lines + proof if self.verdict.proven else proof + lines)
 
-        return sizes((bucket.size, bucket.plan, bucket.verdict) for bucket in self.buckets)
+
+def _in_a_line(bucket: Bucket) -> str:
+    """`up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), +3.1 % time ...`."""
+    plan = bucket.plan
+    change = format_change(plan.plain.peak_bytes, bucket.verdict.measured_peak_bytes)
+    extra = extra_time(plan) if plan.decisions != Decisions() else ""
+    return f"up to {bucket.size}: {change} peak (budget {format_bytes(plan.budget_bytes)}){extra}; {decisions(plan)}"
 
 
 def fit(
@@ -102,8 +113,9 @@ def fit(
     no offloading.
 
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
-    reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned; StalePlan
-    for a profile of something else. Then nothing is applied.
+    reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned;
+    ReplayMismatch if what is made again is never what it was, as where weights are written through `.data` between
+    forward and backward; StalePlan for a profile of something else. Then nothing is applied.
     """
     parse_budget(budget, of=sys.maxsize)  # nonsense is refused before anything runs
     levers = (levers,) if isinstance(levers, str) else levers

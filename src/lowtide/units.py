@@ -18,7 +18,7 @@ _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _READ = {unit.lower(): Fraction(size) for unit, size in (_BINARY | _DECIMAL).items()}
 
 _NOT_READ = {
-    "": "it has no unit",
+    "": "it has no unit; write {0}B for bytes",
     "%": "the peak that it is a share of is not known here",
     **{
         letter.lower(): f"{letter} can mean powers of 1000 or of 1024; write {letter}B or {letter}iB"
@@ -26,7 +26,7 @@ _NOT_READ = {
     },
 }
 _AMOUNT = re.compile(r"\s*(-?[0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
-_UNDERSTOOD = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB", or an int, which is bytes'
+_UNDERSTOOD = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB"; in Python an int, which is bytes'
 
 
 def parse_bytes(amount: str | SupportsIndex) -> int:
@@ -57,7 +57,7 @@ def _read(asked: object, bytes_per_unit: Mapping[str, Fraction], understood: str
             raise refused("it is not a number with a unit")
         number, unit = match[1], match[2]
         if unit.lower() not in bytes_per_unit:
-            raise refused(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory"))
+            raise refused(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
         n_bytes = int(Fraction(number) * bytes_per_unit[unit.lower()])
     elif isinstance(asked, SupportsIndex) and not isinstance(asked, bool):
         n_bytes = operator.index(asked)

@@ -20,6 +20,8 @@ from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.report.text import listed
+from lowtide.units import format_apart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,8 +70,44 @@ class Verdict(Record):
     @property
     def identical(self) -> bool:
         """Whether nothing differs from the plain step, or that with inexact levers alone; what is unsteady aside."""
+        return not self._differing()
+
+    @property
+    def proven(self) -> bool:
+        """Whether something was compared with the plain step, and all of that is the same.
+
+        Where the plain step does not fit, the audit is the proof.
+        """
+        return self.differences is None or bool(self.identical and self.differences.keys() - {*self.unsteady})
+
+    @property
+    def proof(self) -> str:
+        """What was compared with the plain step, and how it came out."""
+        base, apart = "the plain step", ""
+        if self.levers:
+            base = f"the step with {'that lever' if len(self.levers) == 1 else 'those levers'} alone"
+            found = (self.relative_differences or {}).items()
+            apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in found)
+            apart = f"; relative differences from the plain step: {apart}" if apart else ""
+        audited = "every recipe and replay was compared with the true tensors, bit by bit"
+        if self.differences is None:
+            return f"the plain step does not fit; {audited}"
+        if differing := self._differing():
+            return f"NOT bit-identical to {base}: {listed(differing)}"
+        same = [kind for kind in self.differences if kind not in self.unsteady]
+        if not same:
+            return f"NOT PROVEN: {base} is not deterministic, so that nothing can be compared with it; {audited}"
+        unsteady = f"; it is not deterministic in its {listed(self.unsteady)}" if self.unsteady else ""
+        return f"bit-identical to {base}: {listed(same)}{unsteady}{apart}"
+
+    def _differing(self) -> list[str]:
         found = self.differences or {}
-        return not any(names for kind, names in found.items() if kind not in self.unsteady)
+        return [kind for kind, names in found.items() if names and kind not in self.unsteady]
+
+    def __str__(self) -> str:
+        budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
+        kept = "within" if self.within_budget else "OVER"
+        return f"{measured} peak measured: {kept} the budget of {budget}\n{self.proof}"
 
 
 def verify(

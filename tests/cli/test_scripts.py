@@ -166,6 +166,7 @@ def test_no_plan_fits(script: Callable[[str], str], run: Run) -> None:
     done = run("run", "--budget", "1MB", script(TRAIN))
     assert done.code == 1
     assert "lowtide.Infeasible: no plan fits" in done.err
+    assert done.err.endswith("\n  The script was ended after its update 2.\n")
     assert done.out.count("0x") == 1  # the second update is where it is known
 
 

@@ -57,6 +57,13 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
         Plan.from_json(tmp_path / "plan.json")
 
 
+def test_what_is_no_plan_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(
+        LowtideError, match=r"not a Plan of format 1: it has no decisions.\n.*`lowtide plan make -o FILE"
+    ):
+        Plan.from_json('{"a": 1}')
+
+
 def test_another_format_is_refused() -> None:
     later = PLAN.to_json().replace('"format": 1', '"format": 2')
     with pytest.raises(LowtideError, match="not a Plan of format 1: it has format 2"):

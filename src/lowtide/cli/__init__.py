@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
     except LowtideError as error:
         click.echo(f"lowtide.{type(error).__name__}: {error}", err=True)
+        for note in getattr(error, "__notes__", ()):
+            click.echo(f"  {note}", err=True)
         return error.exit_code
     except click.ClickException as error:
         error.show()

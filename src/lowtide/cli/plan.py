@@ -46,11 +46,10 @@ def make(
     profile = profile_of(target, args, is_module=is_module, quiet=to in (None, "-"), levers=levers)
 
     from lowtide.planner import plan as plan_for
-    from lowtide.report.plans import show
 
     made = plan_for(profile, budget, allow="cheap" if cheap else "all")
     if to not in (None, "-"):
-        click.echo(show(made))
+        click.echo(str(made))
     write(made.to_json(), to or "-")
 
 
@@ -60,10 +59,9 @@ def make(
 def show_(file: str, as_json: bool) -> None:
     """What the plan in FILE is for, needs, costs and does."""
     from lowtide.planner.records import Plan
-    from lowtide.report.plans import show
 
     read = Plan.from_json(Path(file))
-    click.echo(read.to_json() if as_json else show(read))
+    click.echo(read.to_json() if as_json else str(read))
 
 
 @plan.command("diff")

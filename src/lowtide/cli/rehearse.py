@@ -56,9 +56,7 @@ def rehearse(
         raise click.UsageError("--batch goes with --device, before the script: what follows it is its own.")
     profile = profile_of(target, args, is_module=is_module, plain=plain, quiet=json_to == "-")
     if json_to != "-":
-        from lowtide.report.rehearsed import show
-
-        click.echo(show(profile))
+        click.echo(str(profile))
     if json_to is not None:
         write(profile.to_json(), json_to)
     return 0
@@ -88,11 +86,11 @@ def _on_card(
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(foresight))
     if json_to != "-" and len(sizes) > 1:
-        from lowtide.report.cards import sweep
+        from lowtide.cli.cards import sweep
 
         click.echo(sweep({size: foresight for size, foresight in found.items() if size is not None}))
     if json_to is not None:
-        from lowtide.report.cards import record
+        from lowtide.cli.cards import record
 
         write(json.dumps([record(foresight, size) for size, foresight in found.items()], indent=1), json_to)
     return 0 if all(foresight.fits for foresight in found.values()) else 1

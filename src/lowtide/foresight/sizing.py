@@ -14,7 +14,7 @@ from lowtide.errors import BudgetError, Infeasible, RehearsalError
 from lowtide.foresight.foreseeing import Foresight, foresee
 from lowtide.identity import tensors_in, with_tensors
 from lowtide.memory.cards import Card, context_bytes, parse_card
-from lowtide.units import parse_budget
+from lowtide.units import format_apart, format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,6 +36,12 @@ class Largest:
     budget_bytes: int
     peaks: dict[int, int]
     """Predicted peak at each size that was tried, bytes; on a card the most that can be reserved."""
+
+    def __str__(self) -> str:
+        budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])
+        fits = f"size {self.size} fits: {peak} peak predicted, and there is {budget}"
+        larger = min((size for size in self.peaks if size > self.size), default=None)
+        return fits if larger is None else f"{fits}; size {larger} would need {format_bytes(self.peaks[larger])}"
 
 
 def largest(

@@ -95,7 +95,7 @@ def parse_card(text: str | Card) -> Card:
     raise LowtideError(
         f"{text!r} is no card that is known: {which}.\n"
         f"  {'Nearest' if len(near) < len(CARDS) else 'Known'}: {', '.join(card.name for card in near)}; "
-        'or give its memory, as in "cuda:24GiB".'
+        'or give its memory, as in "cuda:24GiB". For the machine at hand, leave the device out.'
     )
 
 

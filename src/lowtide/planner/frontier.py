@@ -43,6 +43,11 @@ class Frontier(Record):
     """Of the plain step; 0 where nobody counted them."""
     format: int = FORMAT
 
+    def __str__(self) -> str:
+        from lowtide.report.frontier import show  # made when somebody looks
+
+        return show(self)
+
 
 def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     """Plan for `n_budgets` budgets, evenly from the smallest reachable peak to the plain one, and list what they cost.

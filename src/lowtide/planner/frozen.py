@@ -42,8 +42,9 @@ class Record:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             what = f"but a {kind}" if (kind := kind_of(text)) not in (None, name) else f"of format {FORMAT}: {error}"
             this = "this" if is_text else str(source)
+            command = f", or with `{_COMMANDS[name]}`" if name in _COMMANDS else ""
             raise LowtideError(
-                f"{this} is not a {name} {what}. Write one with `{name.lower()}.to_json(path)`."
+                f"{this} is not a {name} {what}.\n  Write one with `{name.lower()}.to_json(path)`{command}."
             ) from error
         return record
 
@@ -56,6 +57,11 @@ class Record:
         return msgspec.json.decode(text, type=cls)
 
 
+_COMMANDS = {
+    "Profile": "lowtide rehearse --json FILE SCRIPT",
+    "Plan": "lowtide plan make -o FILE SCRIPT",
+    "Frontier": "lowtide frontier --json FILE SCRIPT",
+}
 _TOLD_BY = {"storages": "Profile", "decisions": "Plan", "points": "Frontier", "measured_peak_bytes": "Verdict"}
 """Kinds of records that people have in files, by a name that only they have."""
 

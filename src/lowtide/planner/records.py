@@ -206,6 +206,11 @@ class Profile(Record):
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
+    def __str__(self) -> str:
+        from lowtide.report.rehearsed import show  # made when somebody looks
+
+        return show(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions(Record):
@@ -275,7 +280,9 @@ class Decided(Record):
 
 def _unfolded(fields: dict[str, Any]) -> dict[str, object]:
     """The fields of a Decided from those that were written. Raises ValueError for what is none."""
-    blocks = msgspec.convert(fields.pop("decisions", None), dict[str, Block])
+    if "decisions" not in fields:
+        raise ValueError("it has no decisions")
+    blocks = msgspec.convert(fields.pop("decisions"), dict[str, Block])
     return {**fields, **dict(zip(("remake", *KINDS), unfold(blocks), strict=True))}
 
 
@@ -304,6 +311,11 @@ class Plan(Decided):
     """Addresses at which what is to be remade is something that is kept in some call of the model."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
+
+    def __str__(self) -> str:
+        from lowtide.report.plans import show  # made when somebody looks
+
+        return show(self)
 
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)

@@ -211,8 +211,8 @@ class Engine:
         self.drifted.add(address)
         if len(self.drifted) == 1:
             self.say(
-                f"this step does not save what the rehearsed one did (first at {address}): such tensors are kept. "
-                "Rehearse again if the model or its input has changed."
+                f"this step does not save what the rehearsed one did (first at {address}): such tensors are kept, so "
+                "its peak may be above the budget. Rehearse again if the model or its input has changed."
             )
 
     def say(self, what: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from lowtide.planner.frontier import Frontier, Point
@@ -26,6 +28,14 @@ def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
             point.name,
         )
     return rows
+
+
+def show(frontier: Frontier) -> str:
+    """The table as plain text, as wide as it is."""
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as captured:
+        console.print(table(frontier))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def extra_time(extra_ms: float | None, step_ms: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowtide.planner.folding import KINDS, fold, join
 from lowtide.planner.frozen import Record
 from lowtide.planner.records import Decided, Plan
-from lowtide.report.text import decisions, levers
+from lowtide.report.text import decisions, lever_lines
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
 
 
@@ -23,7 +23,7 @@ def show(plan: Plan) -> str:
             f"  peak{format_parts(plan.predicted.peak_bytes, plan.predicted.parts)}",
             f"  held after forward: {format_change(plan.plain.held_bytes, plan.predicted.held_bytes)}",
             f"for {made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}",
-            *levers(plan),
+            *lever_lines(plan),
             decisions(plan),
             *(f"  {line}" for line in blocks(plan)),
             *(["on larger batches:"] if plan.larger is not None else []),

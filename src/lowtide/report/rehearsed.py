@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowtide.planner.planning import in_place_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.report.plans import extra
-from lowtide.report.text import levers
+from lowtide.report.text import lever_lines
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
@@ -35,7 +35,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     share = format_ratio(least.peak_bytes / peak_bytes)
     yield f"smallest peak: {format_bytes(least.peak_bytes)} ({share}), {extra(least.extra_ms, profile.step_ms)}"
     yield f"  peak{format_parts(least.peak_bytes, least.parts)}"
-    yield from levers(profile)
+    yield from lever_lines(profile)
     yield from (f"note: {note}" for note in profile.notes)
 
 

@@ -1,29 +1,21 @@
-"""Records as short text."""
+"""What a plan does and costs, in a line."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.planner.folding import ranges
 from lowtide.planner.records import Decisions
-from lowtide.units import format_bytes, format_change, format_ratio, format_time
+from lowtide.units import format_bytes, format_ratio, format_time
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Plan, Profile
-    from lowtide.verification import Verdict
 
 
-def summary(plan: Plan, verdict: Verdict) -> str:
-    """One plan and what it did, in two or three lines."""
-    change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
-    lines = [f"{change} peak (budget {format_bytes(plan.budget_bytes)}){extra_time(plan)}", decisions(plan)]
-    return "\n".join((*lines, *levers(plan), proof(verdict)))
-
-
-def levers(plan: Plan | Profile) -> list[str]:
+def lever_lines(plan: Plan | Profile) -> list[str]:
     """A line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`."""
     return [
         f"lever {lever.name}: {lever.what}; "
@@ -33,46 +25,12 @@ def levers(plan: Plan | Profile) -> list[str]:
     ]
 
 
-def sizes(buckets: Iterable[tuple[str, Plan, Verdict]]) -> str:
-    """One line for each bucket of sizes: `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), +3.1 % time ...`."""
-    lines = []
-    for size, plan, verdict in buckets:
-        change = format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)
-        extra = extra_time(plan) if plan.decisions != Decisions() else ""
-        lines.append(
-            f"up to {size}: {change} peak (budget {format_bytes(plan.budget_bytes)}){extra}; {decisions(plan)}"
-        )
-    return "\n".join([*lines, proof(verdict)])
-
-
 def extra_time(plan: Plan) -> str:
     """What the plan takes, and the least that any takes: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
     if not plan.step_ms:
         return ""
     extra, bound = (format_ratio(ms / plan.step_ms, signed=True) for ms in (plan.predicted.extra_ms, plan.bound_ms))
     return f", {extra} time predicted" + (f", bound {bound}" if plan.decisions != Decisions() else "")
-
-
-def proof(verdict: Verdict) -> str:
-    """What was compared with the plain step, and how it came out."""
-    base, apart = "the plain step", ""
-    if verdict.levers:
-        base = f"the step with {'that lever' if len(verdict.levers) == 1 else 'those levers'} alone"
-        found = (verdict.relative_differences or {}).items()
-        apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in found)
-        apart = f"; relative differences from the plain step: {apart}" if apart else ""
-    audited = "every recipe and replay was compared with the true tensors, bit by bit"
-    if verdict.differences is None:
-        return f"the plain step does not fit; {audited}"
-    kinds = list(verdict.differences)
-    differing = [kind for kind in kinds if verdict.differences[kind] and kind not in verdict.unsteady]
-    if differing:
-        return f"not bit-identical to {base}: {_listed(differing)}"
-    same = [kind for kind in kinds if kind not in verdict.unsteady]
-    if not same:
-        return f"{base} is not deterministic, so that nothing can be compared with it; {audited}"
-    unsteady = f"; it is not deterministic in its {_listed([*verdict.unsteady])}" if verdict.unsteady else ""
-    return f"bit-identical to {base}: {_listed(same)}{unsteady}{apart}"
 
 
 _OPS = {
@@ -143,5 +101,6 @@ def _op(node: str) -> str:
     return _OPS.get(name, words)
 
 
-def _listed(words: list[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """`loss, gradients and buffers`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -227,14 +227,14 @@ class Fitting:
         self._applied = apply(model, plan, say=self._say)
 
     def _announce(self, plan: Plan) -> None:
-        from lowtide.report.text import decisions, levers
+        from lowtide.report.text import decisions, lever_lines
 
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
             f"{change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
             f"+{format_time(plan.predicted.extra_ms)} a step; in force from the next step on"
         )
-        for line in (decisions(plan), *levers(plan)):
+        for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
 
     def _judge(self, made: Plan, measured_bytes: int) -> None:

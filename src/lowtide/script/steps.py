@@ -227,6 +227,9 @@ class Steps:
         try:
             yield
         except (LowtideError, Enough) as error:
+            if self.failed is None:
+                where = f"after its update {self.n_updates}" if self.n_updates else "before its first update"
+                error.add_note(f"The script was ended {where}.")
             self.failed = error
             raise
 
