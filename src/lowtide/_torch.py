@@ -141,6 +141,10 @@ def as_kind(kind: type[Any], tensor: torch.Tensor) -> Any:
 
 IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
 """What `tensor.is_cuda` calls. 2.13."""
+PAD_PACKED = torch._VF._pad_packed_sequence
+"""What `pad_packed_sequence` calls. 2.13."""
+SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+"""What `tensor.requires_grad = True` calls. 2.13."""
 
 
 def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,6 +1,7 @@
 """A step on a card that is not there: what CUDA's operators keep, what the allocator makes of it, whether it fits."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -190,3 +191,23 @@ def test_cuda_is_there_in_the_step_and_nowhere_else() -> None:
 
     assert lowtide.foresee(model, step, torch.randn(4, 8), device="L4").fits
     assert not torch.cuda.is_available() or torch.cuda.get_device_name() != "L4"
+
+
+MAKES = {
+    "asked for": lambda: torch.rand(4, 8).requires_grad_(),
+    "set": lambda: setattr(found := torch.rand(4, 8), "requires_grad", True) or found,
+    "made with": lambda: torch.rand(4, 8, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_gradients_of_what_a_script_made_on_the_cpu(make: Callable[[], torch.Tensor]) -> None:
+    critic = nn.Sequential(nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1))
+
+    def step(batch):
+        mix = make()
+        (slope,) = torch.autograd.grad(critic(mix).sum(), mix, create_graph=True)
+        ((slope.norm(dim=1) - 1).square().mean() + critic(batch).mean()).backward()
+
+    foreseen = lowtide.foresee(critic, step, torch.ones(4, 8), device="L4")
+    assert any("a tensor on the CPU is taken to be on the card" in line for line in foreseen.assumed)

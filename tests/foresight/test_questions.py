@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import lowtide
 
@@ -166,3 +167,46 @@ def test_packed_sequences_have_the_lengths_that_the_batch_has() -> None:
     foreseen = lowtide.foresee(model, step, batch, device="L4")
     assert foreseen.verdict == "unknown"  # what cuDNN reserves is not documented
     assert foreseen.peak_reserved_bytes < foreseen.card.total_bytes
+
+
+class Tagger(nn.Module):
+    """A class for each token, from sequences of different lengths."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.rnn = nn.LSTM(64, 128, batch_first=batch_first)
+        self.out = nn.Linear(128, 10)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        first = self.rnn.batch_first
+        packed = pack_padded_sequence(self.embed(ids), lengths, batch_first=first, enforce_sorted=False)
+        out, found = pad_packed_sequence(self.rnn(packed)[0], batch_first=first, total_length=32, padding_value=1.0)
+        assert [int(length) for length in found] == [20, 31] * 4 + [31] * 8
+        return self.out(out)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_sequences_that_are_packed_and_padded_again_need_what_they_need(batch_first: bool) -> None:
+    model = Tagger(batch_first)
+    ids = torch.randint(0, 100, (16, 32) if batch_first else (32, 16))
+    batch = ids, torch.tensor([20, 31] * 4 + [31] * 8)
+
+    def step(batch):
+        model(*batch).square().mean().backward()
+
+    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert foreseen.peak_bytes == measured.peak_bytes
+    assert lowtide.foresee(model, step, batch, device="L4").peak_reserved_bytes > 0
+
+
+def test_packed_sequences_whose_lengths_depend_on_numbers_are_refused() -> None:
+    model = nn.LSTM(8, 8, batch_first=True)
+
+    def step(batch):
+        lengths = (model.weight_ih_l0.sum(1).sigmoid()[:2] * 5).long() + 1
+        packed = pack_padded_sequence(batch, lengths, batch_first=True, enforce_sorted=False)
+        model(packed)[0].data.sum().backward()
+
+    with pytest.raises(lowtide.RehearsalError, match=r"test_questions.py:\d+"):
+        lowtide.foresee(model, step, torch.randn(2, 6, 8))

@@ -40,6 +40,7 @@ HEALTH = "no NaN or infinity"
 EVENLY = "experts, or whatever is chosen here, are chosen evenly"
 
 _ATTRIBUTE = "_lowtide_known"
+_LEFT_REAL = "_lowtide_left_real"
 
 
 class _Known:
@@ -111,7 +112,9 @@ class Answers:
         def made(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            fake = self._fake_like(value, _CPU if func is PACKING and value.dtype is torch.long else device)
+            if func is PACKING and value.dtype is torch.long:
+                return left_real(value)  # rows of each step: recurrent layers, and backward, read its memory
+            fake = self._fake_like(value, device)
             if not value.dtype.is_floating_point and _is_small(value):
                 self._learn(fake, value)
             return fake
@@ -283,6 +286,20 @@ def _evenly(choices: Tensor, count: int) -> Tensor:
 
 def _has_mask(indices: Any) -> bool:
     return any(isinstance(index, torch.Tensor) and index.dtype in _MASKS for index in indices)
+
+
+def left_real(tensor: Tensor) -> Tensor:
+    """Have a tensor, and detached ones of it, stay the real one that it is where others would be exchanged."""
+    setattr(tensor, _LEFT_REAL, True)
+    return tensor
+
+
+def detached_real(func: Any, args: Any) -> Tensor | None:
+    """The result of `detach` of such a tensor; None for all else."""
+    if func is not aten.detach.default or not hasattr(args[0], _LEFT_REAL):
+        return None
+    with _torch.on_real_tensors():
+        return left_real(args[0].detach())
 
 
 def _known(tensor: Tensor) -> _Known | None:

@@ -20,8 +20,9 @@ import torch
 from lowtide import _torch
 from lowtide._torch import TorchDispatchMode, tree_map
 from lowtide.errors import RehearsalError
-from lowtide.foresight.answers import Answers
-from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE
+from lowtide.foresight.answers import Answers, detached_real
+from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE, PACKING
+from lowtide.foresight.packed import copies
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.twins import Twins, is_real
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
@@ -131,6 +132,8 @@ class Ledger(TorchDispatchMode, Recorder):
         kwargs = kwargs or {}
         tensors, any_real = tensors_of(args, kwargs)
         if any_real:
+            if (detached := detached_real(func, args)) is not None:
+                return detached
             if _torch.changes_geometry(func):
                 raise self._answers.refusal(f"{_name(func)} changes the geometry of a tensor that exists already")
             args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
@@ -147,7 +150,7 @@ class Ledger(TorchDispatchMode, Recorder):
 
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: it has just been allocated
-            twin = self._twins.of(tensor)
+            twin = self._twins.of_new(tensor)
             self._answers.introduce(twin, tensor)
             self._follow(twin, "aten::empty")
             return twin
@@ -197,6 +200,10 @@ class Ledger(TorchDispatchMode, Recorder):
         for number, tensor in enumerate(new):
             self._follow(tensor, op, n_bytes=sizes.get(number))
         self._inside(extra, op)
+        if func is PACKING and (known := self._answers.value(args[1])) is not None:
+            with _torch.on_real_tensors():
+                lengths = known.tolist()
+            self._inside(copies(args[0], lengths, args[2]), op)
 
     def _inside(self, sizes: Sequence[int], op: str) -> range:
         """Blocks that an operator takes and gives back. Their numbers."""

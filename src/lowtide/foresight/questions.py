@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowtide import _torch
+from lowtide.foresight.packed import lengths, padded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,8 @@ class Questions(TorchFunctionMode):
         self._answers, self._twin = answers, twin
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.PAD_PACKED:
+            return self._padded(*args)
         asked = _QUESTIONS.get(func)
         if asked is None:
             return func(*args, **(kwargs or {}))
@@ -47,6 +50,14 @@ class Questions(TorchFunctionMode):
         if asked == "float":
             return float(Unknown(self._answers))
         raise self._answers.refusal("it decides by the contents of a tensor")
+
+    def _padded(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:
+        known = self._answers.value(batch_sizes if _torch.is_fake(batch_sizes) else self._twin(batch_sizes))
+        if known is None:
+            raise self._answers.refusal("the lengths of packed sequences depend on contents")
+        with _torch.on_real_tensors():
+            rows = known.tolist()
+        return padded(data, rows, *settings), torch.tensor(lengths(rows))
 
 
 _QUESTIONS = {

@@ -39,6 +39,14 @@ class Twins:
             twin = self._twins[tensor] = self._make(tensor)
         return twin
 
+    def of_new(self, tensor: Tensor) -> Tensor:
+        """The twin of a real tensor that only the caller has: it lives as long as somebody has the twin."""
+        twin = self.of(tensor)
+        self._twins.pop(tensor)  # type: ignore[no-untyped-call]
+        if _torch.is_strided(tensor):
+            del self._memory[_torch.storage_number(tensor.untyped_storage())]
+        return twin
+
     def _place(self, tensor: Tensor) -> torch.device | str:
         return self._device or tensor.device
 

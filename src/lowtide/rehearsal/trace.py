@@ -117,13 +117,16 @@ class Trace(Probe):
 
     def _gradients(self) -> None:
         gradients = (p.grad for p in self.engine.model.parameters())
-        self.mark("gradients", tuple(address(part) for g in gradients if g is not None for part in parts_of(g)))
+        self.mark("gradients", tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g)))
+
+    def _address(self, tensor: Tensor) -> int:
+        return address(tensor)
 
     def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in_call(args, kwargs)
         if not self._open:
             self.inputs.append([in_words([tensor]) for tensor in tensors])
-        self.mark("enter", (self._calls, tuple(map(address, tensors))))
+        self.mark("enter", (self._calls, tuple(map(self._address, tensors))))
         self._open.append(self._calls)
         self._calls += 1
 
@@ -138,14 +141,14 @@ class Trace(Probe):
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
         is_whole_for_a_while = handle.value.leaf and self.engine.builder.owners.sharded
-        self.mark("pack", (slot, 0 if is_whole_for_a_while else address(tensor)))
+        self.mark("pack", (slot, 0 if is_whole_for_a_while else self._address(tensor)))
         self._holding.watch(handle)
-        self.mark("states", tuple(map(address, states_of(handle.value.maker))))
+        self.mark("states", tuple(map(self._address, states_of(handle.value.maker))))
         if not (handle.value.kept or handle.value.partial):
             self._witness.saved(slot, tensor)
 
     def noted(self, place: Place, operand: Tensor) -> None:
-        self.mark("noted", (self._open[-1], address(operand)))
+        self.mark("noted", (self._open[-1], self._address(operand)))
 
     def has_packed(self, handle: Handle) -> bool:
         return handle in self._slots  # others are of other models, or of an earlier step, as by two models in turn
@@ -156,7 +159,7 @@ class Trace(Probe):
     def given(self, handle: Handle, tensor: Tensor) -> None:
         # A graph that backward makes, and compiled code, hold it whatever becomes of the handle.
         if torch.is_grad_enabled() or in_compiled_backward():
-            self.mark("given", (self._slots[handle], backward_number(), address(tensor)))
+            self.mark("given", (self._slots[handle], backward_number(), self._address(tensor)))
         self._witness.read(self._slots[handle], handle, tensor)
 
     def making(self, maker: Maker) -> None:

@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 
 class CudaMeans(TorchFunctionMode):
-    """In this block "cuda" in arguments is another device, and tensors there say that they are on CUDA."""
+    """In this block "cuda" in arguments is another device, and tensors there say that they are on CUDA.
 
-    def __init__(self, device: str) -> None:
+    `ledger` puts what is on the CPU on the card before it asks for gradients: autograd sends none across.
+    """
+
+    def __init__(self, device: str, ledger: CardLedger | None) -> None:
         super().__init__()
+        self._ledger = ledger
         self._device = torch.device(device, 0) if device == NAME else torch.device(device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +49,12 @@ class CudaMeans(TorchFunctionMode):
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
         if func is torch.Tensor.to:
             args = tuple(self._translate(arg) for arg in args)
-        return func(*args, **kwargs)
+        if self._ledger is not None and func in _ASKING_FOR_GRADIENTS:
+            self._ledger.put_on_card(args[0])
+        out = func(*args, **kwargs)
+        if self._ledger is not None and kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
+            self._ledger.put_on_card(out)
+        return out
 
     def _translate(self, value: Any) -> Any:
         is_cuda = (isinstance(value, str) and value.partition(":")[0] == "cuda") or (
@@ -57,6 +66,7 @@ class CudaMeans(TorchFunctionMode):
 _IS_CUDA = (_torch.IS_CUDA,)
 _TO_CUDA = (torch.Tensor.cuda,)
 _TO_PINNED = (torch.Tensor.pin_memory,)
+_ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, _torch.SET_REQUIRES_GRAD)
 
 
 class _Idle:
@@ -96,7 +106,7 @@ def cuda_is_there(card: Card, device: str, ledger: CardLedger | None, answers: A
                 stack.enter_context(patch.object(torch.cuda, name, function))
         if answers is not None:
             stack.enter_context(_autocast_on_card(answers))
-        stack.enter_context(CudaMeans(device))
+        stack.enter_context(CudaMeans(device, ledger))
         yield
 
 

@@ -15,7 +15,7 @@ from lowtide.foresight.device.current import NAME
 from lowtide.foresight.ledger import Ledger, tensors_of
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
-from lowtide.foresight.twins import Twins
+from lowtide.foresight.twins import Twins, swap
 from lowtide.memory.events import Allocate, Free
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ _ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default, aten._pa
 _TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler"})
 
 _CPU = torch.device("cpu")
+
+MOVED = "a tensor on the CPU is taken to be on the card"
 
 
 class _AtHome(Twins):
@@ -95,9 +97,17 @@ class CardLedger(Ledger):
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
         if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
             return args, kwargs, tensors
-        self._answers.note("a tensor on the CPU is taken to be on the card")
+        self._answers.note(MOVED)
         args, kwargs = tree_map(self._on_card, (args, kwargs))
         return args, kwargs, tensors_of(args, kwargs)[0]
+
+    def put_on_card(self, tensor: Tensor) -> None:
+        """Have a tensor that the step made on the CPU, and is no result of a graph, on the card from here on."""
+        if tensor.is_leaf and _torch.is_fake(tensor) and (there := self._on_card(tensor)) is not tensor:
+            self._answers.note(MOVED)
+            del self._moved[tensor]
+            there.requires_grad_(tensor.requires_grad)
+            swap(tensor, there)
 
     def _on_card(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":

@@ -1,0 +1,44 @@
+"""Sequences of different lengths, packed and put back into one tensor as torch does it.
+
+As in aten/src/ATen/native/PackedSequence.cpp of torch 2.13. Its own function for the way back writes lengths to memory
+that a fake tensor does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[int]:
+    """Bytes of the pieces that are copied, one after the other, before they are packed into one tensor."""
+    steps_first = padded.transpose(0, 1) if batch_first else padded
+    row_bytes = steps_first[0, 0].nbytes
+    found, before = [], 0
+    for place, length in enumerate(reversed(lengths)):
+        n = len(lengths) - place
+        if length > before and not steps_first[before:length, :n].is_contiguous():
+            found.append((length - before) * n * row_bytes)
+        before = length
+    return found
+
+
+def padded(data: Tensor, rows: Sequence[int], batch_first: bool, padding_value: float, total_length: int) -> Tensor:
+    """The sequences, [steps, batch, ...] or batch first. `rows` says how many of them have each step."""
+    steps = len(rows)
+    out = data.new_full((max(total_length, steps), rows[0], *data.shape[1:]), padding_value)
+    begin, offset = 0, 0
+    for end in range(1, steps + 1):
+        if end < steps and rows[end] == rows[begin]:
+            continue
+        n = (end - begin) * rows[begin]
+        block = data[offset : offset + n].view(end - begin, rows[begin], *data.shape[1:])
+        out[begin:end, : rows[begin]].copy_(block)
+        begin, offset = end, offset + n
+    return out.transpose(0, 1) if batch_first else out
+
+
+def lengths(rows: Sequence[int]) -> list[int]:
+    """Of each sequence, the longest first."""
+    return [sum(n > row for n in rows) for row in range(rows[0])]
