@@ -143,3 +143,27 @@ def test_a_script_with_a_scheduler(rehearse) -> None:
     code, out, err = rehearse("--device", "RTX 3060", text=SCHEDULED)
     assert code == 0, err
     assert "on RTX 3060, with 11.7 GiB: it fits" in out
+
+
+BESIDE = """
+import torch
+from torch import nn
+
+teacher = nn.Linear(64, 4096).eval().requires_grad_(False)
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 4096))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    x = torch.randn(32, 64)
+    loss = (model(x) - teacher(x)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_models_beside_the_trained_one_are_on_the_card_from_the_start(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=BESIDE)
+    assert code == 0, err
+    parameters = 4 * (65 * 4096 + 65 * 256 + 257 * 4096)
+    assert json.loads(out)[0]["peak_requested_bytes"] > 1.9 * parameters - 4 * 65 * 4096  # and gradients of the model
+    assert len(json.loads(out)[0]["assumed"]) == 2  # the second batch, where the model and where the teacher reads it

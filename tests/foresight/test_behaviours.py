@@ -126,6 +126,21 @@ def test_autocast_casts_weights_once_and_keeps_them(device: str) -> None:
     assert any("autocast for the CPU" in line for line in foreseen.assumed) == (device == "cpu")
 
 
+def test_autocast_casts_what_a_script_has_on_the_cpu() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+    def step(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(torch.rand(2, 3, 8, 8))
+        assert out.dtype is torch.bfloat16
+        out.float().sum().backward()
+
+    foreseen = lowtide.foresee(model, step, torch.ones(1), device="A100-40")
+    casts = [e.bytes for e in foreseen.whole if type(e) is Allocate and e.op == "aten::_to_copy"]
+    assert casts.count(2 * 3 * 64 * 4) == 2  # on the card, once a step
+    assert casts.count(2 * 3 * 64 * 2) == 2  # and then in half of the bytes
+
+
 def test_a_convolution_has_bounds_and_a_depthwise_one_needs_nothing() -> None:
     x = torch.randn(2, 16, 8, 8)
     for groups, expected in ((1, True), (16, False)):

@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from collections import OrderedDict
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -40,3 +42,29 @@ def test_nothing_is_held_that_was_looked_at() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Output(OrderedDict[str, object]):
+    """As outputs of transformers' models are, whose entries may be let go of: then whoever asks is refused."""
+
+    def items(self) -> NoReturn:
+        raise LookupError("somebody has asked")
+
+    __iter__ = __len__ = items
+
+
+class Outputs(list[object]):
+    def __iter__(self) -> NoReturn:
+        raise LookupError("somebody has asked")
+
+    __len__ = __iter__
+
+
+def test_nothing_of_what_is_at_hand_is_run() -> None:
+    model = nn.Linear(2, 2)
+    output, outputs = Output(), Outputs()
+    output["model"] = model
+    outputs.append(nn.GELU())
+    found = models_at_hand()
+    assert sum(module is model for module in found) == 1
+    assert any(isinstance(module, nn.GELU) for module in found)

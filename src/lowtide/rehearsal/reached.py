@@ -34,6 +34,7 @@ LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+_COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _DATA = {"datasets", "multiprocessing", "queue"}
 """Packages of data and of what hands it over: their objects are not looked into either."""
 
@@ -66,13 +67,12 @@ class Reached:
                 self.tensors.append(thing)
             return ()
         if isinstance(thing, dict):
-            return self._entries(thing, thing.items())
-        if isinstance(thing, list | tuple | set | frozenset | deque) and len(thing) > LARGEST:
-            return ()
-        if isinstance(thing, list):
-            return self._entries(thing, enumerate(thing))
-        if isinstance(thing, tuple | set | frozenset | deque):
-            return thing
+            return self._entries(thing, dict.items(thing))  # a class of its own may make something when it is asked
+        if (kind := next((kind for kind in _COLLECTIONS if isinstance(thing, kind)), None)) is not None:
+            if kind.__len__(thing) > LARGEST:
+                return ()
+            inside = list(kind.__iter__(thing))
+            return self._entries(thing, enumerate(inside)) if kind is list else inside
         if isinstance(thing, types.FunctionType):
             for container, key, content in variables(thing):
                 self._entries(container, [(key, content)])  # bound anew by `global` and `nonlocal`

@@ -17,7 +17,7 @@ from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
 from lowtide.identity import tensors_in
-from lowtide.script.callers import at_hand
+from lowtide.script.callers import at_hand, models_at_hand
 from lowtide.script.running import Script
 from lowtide.script.steps import Enough
 from lowtide.script.watching import run_watched
@@ -56,7 +56,8 @@ class Foreseeing:
         given = None if self._size is None else size_of(batch, 0)
         nearby = [] if given is None else [*tensors_in(batch), *_data_at_hand()]
         if self._rehearsal is None:
-            rehearsal = OnCard(self._card, model, [] if given else batch, (optimizers,), alone=True)
+            reached = (optimizers, models_at_hand())
+            rehearsal = OnCard(self._card, model, [] if given else batch, reached, alone=True)
             rehearsal.__enter__()
             self._rehearsal, self.answers = rehearsal, rehearsal.answers
         elif self._n_steps == 1:

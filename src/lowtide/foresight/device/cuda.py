@@ -49,10 +49,12 @@ class CudaMeans(TorchFunctionMode):
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
         if func is torch.Tensor.to:
             args = tuple(self._translate(arg) for arg in args)
-        if self._ledger is not None and func in _ASKING_FOR_GRADIENTS:
+        if self._ledger is None:
+            return func(*args, **kwargs)
+        if func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]:
             self._ledger.put_on_card(args[0])
         out = func(*args, **kwargs)
-        if self._ledger is not None and kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
+        if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
             self._ledger.put_on_card(out)
         return out
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from lowtide.memory.cards import Card
 
 NAME = "cudalike"
@@ -13,6 +17,9 @@ CAPABILITY_ASSUMED = (8, 0)
 in_use: list[Card] = []
 """At most one."""
 
+
+taking: list[Callable[[Tensor], Tensor]] = []
+"""At most one: how a tensor on the CPU that meets others on the card is taken to be there."""
 
 unbounded: dict[str, str] = {}
 """What only a library knows of the memory that it takes, in words, by operator; of the card in use, or the last one."""

@@ -35,8 +35,6 @@ _TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler"})
 
 _CPU = torch.device("cpu")
 
-MOVED = "a tensor on the CPU is taken to be on the card"
-
 
 class _AtHome(Twins):
     """Twins where their tensors are, but for those on a CUDA card of this machine: they are on the rehearsed one."""
@@ -97,24 +95,24 @@ class CardLedger(Ledger):
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
         if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
             return args, kwargs, tensors
-        self._answers.note(MOVED)
-        args, kwargs = tree_map(self._on_card, (args, kwargs))
+        args, kwargs = tree_map(self.on_card, (args, kwargs))
         return args, kwargs, tensors_of(args, kwargs)[0]
 
     def put_on_card(self, tensor: Tensor) -> None:
         """Have a tensor that the step made on the CPU, and is no result of a graph, on the card from here on."""
-        if tensor.is_leaf and _torch.is_fake(tensor) and (there := self._on_card(tensor)) is not tensor:
-            self._answers.note(MOVED)
+        if tensor.is_leaf and _torch.is_fake(tensor) and (there := self.on_card(tensor)) is not tensor:
             del self._moved[tensor]
             there.requires_grad_(tensor.requires_grad)
             swap(tensor, there)
 
-    def _on_card(self, leaf: Any) -> Any:
+    def on_card(self, leaf: Any) -> Any:
+        """A tensor on the CPU, as it is on the card as long as it lives; all else as it is."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
             return leaf
+        self._answers.note("a tensor on the CPU is taken to be on the card")
         found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
         if found is None:
-            with self._fakes:
+            with _torch.without_modes(), self._fakes:
                 found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
             self._moved[leaf] = found
             self._answers.pass_on(leaf, found)

@@ -14,7 +14,7 @@ from lowtide.foresight.answers import Answers
 from lowtide.foresight.behaviours.behaviour import READ_IN
 from lowtide.foresight.device.backend import card_in_use, take_place
 from lowtide.foresight.device.cuda import cuda_is_there
-from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME, unbounded
+from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME, taking, unbounded
 from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import Placed, belongings
@@ -92,6 +92,8 @@ class OnCard:
             self._placed.put(at_entry)
             stack.enter_context(cuda_is_there(self._card, NAME, self._ledger, self.answers))
             stack.enter_context(self._ledger)
+            stack.callback(taking.clear)
+            taking.append(self._ledger.on_card)
             stack.enter_context(Questions(self.answers, self._ledger.adopt))
             stack.enter_context(transformers_unaware())
             stack.enter_context(as_written())
