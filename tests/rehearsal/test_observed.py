@@ -201,3 +201,35 @@ def test_outputs_of_the_step_before_do_not_hide_a_part_of_the_peak():
         peaks.append((observed.profile.measured_plain_peak_bytes, plain))
     assert peaks[0][0] == pytest.approx(peaks[1][0], rel=0.001)
     assert peaks[0][1] == pytest.approx(peaks[1][1], rel=0.001)
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = torch.nn.LSTM(8, 16, batch_first=True)
+
+    def forward(self, x, state=None):
+        return self.rnn(x, state)
+
+
+def test_a_first_step_that_makes_its_state_by_itself_is_not_waited_for() -> None:
+    model, state = Recurrent(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observed = Observed(model)
+    hook = register_optimizer_step_post_hook(lambda *_: observed.end())
+    n_steps = 0
+    while observed.profile is None:
+        n_steps += 1
+        x = torch.randn(4, 6, 8)
+        observed.begin((x, state), [optimizer])
+        out, last = model(x, state)
+        out.square().sum().backward()
+        state = tuple(each.detach() for each in last)
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.remove()
+    observed.leave()
+    assert n_steps == 3
+    assert observed.profile.fingerprint.batch == "[4, 6, 8] float32, [1, 4, 16] float32, [1, 4, 16] float32"
+    said = "a batch of which more is saved came, [4, 6, 8] float32, but not often enough to be rehearsed"
+    assert said in observed.profile.notes

@@ -151,12 +151,11 @@ class Observed:
         """The profile is of the largest size of which all is known, if there is none that is worth waiting for."""
         traced = [size for size in self._sizes.values() if size.traced is not None]
         known = [size for size in traced if size.plain is not None or not self._plain]
-        best = max(known if may_wait else known or traced, key=_Size.saved_bytes, default=None)
+        best = max(known if may_wait else known or traced, key=_Size.extent, default=None)
         if best is None:
             return
-        largest = max(self._sizes.values(), key=_Size.saved_bytes)
-        if best is largest or not may_wait:
-            self.profile = best.profile(self.model, largest)
+        if not may_wait or best is max(self._sizes.values(), key=_Size.extent):
+            self.profile = best.profile(self.model, max(self._sizes.values(), key=_Size.saved_bytes))
 
 
 class _Unusable(Exception):
@@ -181,18 +180,23 @@ class _Size:
         self.plain: tuple[int, float] | None = None
         """Peak in bytes and milliseconds of a step without any plan."""
 
+    def extent(self) -> tuple[int, int]:
+        """How large it is: by what the model was given. A first call that makes its state by itself is not larger."""
+        return _n_elements(self.audit.inputs), self.saved_bytes()
+
     def saved_bytes(self) -> int:
-        """How large it is."""
+        """Of all that is saved for backward."""
         return sum(self.audit.values[index].bytes for index in {slot.value for slot in self.audit.slots})
 
     def profile(self, model: nn.Module, largest: _Size) -> Profile:
-        """The profile of its steps; once. `largest` is the largest size there was."""
+        """The profile of its steps; once. `largest` is the size that saved most."""
         assert self.traced is not None
         watch, kept, decisions = self.traced
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
         if largest is not self:
-            notes.append(f"a larger batch came, {largest.fingerprint.batch}, but not often enough to be rehearsed")
+            kind = "larger batch" if largest.extent() > self.extent() else "batch of which more is saved"
+            notes.append(f"a {kind} came, {largest.fingerprint.batch}, but not often enough to be rehearsed")
         return assemble(
             values=self.audit.values,
             slots=self.audit.slots,
