@@ -115,3 +115,23 @@ def test_it_reads_like_a_table() -> None:
 def test_what_can_not_be_rehearsed_is_refused() -> None:
     with pytest.raises(lowtide.RehearsalError, match="eval mode"):
         lowtide.foresee(nn.Linear(2, 2).eval(), lambda batch: None, None)
+
+
+def test_what_else_the_step_has_in_memory_counts() -> None:
+    teacher = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512)).eval().requires_grad_(False)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 512))
+    scale = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.Adam([*model.parameters(), scale])
+
+    def step(batch):
+        optimizer.zero_grad()
+        ((model(batch) - teacher(batch)).square().mean() + scale.sum()).backward()
+        optimizer.step()
+
+    batch = torch.randn(32, 64)
+    step(batch)
+    foreseen, rehearsed = lowtide.foresee(model, step, batch), lowtide.rehearse(model, step, batch)
+    assert foreseen.static == rehearsed.static
+    trained = sum(p.nbytes for p in (*model.parameters(), scale))
+    assert foreseen.static.parameters == trained + sum(p.nbytes for p in teacher.parameters())
+    assert lowtide.foresee(model, step, batch, device="L4").static.parameters == foreseen.static.parameters

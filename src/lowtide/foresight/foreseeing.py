@@ -135,7 +135,7 @@ def foresee(
             adopt(ledger, everything)
             step(batch)
             trials.learn()
-            static = static_of(ledger, model, batch, kept.optimizers)
+            static = static_of(ledger, model, batch, kept)
             ledger.begin()
             with names.running():
                 step(batch)
@@ -191,8 +191,15 @@ def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
             ledger.adopt(tensor.grad)
 
 
-def static_of(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> Static:
-    """Bytes of what exists when the step begins, each storage once."""
+def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> Static:
+    """Bytes of what exists when the step begins, each storage once.
+
+    Other models that the step reaches, such as a teacher, and what else its optimizers update, count as the model does.
+    """
+    modules = [*model.modules(), *(thing for thing in kept.reached if isinstance(thing, torch.nn.Module))]
+    optimizers = kept.optimizers
+    updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]
     seen: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:
@@ -207,10 +214,10 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, optimizers: Iterable
         return total
 
     return Static(
-        parameters=add(model.parameters()),
-        buffers=add(model.buffers()),
+        parameters=add(parameters),
+        buffers=add(b for module in modules for b in module.buffers(recurse=False)),
         inputs=add(tensors_in(batch)),
-        gradients=add(p.grad for p in model.parameters()),
+        gradients=add(p.grad for p in parameters),
         optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
     )
 

@@ -17,7 +17,8 @@ from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
 from lowtide.identity import tensors_in
-from lowtide.script.callers import at_hand, models_at_hand
+from lowtide.rehearsal.reached import Reached
+from lowtide.script.callers import at_hand
 from lowtide.script.running import Script
 from lowtide.script.steps import Enough
 from lowtide.script.watching import run_watched
@@ -56,10 +57,13 @@ class Foreseeing:
         given = None if self._size is None else size_of(batch, 0)
         nearby = [] if given is None else [*tensors_in(batch), *_data_at_hand()]
         if self._rehearsal is None:
-            reached = (optimizers, models_at_hand())
+            found = Reached(*at_hand())
+            reached = (optimizers, found.modules)
             rehearsal = OnCard(self._card, model, [] if given else batch, reached, alone=True)
             rehearsal.__enter__()
             self._rehearsal, self.answers = rehearsal, rehearsal.answers
+            # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
+            rehearsal.put([t for t in found.tensors if t.requires_grad or not t.dim()], lambda tensor: tensor)
         elif self._n_steps == 1:
             self._rehearsal.second()
         if given is not None and self._size is not None:

@@ -67,7 +67,7 @@ class Placed:
 def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Tensor]:
     """What is on the card when a step begins, in the order in which a script puts it there.
 
-    The model, other modules and the state of optimizers that the step reaches, the batch.
+    The model, other modules, parameters and state of optimizers that the step reaches, the batch.
     """
     found: list[Tensor] = []
     _module(model, found)
@@ -78,6 +78,7 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
         elif isinstance(thing, torch.optim.Optimizer):
             optimizers.append(thing)
     for optimizer in optimizers:
+        found += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
         found += _state(optimizer)
     return found + tensors_in(batch)
 

@@ -121,7 +121,7 @@ class OnCard:
 
     def second(self) -> None:
         """The first step is over; the one that counts begins."""
-        self._static = static_of(self._ledger, self._model, self._batch, self._kept.optimizers)
+        self._static = static_of(self._ledger, self._model, self._batch, self._kept)
         self._ledger.begin()
         self._running.enter_context(self._names.running())
 
