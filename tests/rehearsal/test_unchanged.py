@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowtide.rehearsal.reached import Reached
 from lowtide.rehearsal.unchanged import Unchanged
 
 
@@ -150,3 +151,22 @@ def test_generators_of_the_users_own(kind: str) -> None:
 
 def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def test_of_a_large_dict_the_tensors_and_modules_are_state_and_the_rest_is_data() -> None:
+    count, norm = torch.zeros(()), nn.BatchNorm1d(4)
+    table: dict[Any, Any] = {number: {"ids": [number]} for number in range(2000)}
+    table |= {"count": count, "norm": norm}
+
+    def step(batch: Tensor) -> None:
+        table["count"] += 1
+        table["norm"](batch)
+
+    found = Reached(step)
+    assert [module for module in found.modules if module is norm] == [norm]
+    assert any(tensor is count for tensor in found.tensors)
+    assert not any(container is table[0]["ids"] for container, _, _ in found.places)
+    with Unchanged(nn.Linear(1, 1), None, None, step):
+        step(torch.randn(8, 4))
+    assert count == 0
+    assert norm.num_batches_tracked == 0

@@ -28,7 +28,8 @@ from lowtide._code import Named, is_opaque, variables
 from lowtide._torch import scaler_stages, set_scaler_stages
 
 LARGEST = 1000
-"""Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders."""
+"""Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders. Of
+dicts with more entries only tensors and modules are looked at."""
 
 LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
@@ -67,7 +68,10 @@ class Reached:
                 self.tensors.append(thing)
             return ()
         if isinstance(thing, dict):
-            return self._entries(thing, dict.items(thing))  # a class of its own may make something when it is asked
+            entries = dict.items(thing)  # past methods of a class of its own, which may make something when asked
+            if len(entries) <= LARGEST:
+                return self._entries(thing, entries)
+            return self._entries(thing, [(key, x) for key, x in entries if isinstance(x, Tensor | nn.Module)])
         if (kind := next((kind for kind in _COLLECTIONS if isinstance(thing, kind)), None)) is not None:
             if kind.__len__(thing) > LARGEST:
                 return ()
