@@ -32,17 +32,21 @@ def test_operators_whose_operands_are_noted_have_their_own_name() -> None:
     assert decisions(made) == "remade softmax (3), where (1)"
 
 
-def test_a_step_that_is_never_the_same_has_no_proof() -> None:
-    kinds = ("loss", "gradients", "random numbers")
-    verdict = Verdict(
-        budget_bytes=2,
-        predicted_peak_bytes=1,
-        measured_peak_bytes=1,
+def verdict_on(differences: dict[str, tuple[str, ...]], unsteady: tuple[str, ...] = ()) -> Verdict:
+    return Verdict(
+        budget_bytes=100,
+        predicted_peak_bytes=90,
+        measured_peak_bytes=90,
         planned_ms=1.0,
         plain_ms=1.0,
-        differences=dict.fromkeys(kinds, ("0",)),
-        unsteady=kinds,
+        differences=differences,
+        unsteady=unsteady,
     )
+
+
+def test_a_step_that_is_never_the_same_has_no_proof() -> None:
+    kinds = ("loss", "gradients", "random numbers")
+    verdict = verdict_on(dict.fromkeys(kinds, ("0",)), kinds)
     assert not verdict.proven
     assert verdict.proof.startswith("NOT PROVEN: the plain step is not deterministic, so that nothing can be compared")
 
@@ -63,14 +67,7 @@ def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], mo
 
 
 def test_a_verdict_says_what_was_measured_and_what_is_proven() -> None:
-    verdict = Verdict(
-        budget_bytes=100,
-        predicted_peak_bytes=90,
-        measured_peak_bytes=90,
-        planned_ms=1.0,
-        plain_ms=1.0,
-        differences={"loss": (), "gradients": ()},
-    )
+    verdict = verdict_on({"loss": (), "gradients": ()})
     assert str(verdict) == (
         "90 B peak measured: within the budget of 100 B\nbit-identical to the plain step: loss and gradients"
     )
