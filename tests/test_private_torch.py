@@ -543,6 +543,7 @@ def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.Capt
     assert not _torch.profiler_running()
     with profile(profile_memory=True) as profiler:
         assert _torch.profiler_running()
+        assert not _torch.profiler_warming_up()
         annotation = _torch.RecordFunction("here")
         annotation.__enter__()
         annotation.__exit__(None, None, None)

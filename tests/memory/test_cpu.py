@@ -275,6 +275,27 @@ def test_another_profiler_is_left_alone() -> None:
     assert sizes(recorder.stream) == [5, -5]
 
 
+@pytest.mark.parametrize("acc_events", [False, True])
+def test_a_profiler_that_warms_up_is_left_alone(acc_events: bool) -> None:
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
+    counted = []
+    with torch.profiler.profile(
+        schedule=schedule, acc_events=acc_events, on_trace_ready=lambda p: counted.append(len(p.key_averages()))
+    ) as other:
+        for _ in range(2):  # the second time around an accumulating profiler prepares the same inner one again
+            with CpuRecorder():  # it waits
+                pass
+            other.step()
+            with pytest.raises(RehearsalError, match="another profiler is warming up"):
+                CpuRecorder().__enter__()
+            other.step()
+            torch.empty(5)
+            other.step()
+    assert len(counted) == 2
+    with CpuRecorder():
+        pass
+
+
 def test_a_recording_cannot_begin_inside_backward() -> None:
     x = torch.rand(3, requires_grad=True)
     y = x * 2

@@ -57,7 +57,7 @@ class CpuRecorder(Recorder):
     50 to 100 ms to find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording some 10 us an
     allocation or free.
 
-    Entering raises RehearsalError while any profiler runs, and inside a backward pass.
+    Entering raises RehearsalError while any profiler runs or warms up, and inside a backward pass.
     """
 
     device = "cpu"
@@ -87,11 +87,10 @@ class CpuRecorder(Recorder):
         _refuse_backward()
         _finish()
         with _claim:
-            if _recording is not None or _torch.profiler_running():
-                other = "Lowtide itself records already" if _recording is not None else "another profiler is running"
+            if (other := _other_profiler()) is not None:
                 raise RehearsalError(
                     f"CPU memory cannot be recorded: {other}, and torch has room for one profiler at a time.\n"
-                    "  End it first, or record outside its with-block."
+                    "  End it first, start it later, or record outside its with-block."
                 )
             _recording = self
         try:
@@ -205,6 +204,15 @@ def running() -> CpuRecorder | None:
     """The recorder that records in this thread now, if any."""
     recorder = _recording
     return recorder if recorder is not None and recorder._thread == threading.get_ident() else None
+
+
+def _other_profiler() -> str | None:
+    """What takes the one place that torch has for a profiler, in words."""
+    if _recording is not None:
+        return "Lowtide itself records already"
+    if _torch.profiler_running():
+        return "another profiler is running"
+    return "another profiler is warming up" if _torch.profiler_warming_up() else None
 
 
 def _refuse_backward() -> None:
