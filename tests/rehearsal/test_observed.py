@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import lowtide
+from lowtide.memory.events import Recorder
+from lowtide.memory.measuring import recorder_for
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.observed import Observed
@@ -63,6 +65,24 @@ def test_two_steps_are_enough_without_a_plain_one():
     assert observed.profile is not None
     assert observed.profile.measured_plain_peak_bytes is None
     assert observed.profile.notes == ("no plain step was run: its peak is predicted",)
+
+
+def test_what_starting_the_recorder_takes_is_not_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def slow_to_start(place: torch.device) -> Recorder:
+        now[0] += 1000
+        return recorder_for(place)
+
+    monkeypatch.setattr("lowtide.rehearsal.observed.recorder_for", slow_to_start)
+    monkeypatch.setattr("lowtide.rehearsal.observed.now_ms", lambda place: now[0])
+    case = build("gpt2")
+    observed = Observed(case.model, plain=True)
+    hook = register_optimizer_step_pre_hook(lambda *_: now.__setitem__(0, now[0] + 7))
+    train(case, 3, observed)
+    hook.remove()
+    assert observed.profile is not None
+    assert observed.profile.step_ms == 7
 
 
 def see(case: Case, observed: Observed, *sizes: int) -> None:

@@ -84,7 +84,7 @@ class Observed:
         known = self._sizes.get(found)
         self._watch = watch = _Watch(found, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
-        watch.recorder = watch.open.enter_context(recorder_for(place))
+        watch.start()
         if known is None:
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True)
             watch.leave.enter_context(watch.audit.running())
@@ -252,7 +252,11 @@ class _Watch:
         self._static, self._addresses, self._place = static, addresses, place
         self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
         self.runs = True
-        self._began = now_ms(place)
+
+    def start(self) -> None:
+        """Start recording, and then the clock: the recorder collects garbage and looks for tensors first."""
+        self.recorder = self.open.enter_context(recorder_for(self._place))
+        self._began = now_ms(self._place)
 
     @property
     def seen_static(self) -> Static:
@@ -265,7 +269,7 @@ class _Watch:
             self.recorder.mark(label, data)
 
     def end(self) -> float:
-        """End the recording. Gives the milliseconds since the step began."""
+        """End the recording. Gives the milliseconds since it started."""
         took_ms = now_ms(self._place) - self._began
         self.runs = False
         self.open.close()
