@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
 from lowtide.rehearsal.reached import Reached
 from lowtide.rehearsal.unchanged import Unchanged
 
@@ -42,6 +43,38 @@ def test_parameters_that_are_bound_anew() -> None:
     assert all(before[name] is after[name] for name in before)
     assert model.last is None
     assert torch.equal(model.average, content)
+
+
+class WithAuxiliaryLoss(nn.Module):
+    """Leaves a loss for the step to take: under a new name, in place of a number, and with others in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.penalty: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.auxiliary, self.penalty, self.each = y.abs().sum(), y.square().sum(), [y.sum(), y.mean()]
+        self.calls = getattr(self, "calls", 0) + 1
+        return y
+
+
+def test_attributes_that_a_graph_was_left_in() -> None:
+    model = WithAuxiliaryLoss()
+
+    def step(x: Tensor) -> None:
+        (model(x).sum() + model.auxiliary + model.penalty).backward()
+
+    lowtide.rehearse(model, step, torch.randn(8, 4))
+    assert not hasattr(model, "auxiliary")
+    assert not hasattr(model, "each")
+    assert model.penalty == 0
+    deepcopy(model)
+    step(torch.randn(8, 4))
+    trained = model.auxiliary
+    lowtide.rehearse(model, step, torch.randn(8, 4))
+    assert model.auxiliary.shape == trained.shape  # it had a graph before, which is not held meanwhile
 
 
 class Trainer:

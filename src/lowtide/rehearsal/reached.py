@@ -126,6 +126,11 @@ def _are_state(content: Any) -> bool:
     return _are_tensors(content) and all(map(is_state, _several(content)))
 
 
+def has_graph(content: Any) -> bool:
+    """Whether `content` is, or holds as `_are_tensors` means it, a tensor with a graph."""
+    return _are_tensors(content) and any(tensor.grad_fn is not None for tensor in _several(content))
+
+
 def _several(content: Any) -> Collection[Any]:
     if type(content) is dict:
         return content.values()

@@ -17,7 +17,7 @@ from lowtide._clock import accelerator_in_use
 from lowtide._torch import is_plain, parts_of
 from lowtide.identity import tensors_in
 from lowtide.rehearsal.processes import Alone
-from lowtide.rehearsal.reached import Reached, put_back, states
+from lowtide.rehearsal.reached import Reached, has_graph, put_back, states
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +69,7 @@ class Unchanged:
             for name, buffer in module._buffers.items()
         ]
         self._bound = [_Bound(m) for m in modules if all(map(_is_there, m._parameters.values()))]
+        self._attributes = [_Attributes(module) for module in modules]
         owned = {id(table) for module in modules for table in (module._parameters, module._buffers)}
         self._places = [place for place in found.places if id(place[0]) not in owned]
         self._states = states(found.stateful)
@@ -120,6 +121,8 @@ class Unchanged:
                     gradient.restore()
             for bound in self._bound:
                 bound.restore()
+            for attributes in self._attributes:
+                attributes.restore()
             for module, name, buffer in self._buffers:
                 module._buffers[name] = None if buffer is None else buffer.tensor
                 if buffer is not None:
@@ -187,6 +190,27 @@ class _Bound:
             table.clear()
             table.update(self.parameters)
             vars(self.module).update((name, None) for name in self.missing if name not in vars(self.module))
+
+
+class _Attributes:
+    """What the attributes of a module were that a step leaves a graph in, such as an auxiliary loss: with the graph it
+    keeps memory, and a model that holds one can't be copied.
+    """
+
+    __slots__ = ("before", "module", "names")
+
+    def __init__(self, module: nn.Module) -> None:
+        found = vars(module)
+        self.module, self.names = module, set(found)
+        self.before = {name: content for name, content in found.items() if not has_graph(content)}
+
+    def restore(self) -> None:
+        found = vars(self.module)
+        for name in [name for name, content in found.items() if has_graph(content)]:
+            if name in self.before:
+                found[name] = self.before[name]
+            elif name not in self.names:
+                del found[name]
 
 
 class _OptimizerState:
