@@ -173,6 +173,18 @@ def test_batches_that_are_larger_than_the_planned_one_and_parameters_that_are_un
     step(larger)
 
 
+@pytest.mark.filterwarnings("error:.*the peak may be above the budget")
+def test_a_block_that_takes_the_place_of_a_planned_one_is_said_once():
+    case = build("gpt2")
+    blocks = case.model.transformer.h
+    with lowtide.fit(case.model, case.step, case.batch, budget="70%"):
+        case.step(case.batch)
+        blocks[1] = copy.deepcopy(blocks[1])
+        with pytest.warns(UserWarning, match=r"another module at transformer\.h\.1, .*peak may be above"):
+            case.step(case.batch)
+        case.step(case.batch)  # another warning would be an error
+
+
 @pytest.mark.parametrize("unfrozen", [False, True])
 def test_it_is_said_also_where_a_step_calls_parts_of_the_model(unfrozen):
     torch.manual_seed(0)

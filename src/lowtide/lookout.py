@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Lookout:
-    """Says once, and goes, when `model` is trained on more than it was in the rehearsal, or more of it is trained."""
+    """Says once, and goes, when `model` is given more than in its rehearsal, more is trained, or a part is new."""
 
     def __init__(self, model: nn.Module, plan: Plan, say: Callable[[str], None]) -> None:
         self._model, self._plan, self._say = model, plan, say
         self._known = [shapes_in(words) for words in plan.given]
-        self._parameters = tuple(model.parameters())
+        self._modules = {path: (module, dict(module._modules)) for path, module in model.named_modules()}
         self._n_trained = self._n_now()
         self._front: Front | None = Front(model, self._around)
 
@@ -44,6 +44,8 @@ class Lookout:
             self._outgrown(f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.given)}")
         elif (n_now := self._n_now()) > self._n_trained:
             self._outgrown(f"has {n_now} parameters that are trained, and the plan is for {self._n_trained}")
+        elif (path := self._replaced()) is not None:
+            self._outgrown(f"has another module at {path}, where the plan is for the one that it had")
 
     def remove(self) -> None:
         """Take it out of the model. May be called again."""
@@ -57,14 +59,24 @@ class Lookout:
         return inner(*args, **kwargs)
 
     def _n_now(self) -> int:
-        return sum(parameter.requires_grad for parameter in self._parameters)
+        held = (p for module, _ in self._modules.values() for p in module._parameters.values())
+        return len({id(p) for p in held if p is not None and p.requires_grad})
+
+    def _replaced(self) -> str | None:
+        """Where there is a module now that was not there, if there is one."""
+        for path, (module, before) in self._modules.items():
+            now = module._modules
+            if now != before:
+                names = (name for name, child in now.items() if child is not None and before.get(name) is not child)
+                return next((f"{path}.{name}".lstrip(".") for name in names), None)
+        return None
 
     def _outgrown(self, what: str) -> None:
         self.remove()
         saving = "" if self._plan.larger is None else ", though larger batches get the most saving plan"
         self._say(
             f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
-            "batch (in a script, let it come first), and for all that is trained."
+            "batch (in a script, let it come first), and for the model as it is trained."
         )
 
 
