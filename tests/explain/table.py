@@ -468,6 +468,24 @@ ROWS = [
         "host-memory",
         kind="system",
     ),
+    Row(
+        "a shell",
+        "host-memory",
+        kind="system",
+        certain=False,
+    ),
+    Row(
+        "torchrun",
+        "host-memory",
+        kind="system",
+        certain=False,
+    ),
+    Row(
+        "a container",
+        "host-memory",
+        kind="system",
+        certain=False,
+    ),
     # --- without numbers, from the driver and from libraries
     Row(
         "the driver",

@@ -28,7 +28,7 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
     text = file.read()
     found = explain_text(text if alloc_conf is None else f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n{text}")
     if found is None:
-        what = f"the {len(text.splitlines())} lines read" if text.strip() else "nothing: the input is empty"
+        what = f"other text, lines: {len(text.splitlines())}" if text.strip() else "nothing: it is empty"
         raise LowtideError(
             "no out-of-memory message that is known.\n"
             f"  Found: {what}.\n"

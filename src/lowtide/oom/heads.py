@@ -58,6 +58,13 @@ HEADS = (
     _head(r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed", "system", "torch 0.4 and later"),
     _head(r"[Oo]ut of memory: Killed? process \d+|Memory cgroup out of memory", "system", "Linux"),
     _head(r"oom-kill|oom_kill event|OOM Killed", "system", "Linux"),
+    _head(
+        r"[Ee]xit(?:ed with)?(?: status| ?[Cc]ode)?:? *137\b|\bexitcode *: *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL"
+        r"|(?:^| )Killed$|\b\d+ Killed\b|zsh: killed\b",
+        "system",
+        "shells, torchrun and containers",
+        certain=False,
+    ),
     _head(r"Cannot allocate memory", "cpu", "the operating system"),
     _head(r"std::bad_alloc", "cpu", "C++"),
     _head(r"\bMemoryError\b(?!: Unable to allocate)", "cpu", "Python"),
