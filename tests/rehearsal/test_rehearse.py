@@ -63,6 +63,49 @@ def test_gradients_that_the_next_step_lets_go_of_are_counted_once(first):
     assert not profile.notes
 
 
+class Routed(nn.Module):
+    """Each row goes to the expert that a router chooses for it."""
+
+    def __init__(self, find: str) -> None:
+        super().__init__()
+        self.find = find
+        self.router = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if self.find == "nonzero":
+                rows = (chosen == i).nonzero().squeeze(1)
+                y = y.index_add(0, rows, expert(x[rows]))
+            elif self.find == "where":
+                (rows,) = torch.where(chosen == i)
+                y = y.index_add(0, rows, expert(x[rows]))
+            elif self.find == "a mask":
+                y = y.masked_scatter((chosen == i)[:, None], expert(x[chosen == i]))
+            else:
+                y = torch.where((chosen == i)[:, None], expert(x), y)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("find", "said"),
+    [
+        ("nonzero", "(nonzero in 0)"),
+        ("where", "(nonzero in 0)"),
+        ("a mask", "(indexing with a mask in 0)"),
+        ("", None),
+    ],
+)
+def test_that_sizes_depend_on_what_is_in_the_batch_is_noted(find, said):
+    model = nn.Sequential(Routed(find), nn.Linear(32, 32))
+    profile = lowtide.rehearse(model, lambda x: model(x).square().mean().backward(), torch.randn(64, 32))
+    notes = [note for note in profile.notes if "as large as what is in the batch" in note]
+    assert len(notes) == (said is not None)
+    if said is not None:
+        assert said in notes[0]
+
+
 def test_most_saved_bytes_can_be_remade_or_replayed(rehearsed):
     _, profile = rehearsed
     replayable = {call for call, entry in enumerate(profile.calls) if entry.refused is None}

@@ -17,6 +17,7 @@ from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import CHANGED, Audit
 from lowtide.rehearsal.checks import (
     SEVERAL_STREAMS,
+    by_contents,
     check,
     check_same_work,
     check_uncompiled,
@@ -106,6 +107,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         offload_bytes_per_ms=bytes_per_ms(place_of(model)),
         notes=(
             *doubts(model, place_of(model)),
+            *by_contents(audit),
             *([NOT_MEASURED] if measured is None else []),
             *([OVERFLOWS] if overflows else []),
         ),

@@ -67,6 +67,8 @@ class Audit(Remakes, Probe):
         """A call whose second run did, so that the step was another one than the plain step."""
         self.inputs: list[list[str]] = []
         """What tensors each call of the model from outside was given, in words."""
+        self.by_contents: dict[str, str] = {}
+        """Operators whose results are as large as the contents of a tensor make them, and a module with each."""
         self.reads = 0
         self.written_over: list[Together] = []
         """Gradients that can be written in place."""
@@ -107,6 +109,10 @@ class Audit(Remakes, Probe):
         transients(self.values, stream)
         assert self._tried_in_place is not None
         self.written_over = self._tried_in_place.settle(stream)
+
+    def sized_by_contents(self, operator: str) -> None:
+        if self.scope is not None:  # not in a trial run
+            self.by_contents.setdefault(operator, self.scope.id.rpartition("#")[0])
 
     # --- module calls
 

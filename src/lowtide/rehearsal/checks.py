@@ -72,6 +72,17 @@ def doubts(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
     return ()
 
 
+def by_contents(audit: Audit) -> tuple[str, ...]:
+    """A note for the profile of a step whose tensors are as large as what is in the batch makes them."""
+    if not audit.by_contents:
+        return ()
+    where = ", ".join(f"{operator} in {path or 'the model'}" for operator, path in audit.by_contents.items())
+    return (
+        f"some tensors are as large as what is in the batch makes them ({where}): another batch of the same size may "
+        "need more than this one, and a plan for it may go above its budget",
+    )
+
+
 def check_uncompiled(model: torch.nn.Module) -> None:
     """Refuse a model that is compiled as a whole. Raises RehearsalError."""
     if is_compiled(model):

@@ -18,7 +18,7 @@ from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, check_one_device, doubts
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, by_contents, check_one_device, doubts
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.processes import check_sharding, n_with_new_buckets
@@ -211,7 +211,7 @@ class _Size:
             given=self.audit.inputs,
             written_over=self.audit.written_over,
             offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-            notes=(*doubts(model, place_of(model)), *notes),
+            notes=(*doubts(model, place_of(model)), *by_contents(self.audit), *notes),
         )
 
 

@@ -136,6 +136,11 @@ class Pass:
             probe.noted(place, operand)
         return place, value
 
+    def sized_by_contents(self, operator: str) -> None:
+        """An operator in it gave what is as large as the contents of a tensor make it."""
+        if (probe := values.probe_of(self.engine)) is not None:
+            probe.sized_by_contents(operator)
+
     def framed(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that the plan may want replayed: then everything it saves is left to that. Or advanced: its result."""
         scope, outer = self.scope, self.frame

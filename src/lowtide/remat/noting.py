@@ -64,6 +64,18 @@ _OPERANDS: dict[Callable[..., Any], tuple[str, ...]] = {
 }
 """Operators some of whose operands autograd does not record, and the names of their operands as in its nodes."""
 
+_SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
+    torch.nonzero: "nonzero",
+    torch.Tensor.nonzero: "nonzero",
+    torch.argwhere: "nonzero",
+    torch.Tensor.argwhere: "nonzero",
+    torch.where: "nonzero",  # with a condition alone
+    torch.masked_select: "masked_select",
+    torch.Tensor.masked_select: "masked_select",
+    torch.Tensor.__getitem__: "indexing with a mask",
+}
+"""Operators whose results are as large as the contents of what they are given make them, in words."""
+
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 _SAVED = frozenset({"condition", "mask"})
@@ -78,6 +90,9 @@ class Listener(Protocol):
 
     def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
         """An operator was given a tensor that nobody records: its place, and a value that holds it if it is wanted."""
+
+    def sized_by_contents(self, operator: str) -> None:
+        """An operator was called whose result is as large as the contents of what it was given make it."""
 
 
 class Place(NamedTuple):
@@ -133,6 +148,8 @@ class Noting(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 here.attention = None
+        if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args):
+            self._listener.sized_by_contents(_SIZED_BY_CONTENTS[func])
         names = None if torch.compiler.is_compiling() else _OPERANDS.get(func)
         operands = {} if names is None else _by_name(names, args, kwargs)
         unrecorded = {name: it for name, it in operands.items() if name not in _SAVED and _is_unrecorded(it)}
@@ -171,6 +188,14 @@ class Noting(TorchFunctionMode):
             return None
         place, held = self._listener.unrecorded(mask)
         return None if held is None else Attention(next_sequence_number(), place, held)
+
+
+def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether an operator of `_SIZED_BY_CONTENTS` is called as one."""
+    if func is torch.Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else args[1:2]
+        return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)
+    return func is not torch.where or len(args) == 1
 
 
 def noted(node: Node, name: str) -> tuple[Place, Number | Tensor | Value] | None:

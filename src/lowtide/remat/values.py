@@ -286,6 +286,9 @@ class Probe:
     def noted(self, place: Place, operand: Tensor) -> None:
         """An operator was given a tensor that autograd does not record."""
 
+    def sized_by_contents(self, operator: str) -> None:
+        """An operator gave what is as large as the contents of a tensor make it."""
+
     def reading(self, handle: Handle) -> None:
         """Backward is about to read a saved tensor."""
 
