@@ -115,6 +115,43 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
     assert predict(found, Decisions()).peak_bytes == predict(alone.profile, Decisions()).peak_bytes
 
 
+def test_a_step_is_traced_on_the_decisions_of_an_audit_on_another_size() -> None:
+    """What is saved is exactly that of the size itself; what else a plan needs is held against what it really takes."""
+    case, alone = build("gpt2"), build("gpt2")
+    observed, exact = Observed(case.model), Observed(alone.model)
+    see(case, observed, 3, 4)
+    assert observed.profile is None
+    observed.finish()
+    see(alone, exact, 4, 4)
+    found, expected = observed.profile, exact.profile
+    assert found is not None
+    assert expected is not None
+    assert found.fingerprint == expected.fingerprint
+    for slot, wanted in zip(found.slots, expected.slots, strict=True):
+        if found.values[slot.value].node:  # but for arguments, which are taken to grow
+            assert found.values[slot.value].bytes == expected.values[wanted.value].bytes
+    assert predict(found, Decisions()).peak_bytes == predict(expected, Decisions()).peak_bytes
+    plain_bytes = predict(found, Decisions()).peak_bytes
+    for share in (0.8, 0.6):
+        plan = lowtide.plan(found, int(share * plain_bytes))
+        with lowtide.apply(case.model, plan), lowtide.measure(case.model, case.optimizer) as memory:
+            case.step(case.batch)
+        assert found.static.total + memory.peak_bytes <= plan.budget_bytes
+        assert found.static.total + memory.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+
+
+def test_a_batch_that_is_much_larger_than_the_audited_one_is_audited_itself() -> None:
+    case = build("gpt2")
+    observed = Observed(case.model)
+    see(case, observed, 1, 4)
+    observed.finish()
+    assert observed.profile is None  # the second step was an audit
+    see(case, observed, 3)
+    observed.finish()
+    assert observed.profile is not None
+    assert "a larger batch came, [4, 64]" in observed.profile.notes[-1]
+
+
 def test_the_largest_batch_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.rehearsal.observed.PATIENCE", 5)
     case = build("gpt2")

@@ -38,7 +38,7 @@ def rehearse(
 
     Runs the script, which stays as it is, until its model has been rehearsed, and ends it there: after two steps of
     training, of which the first needs about as much memory as checkpointing every block does, and the second less.
-    Where batches are of several sizes it takes more, until the largest came twice. Options of its own come before
+    Where batches are of several sizes it takes up to 20, until the largest came twice. Options of its own come before
     SCRIPT; all that follows is the script's.
 
     The profile is what `lowtide plan make` and `lowtide frontier` work on.

@@ -1,7 +1,8 @@
 """A rehearsal in steps that are really taken: of a training loop that can't be called as a function.
 
-One step is audited and another one on a batch of its size traced, as `rehearse` does; only that nothing is run on trial
-and nothing put back. Both leave the same bits as the plain step, so training goes on as if nobody had looked.
+One step is audited and another one traced, as `rehearse` does; only that nothing is run on trial and nothing put back.
+Both leave the same bits as the plain step, so training goes on as if nobody had looked. They may be on batches of two
+sizes: then what was audited is taken to grow with what the trace saw (`resizing.py`).
 
 The audit is always a frugal one: who takes the steps can't take the first one again if it runs out of memory.
 """
@@ -9,6 +10,8 @@ The audit is always a frugal one: who takes the steps can't take the first one a
 from __future__ import annotations
 
 import contextlib
+import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,7 @@ from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.processes import check_sharding, n_with_new_buckets
 from lowtide.rehearsal.profile import assemble
+from lowtide.rehearsal.resizing import resized
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.remat.given import elements, shapes_in
 
@@ -32,24 +36,27 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
-    from lowtide.planner.records import Decisions, Fingerprint, Profile, Static
-    from lowtide.rehearsal.drafts import CallDraft
+    from lowtide.planner.records import Fingerprint, Profile, Static
+    from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
     from lowtide.remat.replay import Frame
 
 NOT_RUN = "no plain step was run: its peak is predicted"
 
 PATIENCE = 20
-"""Steps in which the largest size that there was may come again. After them the largest that did is good enough."""
+"""Steps in which the largest size that there was may come again. After them the largest so far is good enough."""
+
+GROWN = 2
+"""How many times as large as an audited batch one may be without being audited itself."""
 
 
 class Observed:
     """Rehearses `model` while somebody else trains it: `profile` is there when enough steps were seen.
 
     Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update, and
-    `leave()` takes everything out of the model. A batch of a size that is new is audited, and the next one of that size
-    traced; with `plain` one more is run without any plan, for the true peak and time. The profile is of the largest
-    size there was, or after PATIENCE steps of the largest that came often enough. `why` says what was wrong with steps
-    that can't be used.
+    `leave()` takes everything out of the model. The first batch is audited, as is each of a new form or that is much
+    larger, and all others are traced; with `plain` one more is run without any plan, for the true peak and time. The
+    profile is of the largest size there was when that came twice, and after PATIENCE steps of the largest that was
+    traced. `why` says what was wrong with steps that can't be used.
     """
 
     def __init__(self, model: nn.Module, *, plain: bool = False) -> None:
@@ -60,12 +67,20 @@ class Observed:
         """Steps that were seen to their end and could be used."""
         self._plain = plain
         self._watch: _Watch | None = None
-        self._sizes: dict[Fingerprint, _Size] = {}
+        self._audited: dict[str, _Audited] = {}
+        """By the form of the batch."""
+        self._best: _Traced | None = None
+        """The largest step that was traced."""
+        self._largest: _Audited | _Traced | None = None
+        """The largest step of all."""
+        self._fullest: _Audited | _Traced | None = None
+        """The one that saved most."""
+        self._seen: Counter[Fingerprint] = Counter()
 
     @property
     def n_sizes(self) -> int:
         """How many sizes there were."""
-        return len(self._sizes)
+        return len(self._seen)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = (), others: Iterable[nn.Module] = ()) -> None:
         """A step begins: the model is about to be called with `batch`. Gradients may be there or not.
@@ -78,20 +93,21 @@ class Observed:
         check_one_device(self.model)
         check_sharding(self.model.modules())
         found, place = fingerprint(self.model, batch), place_of(self.model)
-        if any(size.model != found.model for size in self._sizes):
-            self._sizes.clear()  # other parameters are trained since
+        if any(size.model != found.model for size in self._seen):
+            self._audited, self._best, self._largest, self._fullest = {}, None, None, None  # others are trained since
+            self._seen.clear()
         static, addresses = static_bytes(self.model, batch, optimizers, others)
-        known = self._sizes.get(found)
+        known, best = self._audited.get(_form(found)), self._best
         self._watch = watch = _Watch(found, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
-        if known is None:
+        if known is None or _size(found) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True)
             watch.leave.enter_context(watch.audit.running())
-        elif not self._plain or known.traced is None or known.plain is not None:
+        elif not self._plain or best is None or best.fingerprint != found or best.plain is not None:
             # Also where nothing is left to be found out: this takes the least memory.
-            watch.engine = MostSaving(self.model, known.audit)
-            watch.trace = Trace(watch.engine, watch.mark)
+            engine = MostSaving(self.model, known.audit, in_place=known.fingerprint == found)
+            watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
 
     def end(self) -> None:
@@ -102,41 +118,52 @@ class Observed:
         took_ms = watch.end()
         try:
             if watch.audit is not None:
-                self._sizes[watch.size] = _Size(watch.size, watch.audit, watch.recorder)
-            elif watch.trace is not None:
-                self._trace(watch, watch.trace)
-            else:
+                self._audited[_form(watch.size)] = found = _Audited(watch.size, watch.audit, watch.recorder)
+                self._compare(found)
+            elif watch.known is not None and watch.trace is not None:
+                self._trace(watch, watch.known, watch.trace)
+            elif self._best is not None:
                 peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
-                self._sizes[watch.size].plain = peak_bytes, took_ms
+                self._best.plain = peak_bytes, took_ms
         except _Unusable as why:
             self.why.append(str(why))
             return
+        self._seen[watch.size] += 1
         self.n_steps += 1
         self._settle(may_wait=self.n_steps < PATIENCE)
 
-    def _trace(self, watch: _Watch, trace: Trace) -> None:
-        """A step was traced. Raises _Unusable, and lets go of the audit of that size unless it was of more."""
-        size = self._sizes[watch.size]
-        if trace.inputs != size.audit.inputs:
-            if _n_elements(trace.inputs) > _n_elements(size.audit.inputs):
-                del self._sizes[watch.size]
+    def _trace(self, watch: _Watch, known: _Audited, trace: Trace) -> None:
+        """A step was traced. Raises _Unusable, and lets go of its audit if another one is needed for such steps."""
+        audit, is_alike = known.audit, watch.size == known.fingerprint
+        if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
+            if _n_elements(trace.inputs) > _n_elements(audit.inputs):
+                del self._audited[_form(watch.size)]
             raise _Unusable(
-                f"it called the model with {_in_words(trace.inputs)}, and another step that began with the same batch "
-                f"with {_in_words(size.audit.inputs)}"
+                f"it called the model with {_in_words(trace.inputs)}, and another step that began with "
+                f"{'the same' if is_alike else 'such a'} batch with {_in_words(audit.inputs)}"
             )
-        if trace.packs != len(size.audit.slots):
-            del self._sizes[watch.size]
+        if (trace.packs, trace.n_calls) != (len(audit.slots), len(audit.calls)):
+            del self._audited[_form(watch.size)]
             raise _Unusable(
-                f"it saved {trace.packs} tensors, and another step on a batch of the same size, {watch.size.batch}, "
-                f"saved {len(size.audit.slots)}"
+                f"it saved {trace.packs} tensors in {trace.n_calls} calls, and another step on a batch of "
+                f"{'the same size' if is_alike else 'such a form'}, {known.fingerprint.batch}, saved "
+                f"{len(audit.slots)} in {len(audit.calls)}"
             )
         if watch.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
             raise _Unusable("DistributedDataParallel has put its buckets in another order in it")
-        assert watch.engine is not None
-        size.traced = watch, trace.kept, watch.engine.decisions
+        found = _Traced(watch, known, trace)
+        if self._best is None or found.extent() > self._best.extent():
+            self._best = found
+        self._compare(found)
+
+    def _compare(self, found: _Audited | _Traced) -> None:
+        if self._largest is None or found.extent() > self._largest.extent():
+            self._largest = found
+        if self._fullest is None or found.saved_bytes() > self._fullest.saved_bytes():
+            self._fullest = found
 
     def finish(self) -> None:
-        """No step will come any more: the profile is of the largest size that came often enough, if any did."""
+        """No step will come any more: the profile is of the largest that was traced, if any was."""
         if self.profile is None:
             self._settle(may_wait=False)
 
@@ -148,22 +175,21 @@ class Observed:
             watch.leave.close()
 
     def _settle(self, *, may_wait: bool) -> None:
-        """The profile is of the largest size of which all is known, if there is none that is worth waiting for."""
-        traced = [size for size in self._sizes.values() if size.traced is not None]
-        known = [size for size in traced if size.plain is not None or not self._plain]
-        best = max(known if may_wait else known or traced, key=_Size.extent, default=None)
-        if best is None:
+        """The profile is of the largest step that was traced, if nothing is worth waiting for."""
+        best, largest, fullest = self._best, self._largest, self._fullest
+        if best is None or largest is None or fullest is None:
             return
-        if not may_wait or best is max(self._sizes.values(), key=_Size.extent):
-            self.profile = best.profile(self.model, max(self._sizes.values(), key=_Size.saved_bytes))
+        is_largest = best.extent() >= largest.extent() and self._seen[best.fingerprint] > 1
+        if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
+            self.profile = best.profile(self.model, fullest)
 
 
 class _Unusable(Exception):
     """What was wrong with a step."""
 
 
-class _Size:
-    """What is known of the steps on batches of one size."""
+class _Audited:
+    """A step that was audited."""
 
     def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
         """Raises _Unusable and RehearsalError."""
@@ -175,10 +201,6 @@ class _Size:
             raise _Unusable("no backward ran through the model")
         audit.settle(recorder.stream)
         self.fingerprint, self.audit = fingerprint, audit
-        self.traced: tuple[_Watch, set[int], Decisions] | None = None
-        """The step, the slots that were kept in it, and what was decided about all others."""
-        self.plain: tuple[int, float] | None = None
-        """Peak in bytes and milliseconds of a step without any plan."""
 
     def extent(self) -> tuple[int, int]:
         """How large it is: by what the model was given. A first call that makes its state by itself is not larger."""
@@ -186,33 +208,72 @@ class _Size:
 
     def saved_bytes(self) -> int:
         """Of all that is saved for backward."""
-        return sum(self.audit.values[index].bytes for index in {slot.value for slot in self.audit.slots})
+        return _saved_bytes(self.audit.values, self.audit.slots)
 
-    def profile(self, model: nn.Module, largest: _Size) -> Profile:
-        """The profile of its steps; once. `largest` is the size that saved most."""
-        assert self.traced is not None
-        watch, kept, decisions = self.traced
+
+class _Traced:
+    """A step that was traced, under the most saving decisions that an audit of it or of a step like it led to."""
+
+    def __init__(self, watch: _Watch, audited: _Audited, trace: Trace) -> None:
+        self.fingerprint = watch.size
+        self.plain: tuple[int, float] | None = None
+        """Peak in bytes and milliseconds of such a step without any plan."""
+        assert watch.engine is not None
+        self._watch, self._trace, self._decisions = watch, trace, watch.engine.decisions
+        self._audit = audit = audited.audit
+        self._is_alike = watch.size == audited.fingerprint
+        self._values, self._calls = audit.values, audit.calls
+        if not self._is_alike:
+            self._values, self._calls = resized(
+                audit.values, audit.slots, audit.calls, audited=audit.elements, found=trace.elements
+            )
+
+    def extent(self) -> tuple[int, int]:
+        """How large it is, as that of an audited step."""
+        return _n_elements(self._trace.inputs), self.saved_bytes()
+
+    def saved_bytes(self) -> int:
+        """Of all that is saved for backward."""
+        return _saved_bytes(self._values, self._audit.slots)
+
+    def profile(self, model: nn.Module, fullest: _Audited | _Traced) -> Profile:
+        """The profile of such steps; once. `fullest` is the step that saved most."""
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
-        if largest is not self:
-            kind = "larger batch" if largest.extent() > self.extent() else "batch of which more is saved"
-            notes.append(f"a {kind} came, {largest.fingerprint.batch}, but not often enough to be rehearsed")
+        if fullest.saved_bytes() > self.saved_bytes():
+            kind = "larger batch" if fullest.extent() > self.extent() else "batch of which more is saved"
+            notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
         return assemble(
-            values=self.audit.values,
-            slots=self.audit.slots,
-            calls=self.audit.calls,
-            kept=kept,
-            replayed=decisions.replay,
-            stream=watch.recorder.stream,
+            values=self._values,
+            slots=self._audit.slots,
+            calls=self._calls,
+            kept=self._trace.kept,
+            replayed=self._decisions.replay,
+            stream=self._watch.recorder.stream,
             fingerprint=self.fingerprint,
-            static=watch.seen_static,
+            static=self._watch.seen_static,
             step_ms=step_ms,
             measured_plain_peak_bytes=peak_bytes,
-            given=self.audit.inputs,
-            written_over=self.audit.written_over,
+            given=self._trace.inputs,
+            written_over=self._audit.written_over if self._is_alike else [],
             offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-            notes=(*doubts(model, place_of(model)), *by_contents(self.audit), *notes),
+            notes=(*doubts(model, place_of(model)), *by_contents(self._audit), *notes),
         )
+
+
+def _saved_bytes(values: list[ValueDraft], slots: list[SlotDraft]) -> int:
+    """Of all that is saved for backward."""
+    return sum(values[index].bytes for index in {slot.value for slot in slots})
+
+
+def _form(found: Fingerprint) -> str:
+    """A batch in words but for its sizes: `[_, _] int64`."""
+    return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), found.batch)
+
+
+def _size(found: Fingerprint) -> int:
+    """The elements of a batch."""
+    return elements(shapes_in(found.batch))
 
 
 def _n_elements(inputs: list[list[str]]) -> int:
@@ -243,6 +304,8 @@ class _Watch:
 
     recorder: Recorder
     audit: Audit | None = None
+    known: _Audited | None = None
+    """The audited step that the most saving decisions of this one are of."""
     engine: MostSaving | None = None
     trace: Trace | None = None
     n_with_new_buckets = 0

@@ -54,6 +54,8 @@ class Remakes(Engine):
         super().__init__(model, {})
         self.values: list[ValueDraft] = []
         self.slots: list[SlotDraft] = []
+        self.elements: list[int] = []
+        """Of the tensor in each slot."""
         self.streams: set[int] = set()
         """Of a GPU: those in which tensors were saved."""
         self._static = static
@@ -110,6 +112,7 @@ class Remakes(Engine):
         self._handles[len(self.slots)], self._slot_of[handle] = (value, view), len(self.slots)
         self._saved.add(index)
         self.slots.append(slot)
+        self.elements.append(tensor.numel())
         scope.ordinal += 1
         return handle
 

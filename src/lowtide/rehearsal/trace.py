@@ -45,12 +45,14 @@ class MostSaving(Engine):
 
     is_measured = True
 
-    def __init__(self, model: nn.Module, audit: Audit) -> None:
+    def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
+        """Unless `in_place`, gradients are not written over: what the audit says of them is for batches of its size."""
         self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
         nodes = nodes_at(audit.values, audit.slots)
-        in_place = {node: least for group in audit.written_over for node, least in group.nodes.items()}
+        written_over = audit.written_over if in_place else []
+        least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
         actions = actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay)
-        super().__init__(model, actions, in_place=[in_place])
+        super().__init__(model, actions, in_place=[least])
 
     def notes(self, scope: Scope) -> bool:
         return True
@@ -78,9 +80,11 @@ class Trace(Probe):
         self.inputs: list[list[str]] = []
         """What tensors each call of the model from outside was given, in words."""
         self.packs = 0
+        self.elements: list[int] = []
+        """Of the tensor in each slot."""
+        self.n_calls = 0
         self.kept: set[int] = set()
         """Slots that were kept."""
-        self._calls = 0
         self._open: list[int] = []
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._deaths: dict[int, weakref.ref[Handle]] = {}
@@ -126,9 +130,9 @@ class Trace(Probe):
         tensors = tensors_in_call(args, kwargs)
         if not self._open:
             self.inputs.append([in_words([tensor]) for tensor in tensors])
-        self.mark("enter", (self._calls, tuple(map(self._address, tensors))))
-        self._open.append(self._calls)
-        self._calls += 1
+        self.mark("enter", (self.n_calls, tuple(map(self._address, tensors))))
+        self._open.append(self.n_calls)
+        self.n_calls += 1
 
     def leaving(self, seam: Seam) -> None:
         self.mark("leave", self._open.pop())
@@ -136,6 +140,7 @@ class Trace(Probe):
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs
         self.packs += 1
+        self.elements.append(tensor.numel())
         if handle.value.kept and not handle.value.partial:  # which is let go of when its call is over
             self.kept.add(slot)
         self._slots[handle] = slot

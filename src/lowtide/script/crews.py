@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Plan, Profile, Pulled, Static
 
-TWO_STEPS = "was rehearsed: that takes two steps on batches of one size"
+TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
 
 PASSED_OVER = (
     "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
@@ -42,8 +42,8 @@ PASSED_OVER = (
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
 
-ONE_SIZE = (
-    "  Pad the batches to one size, or to one of a few, or give a step of your own and the largest batch to "
+ONE_FORM = (
+    "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
     "lowtide.rehearse or lowtide.fit."
 )
 
@@ -83,10 +83,10 @@ class Rehearsing:
                 raise Enough
         elif len(self._observed.why) >= MOST_UNUSABLE:
             raise RehearsalError(
-                f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_SIZE}"
+                f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
             )
         elif self._observed.n_steps >= PATIENCE:
-            raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one size.\n{ONE_SIZE}")
+            raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one form.\n{ONE_FORM}")
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one."""
@@ -143,8 +143,14 @@ class Fitting:
         self._budget, self._say = budget, say
         self._rehearsing = Rehearsing(stop=False, levers=levers)
         self._applied: Applied | None = None
-        self._measured: list[int] = []
+        self._over: list[int] = []
+        """Peaks that were measured under plans, and were over the budget."""
+        self._most = 0
+        """The largest that was within it."""
         self._passed_over = 0
+        """Steps under a plan, on other batches than the one that it is for."""
+        self._is_planned = False
+        """Whether this step is on such a batch."""
         self._told = False
         """Whether it was said that sizes vary."""
         self._open: tuple[Static, frozenset[int], Recorder, contextlib.ExitStack] | None = None
@@ -163,17 +169,18 @@ class Fitting:
         self._rehearsing.leaves()
         if self._applied is None or self._applied.plan is not self.plan:
             self._put_in_force(model, self.plan)
-        if fingerprint(model, batch).batch == self.plan.fingerprint.batch:
+        found, planned = fingerprint(model, batch).batch, self.plan.fingerprint.batch
+        self._passed_over += found != planned
+        if no_larger(shapes_in(found), shapes_in(planned)):
             static, addresses = static_bytes(model, batch, optimizers, models_at_hand())
             stack = contextlib.ExitStack()
             recorder = stack.enter_context(recorder_for(place_of(model)))
             assert self._applied is not None
             stack.enter_context(self._applied.checked(recorder.mark))
             self._open = static, addresses, recorder, stack
-        else:
-            self._passed_over += 1
-            if self._passed_over == PATIENCE:
-                self._keep_unmeasured(self.plan)
+            self._is_planned = found == planned
+        elif self._passed_over >= PATIENCE:
+            self._keep(self.plan)
 
     def ends(self, model: nn.Module) -> None:
         """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
@@ -181,9 +188,7 @@ class Fitting:
             self._rehearsing.ends(model)
             if self._rehearsing.n_sizes > 1 and not self._told:
                 self._told = True
-                self._say(
-                    f"batches are of several sizes: the largest that comes twice in {PATIENCE} steps is planned for"
-                )
+                self._say(f"batches are of several sizes: the largest of {PATIENCE} steps is planned for")
             if self._rehearsing.profile is not None:
                 self.plan = plan(self._rehearsing.profile, self._budget)
                 self._announce(self.plan)
@@ -200,7 +205,7 @@ class Fitting:
     def finish(self) -> None:
         """The plan stays in force, also where it had smaller batches only."""
         if self.plan is not None and self._passed_over and not self.done:
-            self._keep_unmeasured(self.plan)
+            self._keep(self.plan)
 
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""
@@ -216,8 +221,10 @@ class Fitting:
         """The plan stays in force; nobody here holds the model any longer."""
         self.done, self._applied, self._rehearsing = True, None, Rehearsing()
 
-    def _keep_unmeasured(self, made: Plan) -> None:
-        self._say(f"no batch of the planned size came in {self._passed_over} steps: the plan's peak was not measured")
+    def _keep(self, made: Plan) -> None:
+        """The plan stays in force, of which no batch that it is for has come."""
+        said = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
+        self._say(f"in {self._passed_over} steps under the plan no batch was as large as the one it is for: {said}")
         self.when_kept(made)
         self._finish()
 
@@ -239,21 +246,27 @@ class Fitting:
 
     def _judge(self, made: Plan, measured_bytes: int) -> None:
         if measured_bytes <= made.budget_bytes:
-            share = format_ratio(measured_bytes / made.plain.peak_bytes)
-            self._say(f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget")
-            self.when_kept(made)
-            self._finish()
+            self._most = max(self._most, measured_bytes)
+            if self._is_planned:
+                share = format_ratio(measured_bytes / made.plain.peak_bytes)
+                self._say(
+                    f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget"
+                )
+                self.when_kept(made)
+                self._finish()
+            elif self._passed_over >= PATIENCE:
+                self._keep(made)
             return
-        self._measured.append(measured_bytes)
+        self._over.append(measured_bytes)
         over = measured_bytes - made.budget_bytes
         self._say(f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning again")
         assert self._rehearsing.profile is not None
         with contextlib.suppress(Infeasible):
-            if len(self._measured) < REPAIRS:
+            if len(self._over) < REPAIRS:
                 lower = plan(self._rehearsing.profile, max(1, made.predicted.peak_bytes - over))
                 self.plan = replace(lower, budget_bytes=made.budget_bytes)
                 return
-        raise over_budget(self._rehearsing.profile, made.budget_bytes, self._measured)
+        raise over_budget(self._rehearsing.profile, made.budget_bytes, self._over)
 
 
 class Applying:
