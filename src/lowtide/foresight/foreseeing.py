@@ -206,11 +206,11 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> Stati
         total = 0
         for tensor in tensors:
             if tensor is not None:
-                twin = ledger.adopt(tensor)
-                storage = twin.untyped_storage()
-                if twin.device.type == ledger.device and (number := _torch.storage_number(storage)) not in seen:
-                    seen.add(number)
-                    total += storage.nbytes()
+                for part in _torch.parts_of(ledger.adopt(tensor)):
+                    storage = part.untyped_storage()
+                    if part.device.type == ledger.device and (number := _torch.storage_number(storage)) not in seen:
+                        seen.add(number)
+                        total += storage.nbytes()
         return total
 
     return Static(

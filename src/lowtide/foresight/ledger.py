@@ -20,6 +20,7 @@ import torch
 from lowtide import _torch
 from lowtide._torch import TorchDispatchMode, tree_map
 from lowtide.errors import RehearsalError
+from lowtide.foresight import sparse
 from lowtide.foresight.answers import Answers, detached_real
 from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE, PACKING
 from lowtide.foresight.packed import copies
@@ -144,7 +145,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if not answered:
             out = self._run(func, args, kwargs)
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
-        self._record(func, args, kwargs, tensors, made)
+        self._record(func, args, kwargs, tensors, sparse.parts(made))
         self._answers.after(func, args, kwargs, tensors, made)
         return out
 
@@ -163,6 +164,10 @@ class Ledger(TorchDispatchMode, Recorder):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is GROUPED:
             return self._grouped(*args, **kwargs)
+        if (kernel := sparse.kernel(func, args, by_autograd=_taken_over)) is not None:
+            return kernel(*args, **kwargs)
+        if sparse.grows(func, args):
+            self._answers.note(sparse.GROWS)
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
         except _torch.DATA_DEPENDENT as error:
@@ -334,6 +339,10 @@ def _leaves(out: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield out
+
+
+def _taken_over() -> bool:
+    return _torch.in_backward() and _called_by_autograd()
 
 
 def _called_by_autograd() -> bool:

@@ -1,0 +1,95 @@
+"""Sparse tensors: what they are made of when operators make them of others.
+
+Torch's own kernels for tensors without contents give sparse ones without elements (torch 2.13). Indices are taken to
+differ: what is made of a sparse tensor has as many elements. Not yet: a gradient that another one is added to in place,
+as by a second backward pass, stays as large as it was, which is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def parts(tensors: list[Tensor]) -> list[Tensor]:
+    """These, sparse ones as their indices and values."""
+    return [part for t in tensors for part in ((t,) if t.layout is torch.strided else _torch.parts_of(t))]
+
+
+def kernel(func: Any, args: Any, *, by_autograd: Callable[[], bool]) -> Callable[..., Tensor] | None:
+    """What gives the result of an operator; None where torch's own does, for it is given no sparse tensor."""
+    if func not in KERNELS or not any(map(_is_sparse, args[:2])):
+        return None
+    if func is aten.clone.default and all(part.is_contiguous() for part in _torch.parts_of(args[0])) and by_autograd():
+        return _take_over
+    return KERNELS[func]
+
+
+def _take_over(sparse: Tensor, **options: Any) -> Tensor:
+    """As autograd keeps a gradient, where under a mode it copies it.
+
+    torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
+    """
+    indices, values = _torch.parts_of(sparse)
+    return _like(sparse, indices, values)
+
+
+def _clone(sparse: Tensor, **options: Any) -> Tensor:
+    indices, values = _torch.parts_of(sparse)
+    return _like(sparse, indices.clone(), values.clone())
+
+
+def _coalesce(sparse: Tensor) -> Tensor:
+    """On the CPU there is room for all elements (SparseTensor.cpp: _coalesce_sparse_cpu, torch 2.13)."""
+    indices, values = _torch.parts_of(sparse)
+    return _like(sparse, indices.clone(), torch.empty_like(values), coalesced=True)
+
+
+def _mask(tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """The elements of a tensor where `mask` has some."""
+    indices, values = _torch.parts_of(mask)
+    return _like(mask, indices.clone(), torch.empty_like(values, dtype=tensor.dtype))
+
+
+def _add(sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
+    """The elements of both; a sum with a dense tensor is dense."""
+    if sparse.layout is not other.layout:
+        dense = other if sparse.layout is torch.sparse_coo else sparse
+        return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
+    (indices, values), (more, added) = (tuple(_torch.parts_of(each)) for each in (sparse, other))
+    return _like(sparse, torch.cat([indices, more], 1), torch.cat([values, added]), coalesced=False)
+
+
+def _like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None = None) -> Tensor:
+    is_coalesced = sparse.is_coalesced() if coalesced is None else coalesced
+    return torch.sparse_coo_tensor(indices, values, sparse.shape, is_coalesced=is_coalesced, check_invariants=False)
+
+
+GROWS = "a sparse tensor that another one is added to is taken to stay as large as it was"
+
+
+def grows(func: Any, args: Any) -> bool:
+    """Whether a sparse tensor gets the elements of another one."""
+    return func is aten.add_.Tensor and all(map(_is_sparse, args[:2]))
+
+
+def _is_sparse(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.layout is torch.sparse_coo
+
+
+KERNELS: dict[Any, Callable[..., Tensor]] = {
+    aten.clone.default: _clone,
+    aten._coalesce.default: _coalesce,
+    aten.sparse_mask.default: _mask,
+    aten.add.Tensor: _add,
+}
+"""For operators that are given a sparse tensor (COO)."""

@@ -1,0 +1,87 @@
+"""Sparse gradients: their indices and values are memory, here by the CPU's own allocator and on a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+
+ROWS, WIDTH, LINES = 5000, 64, 400
+INDICES, VALUES = LINES * 8, LINES * WIDTH * 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "L4"}], ids=["here", "card"])
+def test_a_sparse_gradient_is_its_values_and_the_indices_of_the_batch(options: dict[str, str]) -> None:
+    model = nn.Embedding(ROWS, WIDTH, sparse=True)
+
+    def step(batch: Tensor) -> None:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+
+    batch = torch.randint(0, ROWS, (4, LINES // 4))
+    foreseen = lowtide.foresee(model, step, batch, **options)
+    assert foreseen.static.inputs == INDICES  # which the gradient has as its own
+    assert foreseen.static.gradients == VALUES
+    assert foreseen.static.parameters == ROWS * WIDTH * 4
+    assert model.weight.grad is None
+
+
+def test_a_gradient_that_is_broadcast_is_copied() -> None:
+    model = nn.Embedding(ROWS, WIDTH, sparse=True)
+    foreseen = lowtide.foresee(model, lambda batch: model(batch).sum().backward(), torch.zeros(LINES, dtype=torch.long))
+    assert foreseen.static.gradients == INDICES + VALUES
+
+
+def optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    return {
+        "SGD": torch.optim.SGD(model.parameters(), lr=0.1),
+        "SparseAdam": torch.optim.SparseAdam(model.parameters()),
+        "Adagrad": torch.optim.Adagrad(model.parameters()),
+    }
+
+
+@pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adagrad"])
+def test_a_step_of_a_sparse_optimizer_has_the_measured_peak(name: str) -> None:
+    model = nn.Embedding(ROWS, WIDTH, sparse=True)
+    optimizer = optimizers(model)[name]
+
+    def step(batch: Tensor) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = torch.randperm(ROWS)[:LINES]
+    step(batch)
+    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, abs=128)
+    state = sum(
+        t.nbytes for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t) and t.dim()
+    )
+    assert lowtide.foresee(model, step, batch, device="L4").static.optimizer == state
+
+
+def test_two_sparse_gradients_of_a_weight_are_added_up() -> None:
+    model = nn.Embedding(ROWS, WIDTH, sparse=True)
+
+    def step(batch: Tensor) -> None:
+        model.zero_grad()
+        (model(batch).square().sum() + model(batch + 1).square().sum()).backward()
+
+    foreseen = lowtide.foresee(model, step, torch.zeros(LINES, dtype=torch.long))
+    assert foreseen.static.gradients == 2 * (INDICES + VALUES)
+
+
+def test_a_gradient_that_grows_in_place_is_said_to_stay_as_it_was() -> None:
+    model = nn.Embedding(ROWS, WIDTH, sparse=True)
+
+    def step(batch: Tensor) -> None:
+        model.zero_grad()
+        for part in batch.chunk(2):
+            model(part).square().sum().backward()
+
+    foreseen = lowtide.foresee(model, step, torch.zeros(LINES, dtype=torch.long))
+    assert any("stay as large as it was" in line for line in foreseen.assumed)
