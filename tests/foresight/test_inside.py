@@ -190,3 +190,125 @@ def test_what_only_cudnn_knows_is_said_and_not_promised() -> None:
     for layout, known in ((torch.contiguous_format, True), (torch.channels_last, False)):
         found = foreseen(normed, x.to(memory_format=layout), "L4")
         assert (found.verdict == "fits") == known
+
+
+class Turned(nn.Module):
+    """A layer that is given a weight whose dimensions are in another order than its memory."""
+
+    def __init__(self, layer: Callable[..., Tensor], shape: tuple[int, ...], order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer, self.order = layer, order
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self) -> Tensor:
+        return self.layer(self.weight.permute(self.order))
+
+
+def turned(layer: Callable[..., Tensor], shape: tuple[int, ...], order: tuple[int, ...]) -> CardForesight:
+    model = Turned(layer, shape, order)
+    return foreseen(model, None, "L4", lambda _: _weighted(model()).backward())
+
+
+def test_layer_norm_copies_its_input_before_there_is_a_result() -> None:
+    model = Turned(nn.LayerNorm(8), (2, 8, 16), (0, 2, 1))
+    found = foreseen(model, None, "L4", lambda _: _weighted(model()).backward())
+    whole, row, width = 2 * 8 * 16 * 4, 2 * 16 * 4, 8 * 4
+    assert blocks(found, "aten::native_layer_norm") == [whole, whole, row, row]
+    assert blocks(found, "aten::native_layer_norm_backward") == [whole, whole, width, width]
+    events = [e for e in found.whole if not hasattr(e, "name") and getattr(e, "op", "") == "aten::native_layer_norm"]
+    copy, result = (event.block for event in events[:2])
+    freed = [event.block for event in found.whole if type(event) is Free]
+    assert copy in freed
+    assert result not in freed[: freed.index(copy)]
+
+
+def test_layer_norm_of_many_short_rows_sums_up_in_parts() -> None:
+    rows, width = 2**16 + 1, 16
+    found = foreseen(nn.LayerNorm(width), torch.randn(rows, width), "L4")
+    inside = blocks(found, "aten::native_layer_norm_backward")[-2:]
+    assert inside == [-(-rows // 32) * width * 4] * 2
+    assert {(b.least, b.most) for b in found.bounds.values() if b.bytes == inside[0]} == {(0, inside[0])}
+
+
+def test_the_gradient_of_a_layer_norm_is_contiguous() -> None:
+    model = nn.LayerNorm(8)
+
+    def step(x: Tensor) -> None:
+        out = model(x.transpose(1, 2))
+        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(x).transpose(1, 2))
+        assert gradient.transpose(1, 2).is_contiguous()
+
+    foreseen(model, torch.randn(2, 8, 16, requires_grad=True), "L4", step)
+
+
+def test_softmax_multiplies_the_gradient_with_its_result() -> None:
+    whole = 2 * 8 * 16 * 4
+    plain = turned(lambda x: x.softmax(-1), (2, 8, 16), (0, 1, 2))
+    assert blocks(plain, "aten::_softmax") == [whole]
+    assert blocks(plain, "aten::_softmax_backward_data") == [whole, whole]
+    copied = turned(lambda x: x.softmax(-1), (2, 8, 16), (0, 2, 1))
+    assert blocks(copied, "aten::_softmax") == [whole, whole]
+    logs = turned(lambda x: x.log_softmax(-1), (2, 8, 16), (0, 2, 1))
+    assert blocks(logs, "aten::_log_softmax") == [whole, whole]
+    assert blocks(logs, "aten::_log_softmax_backward_data") == [whole]
+
+
+def test_group_norm_keeps_two_numbers_a_channel_aside() -> None:
+    found = foreseen(nn.GroupNorm(2, 8), torch.randn(4, 8, 5, 5, requires_grad=True), "L4")
+    whole, channel, group, weight = 4 * 8 * 25 * 4, 4 * 8 * 4, 4 * 2 * 4, 8 * 4
+    assert blocks(found, "aten::native_group_norm") == [whole, group, group, channel, channel]
+    inside = [channel, channel, group, group, channel]
+    assert blocks(found, "aten::native_group_norm_backward") == [whole, weight, weight, *inside]
+
+
+@pytest.mark.parametrize(
+    ("layer", "op", "made"),
+    [
+        (lambda x: F.max_pool2d(x, 2), "aten::max_pool2d_with_indices", [128, 256, 512]),
+        (lambda x: F.avg_pool2d(x, 2), "aten::avg_pool2d", [128, 512]),
+        (lambda x: F.interpolate(x, scale_factor=2.0), "aten::upsample_nearest2d", [2048, 512]),
+    ],
+)
+def test_pooling_and_upsampling_copy_what_has_no_layout(
+    layer: Callable[[Tensor], Tensor], op: str, made: list[int]
+) -> None:
+    found = turned(layer, (2, 4, 4, 4), (1, 0, 3, 2))
+    assert blocks(found, op) == made
+    assert blocks(turned(layer, (2, 4, 4, 4), (0, 1, 2, 3)), op) == made[:-1]
+    assert blocks(turned(layer, (2, 4, 4, 4), (0, 3, 1, 2)), op) == made[:-1]  # channels last
+
+
+def test_a_gradient_in_another_layout_than_the_batch_is_copied_and_gets_its_layout() -> None:
+    model = nn.BatchNorm2d(4)
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+
+    def step(x: Tensor) -> None:
+        out = model(x)
+        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out, memory_format=torch.channels_last))
+        assert gradient.is_contiguous()
+
+    whole = 2 * 4 * 64 * 4
+    assert blocks(foreseen(model, x, "L4", step), "aten::native_batch_norm_backward")[:2] == [whole, whole]
+
+
+def test_convolutions_copy_their_input_first() -> None:
+    model = nn.Conv2d(4, 8, 3)
+    x = torch.randn(2, 8, 8, 4, requires_grad=True)
+    found = foreseen(model, x, "L4", lambda x: _weighted(model(x.permute(0, 3, 2, 1))).backward())
+    given, result = 2 * 4 * 64 * 4, 2 * 8 * 36 * 4
+    assert blocks(found, "aten::convolution")[:2] == [given, result]
+    assert blocks(found, "aten::convolution_backward")[:2] == [given, given]
+
+
+@pytest.mark.parametrize(("repeated", "copied"), [(True, 2), (False, 0)])
+def test_factors_of_repeated_numbers_are_copied(repeated: bool, copied: int) -> None:
+    """The gradient of a sum is one number, for both products of a linear layer."""
+    model = nn.Linear(8, 16, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    found = foreseen(model, x, "L4", lambda x: (model(x).sum() if repeated else _weighted(model(x))).backward())
+    assert blocks(found, "aten::mm").count(4 * 16 * 4) == 1 + copied
+
+
+def test_the_mask_of_a_dropout_comes_first() -> None:
+    found = turned(nn.Dropout(0.5), (4, 8), (0, 1))
+    assert blocks(found, "aten::native_dropout") == [4 * 8, 4 * 8 * 4]

@@ -43,8 +43,19 @@ class Inside(NamedTuple):
     most: int
     through: int | None = None
     """How many of the blocks after it are taken before it is given back; None where it lasts to the operator's end."""
+    first: bool = False
+    """Whether it is taken before the results; then it lasts to the operator's end."""
 
     @classmethod
-    def exactly(cls, n_bytes: int, through: int | None = None) -> Inside:
+    def exactly(cls, n_bytes: int, through: int | None = None, *, first: bool = False) -> Inside:
         """A block whose size is known."""
-        return cls(n_bytes, n_bytes, n_bytes, through)
+        return cls(n_bytes, n_bytes, n_bytes, through, first)
+
+
+CONTIGUOUS = torch.contiguous_format
+
+
+def copies(*tensors: Tensor, layout: torch.memory_format = CONTIGUOUS, first: bool = False) -> list[Inside]:
+    """A block for each of these that does not lie like that."""
+    away = (t for t in tensors if not t.is_contiguous(memory_format=layout))
+    return [Inside.exactly(t.numel() * t.element_size(), first=first) for t in away]

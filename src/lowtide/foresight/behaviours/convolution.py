@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, is_channels_last
+from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, copies, is_channels_last
 from lowtide.foresight.device.current import capability
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ ROWS = (
         name="convolution, layout",
         does="results and gradients are channels-last if the input or the weight is; what is not is copied for it",
         source="torch/include/ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format, torch 2.13; "
-        "aten/src/ATen/native/Convolution.cpp: determine_backend_memory_format, use_cudnn_depthwise",
+        "aten/src/ATen/native/Convolution.cpp: determine_backend_memory_format, use_cudnn_depthwise, "
+        "convolution_backward; aten/src/ATen/native/cudnn/ConvShared.cpp, torch at commit 02f095500106",
     ),
     Behaviour(
         name="depthwise convolution",
@@ -64,24 +65,33 @@ def _layout_backward(args: Any, out: Any) -> Any:
 
 
 def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """The input is copied before there is a result, the weight with it."""
     x, weight = args[:2]
-    return _workspace(x, weight, made[0], [x, weight], groups=args[8])
+    layout = _layout(x, weight) or torch.contiguous_format
+    copied = [*copies(x, layout=layout, first=True), *copies(weight, layout=layout)]
+    return [*copied, *_workspace(x, weight, made[0], groups=args[8])]
 
 
 def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    """For the input's gradient, then for the weight's: one at a time, with the same three tensors."""
+    """For the input's gradient, then for the weight's: one at a time, with the same three tensors.
+
+    The input is copied before there is one, and a gradient that has the other layout.
+    """
     gradient, x, weight = args[:3]
-    return _workspace(x, weight, gradient, [gradient, x, weight], groups=args[9])
+    layout = _layout(x, weight) or torch.contiguous_format
+    copied = copies(x, layout=layout, first=True) if args[10][1] else []
+    other = layout is not torch.contiguous_format or is_channels_last(gradient) is not None
+    copied += copies(gradient, layout=layout, first=other)
+    return [*copied, *copies(weight, layout=layout), *_workspace(x, weight, gradient, groups=args[9])]
 
 
-def _workspace(x: Tensor, weight: Tensor, out: Tensor, given: list[Tensor], groups: int) -> list[Inside]:
+def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Inside]:
     layout = _layout(x, weight)
-    copied = [Inside.exactly(_bytes(t)) for t in given if layout and not t.is_contiguous(memory_format=layout)]
     if groups > 1 and groups == x.shape[1] and x.dtype is torch.float32 and layout is None:
         return []
-    copies = 0 if layout else sum(_bytes(t) for t in (x, weight, out) if is_channels_last(t) is None)
-    expected = copies if x.dtype in HALF and capability()[0] >= 7 else 0
-    return [*copied, Inside(expected, 0, max(copies, 2 * _bytes(out)))]
+    transposed = 0 if layout else sum(_bytes(t) for t in (x, weight, out) if is_channels_last(t) is None)
+    expected = transposed if x.dtype in HALF and capability()[0] >= 7 else 0
+    return [Inside(expected, 0, max(transposed, 2 * _bytes(out)))]
 
 
 def _bytes(tensor: Tensor) -> int:

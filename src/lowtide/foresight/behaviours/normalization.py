@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, is_channels_last
+from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, copies, is_channels_last
 from lowtide.foresight.device.current import unbounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
+
+_LAYER_NORM = "aten/src/ATen/native/cuda/layer_norm_kernel.cu: {}, torch of 2025, since 2.7"
 
 ROWS = (
     Behaviour(
@@ -26,10 +29,21 @@ ROWS = (
         source="torch/_decomp/decompositions.py: native_layer_norm, torch 2.13",
     ),
     Behaviour(
+        name="layer norm, layout",
+        does="copies of what is not contiguous, that of the input before there are results; results are contiguous",
+        source=_LAYER_NORM.format("layer_norm_cuda, layer_norm_backward_cuda, LayerNormBackwardKernelImpl"),
+    ),
+    Behaviour(
         name="layer norm, backward",
-        does="partial sums of the gradients of weight and bias",
-        source="aten/src/ATen/native/cuda/layer_norm_kernel.cu: LayerNormBackwardKernelImplInternal, torch 2.13",
+        does="beyond 65,536 short rows a partial sum of each 32 rows for the gradients of weight and bias",
+        source=_LAYER_NORM.format("LaunchGammaBetaBackwardCUDAKernel"),
         exact=False,
+    ),
+    Behaviour(
+        name="group norm",
+        does="one or two numbers for each channel of an example, and in half precision for each group",
+        source="aten/src/ATen/native/cuda/group_norm_kernel.cu: GroupNormKernelImplInternal, "
+        "GroupNormBackwardKernelImplInternal, torch at commit 0081abf78c45",
     ),
     Behaviour(
         name="batch norm",
@@ -39,9 +53,19 @@ ROWS = (
         "_get_cudnn_batch_norm_reserve_space_size, torch at commit d7572ba2e934",
         exact=False,
     ),
+    Behaviour(
+        name="batch norm, backward",
+        does="a copy of a gradient that has another layout than the input; its own result has that layout",
+        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward, torch at commit d7572ba2e934",
+    ),
 )
 
-_MOST_PARTIAL_ROWS = 128
+_MANY_ROWS = 64 * 1024
+_ROWS_EACH = 32
+_COLUMNS_EACH = 32
+_MOST_BLOCKS = 64 * 1024 // 2
+_MOST_MULTIPROCESSORS = 192
+"""Of any card: half as many groups of columns are few."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -70,11 +94,43 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
     return _RmsNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
+def _layer_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    return copies(args[0], first=True)
+
+
 def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    width = 1
-    for size in args[2]:
-        width *= size
-    return [Inside(0, 0, 2 * _MOST_PARTIAL_ROWS * width * 4)]
+    gradient, x, shape = args[:3]
+    return [*copies(x, first=True), *copies(gradient), *_partial_sums(x, prod(shape), sum(args[7][1:]))]
+
+
+def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[Inside]:
+    """Where rows are many and short: a card with few multiprocessors does without."""
+    rows, columns = x.numel() // max(width, 1), -(-width // _COLUMNS_EACH)
+    if rows <= _MANY_ROWS or width // _COLUMNS_EACH >= _MOST_MULTIPROCESSORS // 2:
+        return []
+    n_bytes = min(_MOST_BLOCKS // columns, -(-rows // _ROWS_EACH)) * width * x.element_size()
+    return [Inside(n_bytes, 0, n_bytes)] * n_gradients
+
+
+def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """Mean and deviation in single precision; the two numbers that a channel is scaled and moved by."""
+    x, weight, bias, examples, channels, pixels, groups = args[:7]
+    each = 8 if x.dtype is torch.float64 else 4
+    inside = [Inside.exactly(examples * groups * each)] * 2 if x.element_size() < each else []
+    if pixels > 1 and not (weight is None and bias is None):
+        inside += [Inside.exactly(examples * channels * each)] * 2
+    return inside
+
+
+def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """Two sums for each channel; for the input's gradient two numbers a group and one a channel."""
+    x, weight = args[1], args[4]
+    examples, channels, pixels, groups, wanted = args[5:10]
+    each = 8 if x.dtype is torch.float64 else 4
+    channel, group = (Inside.exactly(examples * n * each) for n in (channels, groups))
+    if pixels == 1:
+        return [group, group] if wanted[0] else []
+    return [channel, channel, *([group, group, *[channel] * (weight is not None)] if wanted[0] else [])]
 
 
 def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
@@ -87,8 +143,30 @@ def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     return []
 
 
+def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    gradient, x = args[:2]
+    return copies(gradient, layout=is_channels_last(x) or torch.contiguous_format, first=True)
+
+
+def _layer_normed(args: Any, out: Any) -> Any:
+    return tuple(None if t is None else t.contiguous() for t in out)
+
+
+def _batch_normed(args: Any, out: Any) -> Any:
+    layout = is_channels_last(args[1]) or torch.contiguous_format
+    return (None if out[0] is None else out[0].contiguous(memory_format=layout), *out[1:])
+
+
 KERNELS = {"_fused_rms_norm": _rms_norm}
+LAYOUTS = {
+    aten.native_layer_norm_backward.default: _layer_normed,
+    aten.native_batch_norm_backward.default: _batch_normed,
+}
 INSIDE = {
+    aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
 }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
-from lowtide.foresight.behaviours.behaviour import Behaviour
+from lowtide.foresight.behaviours.behaviour import Behaviour, Inside
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED
 from lowtide.memory.cards import Card, cublas_workspace_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -21,6 +26,12 @@ ROWS = (
         does="that of cuBLAS is used",
         source="torch/backends/cuda/__init__.py: cublaslt_workspace_size, torch 2.13",
     ),
+    Behaviour(
+        name="factors",
+        does="copies of matrices in which neither rows nor columns lie one after the other",
+        source="torch/include/ATen/native/cuda/cuBlasCommonArgs.h: prepare_matrix_for_cublas, torch 2.13; "
+        "aten/src/ATen/native/cuda/Blas.cpp: prepare_batch_matrix_for_cublas, torch of 2022 and later",
+    ),
 )
 
 PRODUCTS = frozenset(
@@ -29,6 +40,28 @@ PRODUCTS = frozenset(
 
 WORKSPACE = "cublas::workspace"
 """The operator that those blocks are put down to."""
+
+
+def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """The last two of the arguments are multiplied."""
+    factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+    return [Inside.exactly(t.numel() * t.element_size()) for t in factors if not _is_taken(t)]
+
+
+def _is_taken(factor: Tensor) -> bool:
+    """Whether cuBLAS can read it as it lies, or the other way round."""
+    if factor.dim() == 2 and (factor.is_contiguous() or factor.t().is_contiguous()):
+        return True
+    (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
+    if (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows)):
+        return True
+    return factor.is_contiguous() and down != 0 != across
+
+
+INSIDE = dict.fromkeys(
+    (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    _factors,
+)
 
 
 def workspace_bytes(card: Card) -> int:

@@ -18,6 +18,8 @@ from lowtide.foresight.behaviours import (
     products,
     recurrent,
     reductions,
+    resampling,
+    softmax,
 )
 
 if TYPE_CHECKING:
@@ -30,10 +32,12 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     *flash.ROWS,
     *efficient.ROWS,
     *normalization.ROWS,
+    *softmax.ROWS,
     *dropout.ROWS,
     *autocast.ROWS,
     *products.ROWS,
     *convolution.ROWS,
+    *resampling.ROWS,
     *recurrent.ROWS,
     *lookup.ROWS,
     *reductions.ROWS,
@@ -43,8 +47,15 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
 KERNELS: dict[str, Callable[..., Any]] = {**attention.KERNELS, **normalization.KERNELS, **recurrent.KERNELS}
 """Operators by name, for autograd on the card."""
 
-LAYOUTS: dict[Any, Callable[[Any, Any], Any]] = {**convolution.LAYOUTS}
+LAYOUTS: dict[Any, Callable[[Any, Any], Any]] = {
+    **convolution.LAYOUTS,
+    **normalization.LAYOUTS,
+    **softmax.LAYOUTS,
+}
 """(args, results) -> the results as they lie in memory, by operator."""
+
+ORDER: dict[Any, tuple[int, ...]] = {**dropout.ORDER}
+"""The order in which an operator allocates its results, where it is another one than theirs."""
 
 ON_HOST: dict[Any, range] = {**efficient.ON_HOST}
 """Which of an operator's results are not on the card."""
@@ -53,7 +64,10 @@ INSIDE: dict[Any, Callable[[Any, Any, list[Tensor]], list[Inside]]] = {
     **flash.INSIDE,
     **efficient.INSIDE,
     **normalization.INSIDE,
+    **softmax.INSIDE,
+    **products.INSIDE,
     **convolution.INSIDE,
+    **resampling.INSIDE,
     **lookup.INSIDE,
     **reductions.INSIDE,
 }

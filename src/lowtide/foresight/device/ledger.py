@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide import _torch
 from lowtide._torch import tree_map
 from lowtide.foresight.behaviours.products import WORKSPACE
-from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST
+from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST, ORDER
 from lowtide.foresight.device.current import NAME
 from lowtide.foresight.ledger import Ledger, tensors_of
 from lowtide.foresight.scratch import Scratch
@@ -67,12 +67,14 @@ class CardLedger(Ledger):
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         if (host := ON_HOST.get(func)) is not None:
             made = [tensor for place, tensor in enumerate(made) if place not in host]
-        super()._record(func, args, kwargs, tensors, made)
         op = f"aten::{func.__name__.partition('.')[0]}"
+        found = self._takes.inside(func, args, kwargs, made)
+        held = [(self._open(inside, op), inside) for inside in found if inside.first]
+        super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
         if made and func.namespace not in _TORCHS_OWN:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
-        if found := self._takes.inside(func, args, kwargs, made):
-            self._take(found, op)
+        self._take([inside for inside in found if not inside.first], op)
+        self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]
         if workspace := self._takes.lasting(func, made):
             self._events.append(Allocate(self._n_blocks, workspace, 0, WORKSPACE))
             self._n_blocks += 1
@@ -84,12 +86,17 @@ class CardLedger(Ledger):
             for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
                 held.remove(ended)
                 self._events.append(Free(ended[1], ended[2].bytes))
-            self._events.append(Allocate(self._n_blocks, inside.bytes, 0, op))
-            held.append((place, self._n_blocks, inside))
-            if inside.least < inside.most:
-                self.bounds[self._n_blocks] = inside
-            self._n_blocks += 1
+            held.append((place, self._open(inside, op), inside))
         self._events += [Free(block, inside.bytes) for _, block, inside in reversed(held)]
+
+    def _open(self, inside: Inside, op: str) -> int:
+        """Take one of them. Its number."""
+        block = self._n_blocks
+        self._n_blocks += 1
+        self._events.append(Allocate(block, inside.bytes, 0, op))
+        if inside.least < inside.most:
+            self.bounds[block] = inside
+        return block
 
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
