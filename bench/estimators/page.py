@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from estimators.reasons import far, reason, repeats
+from estimators.reasons import Above, above_repeats, far, reason, repeats
 from estimators.records import Predictions
 from estimators.rows import LENGTH, STRATA, TOOLS, Row
 from estimators.scores import OURS, Scored, claims, comparisons, errors, finished, scored
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 _INTRODUCTION = """\
 # Predicted peaks beside measured ones
@@ -37,9 +37,11 @@ _BEHIND = """\
 - The caching allocator, simulated. Which address the driver gives a new segment decides between free blocks of equal
   size, and in some runs with that whether one more tensor of logits has room. Expected is the order that is seen in
   memory snapshots of other programs (`memory/allocator/addresses.py`), as `foresee` takes it.
-- Workspaces of cuDNN's convolutions depend on heuristics of the library and on what is free; repeats of a CNN differ by
-  up to 21 %. None is expected, nor does xMem count any. Copies of what is not channels-last, as its kernels
-  for tensor cores need them, are the upper bound; counted as expected they gave errors four times as large here.
+- Workspaces of cuDNN's convolutions depend on its heuristics and on what is free: torch goes through their list
+  of algorithms until one runs whose workspace can be had (`aten/src/ATen/native/cudnn/Conv_v8.cpp`, `try_configs`).
+  Repeats of a CNN differ by up to 21 %. None is expected, nor does xMem count any. Copies of what is not channels-last,
+  as its kernels for tensor cores need them, are the upper bound; counted as expected they gave errors four times as
+  large here.
 - **Range** is the least and the most of five other orders of addresses, of those bounds, and for small batches of text
   of three other sequences of lengths.
 - No number is fitted to these rows: the allocator's constants and the cuBLAS workspace are from torch's sources, the
@@ -150,6 +152,9 @@ def _far(pairs: Sequence[Scored]) -> Iterator[str]:
         "measurement. A reason is given where the numbers show one."
     )
     yield ""
+    if above := above_repeats(far(pairs), pairs):
+        yield _above(above)
+        yield ""
     yield "| row | model, batch, optimizer | measured MiB | predicted | Lowtide | reason |"
     yield "|---|---|---:|---:|---:|---|"
     for pair in far(pairs):
@@ -157,6 +162,19 @@ def _far(pairs: Sequence[Scored]) -> Iterator[str]:
         cells = f"{pair.row.measured_bytes // MIB:,} | {pair.prediction.reserved_bytes // MIB:,} | {_error(pair, OURS)}"
         yield f"| {pair.row.id} | {pair.row.name} | {cells} | {reason(pair, pairs)} |"
     yield ""
+
+
+def _above(above: Sequence[Above]) -> str:
+    """First measurements that no prediction can meet that meets the others."""
+    *names, last = (one.name for one in above)
+    which = f"measurements of {', '.join(names)} and {last} lie" if names else f"measurement of {last} lies"
+    least, most = min(one.least_bytes for one in above) / GIB, max(one.most_bytes for one in above) / GIB
+    return (
+        f"The first {which} above every other one of the same run, by {least:.1f} to {most:.1f} GiB: a prediction that "
+        "is right for the others can't be right for the first. Some of the others had less memory than the first one "
+        "took. In such a run torch gives cached blocks back, and cuDNN takes an algorithm with a smaller workspace, "
+        "before it ends out of memory."
+    )
 
 
 def _refused(pairs: Sequence[Scored]) -> Iterator[str]:

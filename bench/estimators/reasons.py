@@ -6,6 +6,7 @@ Nothing here changes a prediction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from estimators.rows import Stratum
 from estimators.scores import Scored, finished
@@ -45,8 +46,14 @@ def reason(pair: Scored, pairs: Sequence[Scored]) -> str:
     if near:
         errors = ", ".join(f"{predicted / n_bytes - 1:+.1%}" for n_bytes in near)
         return f"measured again: {found}. From that the prediction is {errors}"
-    least, most = pair.prediction.least_bytes, pair.prediction.most_bytes
     said = f"measured again: {found}. " if found else ""
+    if pair.row.limited:
+        peaks = ", ".join(f"{_mib(one.bytes)} MiB (of {_mib(one.limit)})" for one in pair.row.limited)
+        said += f"run once more in less memory: {peaks}. "
+        error = min((predicted / one.bytes - 1 for one in pair.row.limited), key=abs)
+        if abs(error) <= CLOSE:
+            return f"{said}From the nearest the prediction is {error:+.1%}"
+    least, most = pair.prediction.least_bytes, pair.prediction.most_bytes
     assert least is not None
     assert most is not None
     if least * (1 - _NEAR) <= measured <= most * (1 + _NEAR):
@@ -65,6 +72,26 @@ def repeats(pairs: Sequence[Scored]) -> tuple[int, int]:
     """How many repeats there are of the rows that finished, and how many are within 6 % of the first measurement."""
     found = [(n_bytes, pair.row.measured_bytes) for pair in finished(pairs) for n_bytes in pair.row.repeats]
     return len(found), sum(is_close(*each) for each in found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Above:
+    """How far the first measurement of a row is above the others of the same run, at least and at most."""
+
+    name: str
+    least_bytes: int
+    most_bytes: int
+
+
+def above_repeats(some: Sequence[Scored], pairs: Sequence[Scored]) -> list[Above]:
+    """Those of `some` whose first measurement is more than 6 % above each other one, limited ones included."""
+    found = []
+    for pair in some:
+        first = pair.row.measured_bytes
+        others = [n_bytes for n_bytes, _ in _again(pair, pairs)] + [one.bytes for one in pair.row.limited]
+        if others and max(others) * (1 + CLOSE) < first:
+            found.append(Above(name=pair.row.id, least_bytes=first - max(others), most_bytes=first - min(others)))
+    return found
 
 
 def _again(pair: Scored, pairs: Sequence[Scored]) -> Iterator[tuple[int, str]]:

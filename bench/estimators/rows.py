@@ -33,6 +33,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limited:
+    """The measured peak of a run that was not allowed more than `limit` bytes."""
+
+    bytes: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One training run of four iterations on a card."""
 
@@ -54,6 +62,8 @@ class Row:
     estimates: dict[str, Estimate]
     repeats: tuple[int, ...] = ()
     """Measured peaks of the same run once more, where its memory was not limited to less than 1.1 times the first."""
+    limited: tuple[Limited, ...] = ()
+    """The same, where it was, and the run did not end out of memory."""
 
     @property
     def name(self) -> str:
@@ -103,4 +113,5 @@ def load(path: Path = DATA) -> tuple[Row, ...]:
 
 def _row(record: dict[str, Any]) -> Row:
     estimates = {name: Estimate(**estimate) for name, estimate in record["estimates"].items()}
-    return Row(**{**record, "estimates": estimates, "repeats": tuple(record.get("repeats", ()))})
+    limited = tuple(Limited(**peak) for peak in record.get("limited", ()))
+    return Row(**{**record, "estimates": estimates, "repeats": tuple(record.get("repeats", ())), "limited": limited})
