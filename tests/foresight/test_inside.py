@@ -312,3 +312,49 @@ def test_factors_of_repeated_numbers_are_copied(repeated: bool, copied: int) -> 
 def test_the_mask_of_a_dropout_comes_first() -> None:
     found = turned(nn.Dropout(0.5), (4, 8), (0, 1))
     assert blocks(found, "aten::native_dropout") == [4 * 8, 4 * 8 * 4]
+
+
+@pytest.mark.parametrize(
+    ("affine", "dtype", "training", "copied"),
+    [(True, SINGLE, True, True), (False, SINGLE, True, False), (True, HALF, True, False), (True, SINGLE, False, False)],
+)
+def test_batch_norms_that_cudnn_does_not_do_take_gradients_as_they_lie(
+    affine: bool, dtype: torch.dtype, training: bool, copied: bool
+) -> None:
+    norm = nn.BatchNorm2d(4, dtype=dtype)
+    x = torch.randn(2, 4, 8, 8, dtype=dtype, requires_grad=True)
+
+    def step(x: Tensor) -> None:
+        weights = (norm.weight, norm.bias) if affine else (None, None)
+        out = F.batch_norm(x, norm.running_mean, norm.running_var, *weights, training)
+        torch.autograd.grad(out, x, torch.ones_like(out, memory_format=torch.channels_last))
+
+    found = blocks(foreseen(norm, x, "L4", step), "aten::native_batch_norm_backward")
+    assert found.count(x.numel() * x.element_size()) == 1 + copied
+
+
+def test_a_batch_of_rows_and_its_gradient_are_normalized_as_they_lie() -> None:
+    model, x = nn.BatchNorm1d(4), torch.randn(4, 8, requires_grad=True)
+
+    def step(x: Tensor) -> None:
+        (gradient,) = torch.autograd.grad(model(x.t()), x, torch.ones(8, 4))
+        assert gradient.is_contiguous()
+
+    assert blocks(foreseen(model, x, "L4", step), "aten::native_batch_norm_backward").count(8 * 4 * 4) == 1
+
+
+def test_attention_copies_a_gradient_that_has_its_heads_first_before_there_are_others() -> None:
+    shape = (1, 2, 128, 64)
+    model, weights = Attention(SINGLE, shape), torch.ones(shape)
+
+    def step(mask: Tensor) -> None:
+        query = model.query.transpose(1, 2)
+        (F.scaled_dot_product_attention(query, query, query, mask) * weights).sum().backward()
+
+    found = foreseen(model, torch.zeros(1, 2, 128, 128), "L4", step)
+    op, whole = f"{EFFICIENT}_backward", 2 * 128 * 64 * 4
+    taken = [event.block for event in found.whole if isinstance(event, Allocate) and event.op == op]
+    freed = [event.block for event in found.whole if isinstance(event, Free)]
+    assert blocks(found, op)[:5] == [whole] * 5  # the copy, three gradients, the product
+    assert freed.index(taken[4]) < freed.index(taken[0])
+    assert all(freed.index(taken[0]) < freed.index(block) for block in taken[1:4] if block in freed)

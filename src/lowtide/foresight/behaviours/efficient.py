@@ -109,7 +109,10 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
 
 
 def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    """Delta: the sum over a head of the result times its gradient; then the workspace."""
+    """Delta: the sum over a head of the result times its gradient; then the workspace.
+
+    A gradient that is not contiguous is copied before there is any other.
+    """
     gradient, query, key, value = args[:4]
     dropout = float(args[9]) > 0
     rows = query.shape[0] * query.shape[1] * query.shape[2]
@@ -117,7 +120,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     tiles = _tiles(query.dtype, max(query.shape[-1], value.shape[-1]), dropout)
     inside = []
     if not gradient.transpose(1, 2).is_contiguous():
-        inside.append(Inside.exactly(gradient.numel() * gradient.element_size()))
+        inside.append(Inside.exactly(gradient.numel() * gradient.element_size(), first=True))
     if query.dtype not in HALF:
         inside += [Inside.exactly(product, through=2), Inside.exactly(rows * 4, through=1)]
     elif capability()[0] == 7 and capability()[1] < 5 and not tiles[0].in_registers:  # Volta's kernels don't

@@ -47,16 +47,19 @@ ROWS = (
     ),
     Behaviour(
         name="batch norm",
-        does="cuDNN's kernel: for channels-last batches one that keeps a reserve of cuDNN's choice for backward, and "
-        "takes a workspace; counted as none, and said",
+        does="cuDNN's kernel in training, but for bfloat16, rows and what has no weights: for channels-last batches "
+        "one that keeps a reserve of cuDNN's choice for backward, and takes a workspace; counted as none, and said",
         source="aten/src/ATen/native/cudnn/BatchNorm.cpp: getCudnnBatchNormMode, cudnn_batch_norm, "
         "_get_cudnn_batch_norm_reserve_space_size, torch at commit d7572ba2e934",
         exact=False,
     ),
     Behaviour(
         name="batch norm, backward",
-        does="a copy of a gradient that has another layout than the input; its own result has that layout",
-        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward, torch at commit d7572ba2e934",
+        does="cuDNN's copies a gradient that has another layout than the input, torch's own does not; either gives the "
+        "input's layout",
+        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward, torch at commit d7572ba2e934; "
+        "aten/src/ATen/native/Normalization.cpp: _select_batch_norm_backend, _batch_norm_impl_index_backward, "
+        "aten/src/ATen/native/cuda/Normalization.cu: batch_norm_backward_cuda, torch of 2025",
     ),
 )
 
@@ -64,6 +67,7 @@ _MANY_ROWS = 64 * 1024
 _ROWS_EACH = 32
 _COLUMNS_EACH = 32
 _MOST_BLOCKS = 64 * 1024 // 2
+_MOST_EXAMPLES = 880_801
 _MOST_MULTIPROCESSORS = 192
 """Of any card: half as many groups of columns are few."""
 
@@ -133,10 +137,18 @@ def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Ins
     return [channel, channel, *([group, group, *[channel] * (weight is not None)] if wanted[0] else [])]
 
 
+def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
+    """Whether cuDNN normalizes a batch, or gives the gradient: in training, what has weights and is not bfloat16."""
+    if weight is None or torch.bfloat16 in (x.dtype, weight.dtype) or not training:
+        return False
+    mixed = x.dtype is not torch.float16 or weight.dtype is torch.float32
+    return mixed and x.dim() >= 3 and x.shape[0] <= _MOST_EXAMPLES and x.numel() < 2**31 - 1
+
+
 def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     """Nothing that is known; cuDNN says what it reserves on a card only, and documents no bound."""
-    x, training = args[0], args[5]
-    if training and is_channels_last(x):
+    x, weight, training = args[0], args[1], args[5]
+    if _is_cudnns(x, weight, training) and is_channels_last(x):
         unbounded.setdefault(
             "aten::cudnn_batch_norm", "aten::cudnn_batch_norm: what cuDNN reserves for channels-last batches"
         )
@@ -144,7 +156,9 @@ def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
 
 
 def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    gradient, x = args[:2]
+    gradient, x, weight = args[:3]
+    if not _is_cudnns(x, weight, args[7]):
+        return []
     return copies(gradient, layout=is_channels_last(x) or torch.contiguous_format, first=True)
 
 
@@ -153,8 +167,13 @@ def _layer_normed(args: Any, out: Any) -> Any:
 
 
 def _batch_normed(args: Any, out: Any) -> Any:
-    layout = is_channels_last(args[1]) or torch.contiguous_format
-    return (None if out[0] is None else out[0].contiguous(memory_format=layout), *out[1:])
+    x, weight, training = args[1], args[2], args[7]
+    if out[0] is None:
+        return out
+    if training and not _is_cudnns(x, weight, training):
+        return (torch.empty_like(x), *out[1:])
+    layout = (is_channels_last(x) if training else None) or torch.contiguous_format
+    return (out[0].contiguous(memory_format=layout), *out[1:])
 
 
 KERNELS = {"_fused_rms_norm": _rms_norm}
