@@ -19,7 +19,7 @@ from lowtide.planner.planning import plain_peak_bytes, simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import OTHER_WORK, rehearse
 from lowtide.rehearsal.outcome import unless_out_of_memory
-from lowtide.report.text import decisions, extra_time, lever_lines
+from lowtide.report.text import decisions, extra_time, lever_lines, listed
 from lowtide.shapes.buckets import Bucket, buckets_for
 from lowtide.shapes.sizes import Range
 from lowtide.shapes.switching import Switched, Switching
@@ -168,6 +168,9 @@ def _chosen(
         choice = Choice(profile, plain)
     else:
         choice = choose(site, profile, plain, budget_bytes, levers)
+        if noticed := _noticed(site, choice.profile):
+            without = choose(site, profile, plain, budget_bytes, [name for name in levers if name not in noticed])
+            choice = replace(without, notes=(*without.notes, *noticed.values()))
     try:
         plan(choice.profile, budget_bytes, offload=offload)
     except Infeasible as error:
@@ -179,6 +182,18 @@ def _chosen(
             nearest=advice(site, levers, error),
         ) from None
     return choice, budget_bytes
+
+
+def _noticed(site: Site, profile: Profile) -> dict[str, str]:
+    """Exact levers asked for that the step notices, as one that looks at gradients after backward may; and notes."""
+    exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
+    if not exact:
+        return {}
+    verdict = verify(site.model, site.step, site.batch, plan(profile, "100%"), optimizer=site.optimizer)
+    if verdict.identical:
+        return {}
+    why = f"there are other bits in the {listed(verdict.differing)} with it"
+    return {name: f"lever {name!r} is not used: {why}" for name in exact}
 
 
 def over_budget(profile: Profile, budget_bytes: int, measured: Collection[int]) -> OverBudget:

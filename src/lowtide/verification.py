@@ -53,7 +53,7 @@ class Verdict(Record):
     """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names whose bits are not those
     of the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
     levers: tuple[str, ...] = ()
-    """Levers of the plan that are not exact. Then `differences` are those to the step with the plan's levers alone."""
+    """Levers of the plan that are not exact. Then `differences` are those to the step with these levers alone."""
     relative_differences: dict[str, float] | None = None
     """With such levers, how far loss, gradients and parameters are from the plain step's: the Euclidean norm of what
     all of a kind differ by, over that of what the plain step has. None where there are none, or it does not fit."""
@@ -70,7 +70,13 @@ class Verdict(Record):
     @property
     def identical(self) -> bool:
         """Whether nothing differs from the plain step, or that with inexact levers alone; what is unsteady aside."""
-        return not self._differing()
+        return not self.differing
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """The kinds that speak against `identical`."""
+        found = self.differences or {}
+        return tuple(kind for kind, names in found.items() if names and kind not in self.unsteady)
 
     @property
     def proven(self) -> bool:
@@ -92,17 +98,13 @@ class Verdict(Record):
         audited = "every recipe and replay was compared with the true tensors, bit by bit"
         if self.differences is None:
             return f"the plain step does not fit; {audited}"
-        if differing := self._differing():
-            return f"NOT bit-identical to {base}: {listed(differing)}"
+        if self.differing:
+            return f"NOT bit-identical to {base}: {listed(self.differing)}"
         same = [kind for kind in self.differences if kind not in self.unsteady]
         if not same:
             return f"NOT PROVEN: {base} is not deterministic, so that nothing can be compared with it; {audited}"
         unsteady = f"; it is not deterministic in its {listed(self.unsteady)}" if self.unsteady else ""
         return f"bit-identical to {base}: {listed(same)}{unsteady}{apart}"
-
-    def _differing(self) -> list[str]:
-        found = self.differences or {}
-        return [kind for kind, names in found.items() if names and kind not in self.unsteady]
 
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
@@ -116,15 +118,15 @@ def verify(
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
     The peak is of a second step, when the optimizer has its state. Everything is as it was afterwards. `model` must not
-    have a plan applied. `optimizer` is needed where one of the plan's levers changes it. Where one is not exact, the
-    step is also run with the levers and without the rest of the plan.
+    have a plan applied. `optimizer` is needed where one of the plan's levers changes it. Where some are not exact, the
+    step is also run with these levers and without the rest of the plan.
 
     Raises StalePlan if the plan is for another model, batch or device.
     """
     check(model, step)
     if differences := plan.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)
-    inexact = tuple(lever.name for lever in plan.levers if not lever.exact)
+    inexact = tuple(lever for lever in plan.levers if not lever.exact)
     place = place_of(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
         with apply(model, plan, optimizer=optimizer) as applied:
@@ -141,7 +143,7 @@ def verify(
         compare_with = plain
         if inexact:
             unchanged.restore()
-            with put_on(model, plan.levers, optimizer):
+            with put_on(model, inexact, optimizer):
                 compare_with, _ = _plain(model, step, batch)
         found = None if compare_with is None else compare_with.differences(planned)
         if found is not None:
@@ -150,7 +152,7 @@ def verify(
 
         def once_more() -> Outcome:
             unchanged.restore()
-            with put_on(model, plan.levers if inexact else (), optimizer):
+            with put_on(model, inexact, optimizer):
                 return Outcome.of(model, step, batch)
 
         unsteady = _unsteady(found or {}, compare_with, once_more)
@@ -161,7 +163,7 @@ def verify(
         planned_ms=planned_ms,
         plain_ms=plain_ms,
         differences=found,
-        levers=inexact,
+        levers=tuple(lever.name for lever in inexact),
         relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,
         unsteady=unsteady,
         drifted=tuple(sorted(applied.drifted)),

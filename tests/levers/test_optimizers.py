@@ -182,6 +182,61 @@ def test_what_needs_all_gradients_is_refused_with_the_reason(kind: Any, between:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def sharpness_aware(model: nn.Module, optimizer: Any, *, through_data: bool = False) -> Step:
+    """SAM: gradients are those of moved weights, the update is of the weights before."""
+
+    def step(batch: Tensor) -> Tensor:
+        model(batch).square().mean().backward()
+        parameters = list(model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.add_(parameter.grad, alpha=10.0)
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter, saved in zip(parameters, before, strict=True):
+                (parameter.data if through_data else parameter).copy_(saved)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_that_are_moved_back_before_the_update_are_no_reason_to_fail(through_data: bool) -> None:
+    model, optimizer = build()
+    step = sharpness_aware(model, optimizer, through_data=through_data)
+    with lowtide.fit(model, step, rows(512), budget="90%", levers=[STEP]) as fitted:
+        assert not fitted.plan.levers
+        assert any("parameters are written to between backward and optim" in note for note in fitted.plan.notes)
+        assert fitted.verdict.proven
+    with pytest.raises(lowtide.Infeasible) as refused:
+        lowtide.fit(model, step, rows(1), budget="10%")
+    assert FUSED in str(refused.value)
+    assert STEP not in str(refused.value)
+
+
+def test_a_step_that_gives_something_else_without_gradients_keeps_them() -> None:
+    model, optimizer = build()
+
+    def step(batch: Tensor) -> tuple[Tensor, Tensor]:
+        loss = model(batch).square().mean()
+        loss.backward()
+        norm = sum((p.grad.norm() for p in model.parameters() if p.grad is not None), start=torch.zeros(()))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    with lowtide.fit(model, step, rows(256), budget="90%", levers=[FUSED, STEP]) as fitted:
+        assert STEP not in [lever.name for lever in fitted.plan.levers]
+        assert any("there are other bits in the loss with it" in note for note in fitted.plan.notes)
+        assert fitted.verdict.proven
+
+
 def _the_same_again(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         group["lr"] = float(group["lr"])

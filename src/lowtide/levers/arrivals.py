@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad
 
 from lowtide import _torch
 from lowtide.levers.lever import Settings, Site
+from lowtide.rehearsal.outcome import digest
 from lowtide.rehearsal.unchanged import Unchanged
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class Seen:
     """Most backward passes that added to one parameter's gradient before a step of the optimizer."""
     scaled: bool = False
     changed: bool = False
+    moved: bool = False
+    """Whether a parameter itself was written to between the last backward pass that reached it and the step."""
     set_late: str = ""
     """A setting of a parameter group, as its learning rate, that was set between backward and the optimizer's step."""
     clip: Clip | None = None
@@ -116,13 +119,14 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
     seen = Seen()
     arrived: dict[Tensor, int] = {}
     versions: dict[Tensor, tuple[int, int]] = {}
-
+    digests: dict[Tensor, str] = {}
     settings: list[GroupSettings] = []
 
     def arrives(parameter: Tensor) -> None:
         arrived[parameter] = arrived.get(parameter, 0) + 1
         assert parameter.grad is not None
         versions[parameter] = id(parameter.grad), parameter.grad._version
+        digests[parameter] = digest(parameter)  # its version does not count what is written through `.data`
         settings[:] = group_settings(optimizer)
 
     def sets(name: str) -> None:
@@ -135,6 +139,7 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
         for parameter, before in versions.items():
             grad = parameter.grad
             seen.changed |= grad is None or (id(grad), grad._version) != before
+            seen.moved |= digest(parameter) != digests[parameter]
         seen.clip = _clip_of(seen._calls, {id(p.grad): p for p in versions if p.grad is not None}) or seen.clip
         arrived.clear()
         versions.clear()

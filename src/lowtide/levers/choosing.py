@@ -189,10 +189,22 @@ def advice(site: Site, names: Collection[str], error: Infeasible) -> tuple[str, 
                 raise
     found = []
     for lever in LEVERS.values():
-        if lever.name not in names and (saved := lever.may_save(site, error.parts)):
+        if lever.name not in names and (saved := lever.may_save(site, error.parts)) and _can_be_pulled(site, lever):
             asked = tuple(name for name in LEVERS if name in names or name == lever.name)
             found.append(f"levers={asked!r} (up to {format_bytes(saved)} less)")
     return tuple(found)
+
+
+def _can_be_pulled(site: Site, lever: Lever) -> bool:
+    """Whether nothing in the step is known that speaks against it."""
+    try:
+        lever.settings(site)
+    except NoUse:
+        return False
+    except Exception as failed:
+        if not is_out_of_memory(failed):
+            raise
+    return True
 
 
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:

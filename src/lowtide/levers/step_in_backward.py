@@ -4,7 +4,8 @@ So gradients never exist all at once. The bits are those of the plain step, as t
 by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`; clipping by
 value, or by each parameter's own norm, is done before it. When backward is over there are no gradients left: code that
 looks at them finds None. A backward pass that fails leaves some parameters updated and others not. What a loop sets
-between backward and step, as a learning rate, would come too late: it is refused, and an error when it is noticed late.
+between backward and step, as a learning rate or the weights that SAM has moved, would come too late: it is refused, and
+a setting of the optimizer is an error when it is noticed late.
 
 Where gradients are clipped by their common norm they are computed twice, first for it (`common_norm.py`). All that is
 saved for backward is there until the second time. `clip_grad_norm_` finds no gradients then and returns 0: what is
@@ -60,8 +61,9 @@ class StepInBackward(Lever):
     def settings(self, site: Site) -> Settings:
         """Backward passes before each `optimizer.step()`, and how gradients are clipped: from one step that is watched.
 
-        Raises NoUse where gradients are needed all at once: a GradScaler, or any change between backward and step but
-        for clipping. Where they are clipped by their common norm, one more step is run to see that it can be known.
+        Raises NoUse where gradients are needed all at once: a GradScaler, or any change between backward and step, of
+        gradients or parameters, but for clipping. Where they are clipped by their common norm, one more step is run to
+        see that it can be known.
         """
         optimizer = _steppable(site.optimizer)
         seen = observe(site, optimizer)
@@ -71,6 +73,8 @@ class StepInBackward(Lever):
             raise NoUse("the optimizer does not step after a backward pass in the step")
         if seen.set_late:
             raise NoUse(f"{seen.set_late!r} of a parameter group is set between backward and optimizer.step()")
+        if seen.moved:
+            raise NoUse("parameters are written to between backward and optimizer.step(), as SAM does")
         if seen.clip is None and seen.changed:
             raise NoUse("gradients are changed between backward and optimizer.step(), and not by clipping")
         if seen.clip is not None and seen.clip.why_not:
