@@ -51,6 +51,15 @@ def test_a_step_that_is_never_the_same_has_no_proof() -> None:
     assert verdict.proof.startswith("NOT PROVEN: the plain step is not deterministic, so that nothing can be compared")
 
 
+def test_random_numbers_alone_prove_nothing() -> None:
+    verdict = verdict_on({"random numbers": ()})
+    assert not verdict.proven
+    assert verdict.proof.startswith("NOT PROVEN: the step gives nothing that could be compared: no loss, no gradients")
+    drawn = verdict_on({"loss": ("0",), "random numbers": ()}, ("loss",))
+    assert not drawn.proven
+    assert drawn.proof.startswith("NOT PROVEN: the plain step is not deterministic")
+
+
 def test_records_are_printed_as_the_command_line_prints_them() -> None:
     profile = transformer(2)
     assert str(profile).splitlines()[1].startswith("plain step: ")

@@ -31,6 +31,9 @@ REPEATED = 5
 """Plain steps that are run at most to see whether what differs under the plan differs without it, too: some kernels of
 CUDA add up in another order only now and then."""
 
+DRAWN = "random numbers"
+"""The kind that every step has; a step that draws none leaves them the same whatever else it does."""
+
 _FOLLOWING = {
     "loss": ("gradients", "parameters", "buffers", "optimizer state"),
     "gradients": ("parameters", "optimizer state"),
@@ -50,8 +53,9 @@ class Verdict(Record):
     plain_ms: float | None
     """None where the plain step does not fit in memory."""
     differences: dict[str, tuple[str, ...]] | None
-    """For loss, gradients, parameters, buffers, optimizer state and random numbers: the names whose bits are not those
-    of the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
+    """For random numbers and what the step has made or changed out of loss (what it returns), gradients, parameters,
+    buffers and optimizer state: the names whose bits are not those of the plain step. None where the plain step does
+    not fit: then the audit of each recipe is the proof."""
     levers: tuple[str, ...] = ()
     """Levers of the plan that are not exact. Then `differences` are those to the step with these levers alone."""
     relative_differences: dict[str, float] | None = None
@@ -80,11 +84,16 @@ class Verdict(Record):
 
     @property
     def proven(self) -> bool:
-        """Whether something was compared with the plain step, and all of that is the same.
+        """Whether something that the step makes was compared with the plain step, and all of that is the same.
 
         Where the plain step does not fit, the audit is the proof.
         """
-        return self.differences is None or bool(self.identical and self.differences.keys() - {*self.unsteady})
+        return self.differences is None or bool(self.identical and {*self._same} - {DRAWN})
+
+    @property
+    def _same(self) -> list[str]:
+        """The kinds that were compared and are the same, if none differs."""
+        return [kind for kind in self.differences or {} if kind not in self.unsteady]
 
     @property
     def proof(self) -> str:
@@ -100,11 +109,13 @@ class Verdict(Record):
             return f"the plain step does not fit; {audited}"
         if self.differing:
             return f"NOT bit-identical to {base}: {listed(self.differing)}"
-        same = [kind for kind in self.differences if kind not in self.unsteady]
-        if not same:
-            return f"NOT PROVEN: {base} is not deterministic, so that nothing can be compared with it; {audited}"
+        if not self.proven:
+            nothing = f"{base} is not deterministic, so that nothing can be compared with it"
+            if not self.unsteady:
+                nothing = "the step gives nothing that could be compared: no loss, no gradients, no update"
+            return f"NOT PROVEN: {nothing}; {audited}"
         unsteady = f"; it is not deterministic in its {listed(self.unsteady)}" if self.unsteady else ""
-        return f"bit-identical to {base}: {listed(same)}{unsteady}{apart}"
+        return f"bit-identical to {base}: {listed(self._same)}{unsteady}{apart}"
 
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
@@ -129,6 +140,7 @@ def verify(
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
     place = place_of(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
+        untouched = Outcome.of(model, lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
@@ -145,10 +157,11 @@ def verify(
             unchanged.restore()
             with put_on(model, inexact, optimizer):
                 compare_with, _ = _plain(model, step, batch)
-        found = None if compare_with is None else compare_with.differences(planned)
-        if found is not None:
-            for kind in {kind for lever in plan.levers for kind in named(lever.name).hides}:
-                del found[kind]
+        found = None
+        if compare_with is not None:
+            made = {*planned.made(untouched), *compare_with.made(untouched), DRAWN}
+            hidden = {kind for lever in plan.levers for kind in named(lever.name).hides}
+            found = {kind: names for kind, names in compare_with.differences(planned).items() if kind in made - hidden}
 
         def once_more() -> Outcome:
             unchanged.restore()

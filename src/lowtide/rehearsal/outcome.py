@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -59,8 +61,12 @@ class Outcome:
 
     @classmethod
     def of(cls, model: nn.Module, step: Callable[[Any], Any], batch: Any, *, copies: bool = False) -> Outcome:
-        """Run the step. Gradients are those that the optimizer was about to use; without one, those at the end."""
+        """Run the step. Gradients are those that the optimizer was about to use; without one, those at the end.
+
+        Where there are none by then, they are those that backward gave.
+        """
         gradients: dict[str, str] = {}
+        came: dict[str, str] = {}
         optimizers: list[Optimizer] = []
         copied: dict[str, dict[str, Tensor]] = {"loss": {}, "gradients": {}, "parameters": {}} if copies else {}
 
@@ -78,11 +84,17 @@ class Outcome:
             look(len(optimizers))
             optimizers.append(optimizer)
 
-        hook = register_optimizer_step_pre_hook(before_step)
-        try:
+        def comes(name: str, parameter: Tensor) -> None:
+            if parameter.grad is not None:  # a lever may have let go of it by now
+                came[f"{name} (0)"] = digest(parameter.grad)
+
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook(partial(comes, name))  # type: ignore[no-untyped-call]
+                    hooks.callback(hook.remove)
             result = step(batch)
-        finally:
-            hook.remove()
         look(len(optimizers))
         unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
         parameters = [(o, p) for o in unique for group in o.param_groups for p in group["params"]]
@@ -95,7 +107,7 @@ class Outcome:
         return cls(
             {
                 "loss": {str(i): digest(t) for i, t in enumerate(tensors_in(result))},
-                "gradients": gradients,
+                "gradients": gradients or came,
                 "parameters": {name: digest(p) for name, p in model.named_parameters()},
                 "buffers": {name: digest(b) for name, b in model.named_buffers()},
                 "optimizer state": {str(i): digest(t) for i, t in enumerate(state)},
@@ -108,6 +120,10 @@ class Outcome:
             },
             copied,
         )
+
+    def made(self, before: Outcome) -> set[str]:
+        """The kinds in which the step has left something that was not there `before`, or was another."""
+        return {kind for kind, names in before.differences(self).items() if any(n in self.digests[kind] for n in names)}
 
     def differences(self, other: Outcome) -> dict[str, tuple[str, ...]]:
         """For each kind the names whose bits are not the same in `other`; empty where all are."""
