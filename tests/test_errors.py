@@ -84,6 +84,11 @@ def test_infeasible_says_the_smallest_peak_and_what_would_work() -> None:
     assert sum(INFEASIBLE.parts.values()) <= INFEASIBLE.smallest_peak_bytes
 
 
+def test_infeasible_says_what_was_tried_in_vain() -> None:
+    error = errors.Infeasible(budget_bytes=GIB, smallest_peak_bytes=2 * GIB, parts={}, notes=["a lever is not used"])
+    assert str(error).splitlines()[-2:] == ['  Nearest: budget="2GiB".', "  Note: a lever is not used."]
+
+
 def test_the_budget_that_infeasible_offers_is_enough_to_the_byte() -> None:
     smallest = 7 * GIB + 1
     message = str(errors.Infeasible(budget_bytes=7 * GIB, smallest_peak_bytes=smallest, parts={}))

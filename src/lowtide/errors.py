@@ -66,7 +66,8 @@ class Infeasible(LowtideError, ValueError):
     """No plan fits `budget_bytes`; the most saving one peaks at `smallest_peak_bytes`, made of `parts` (name -> bytes).
 
     The message offers the smallest peak as a budget, with its `extra_ratio` (extra time over the plain step's, 0.31 for
-    +31 %) if that is known, and then `nearest`: other things that would work, worded as advice.
+    +31 %) if that is known, and then `nearest`: other things that would work, worded as advice. `notes` say what was
+    tried in vain.
     """
 
     exit_code = 1
@@ -79,6 +80,7 @@ class Infeasible(LowtideError, ValueError):
         parts: Mapping[str, int],
         extra_ratio: float | None = None,
         nearest: Iterable[str] = (),
+        notes: Iterable[str] = (),
     ) -> None:
         from lowtide import units  # not above: units raises BudgetError
 
@@ -92,6 +94,7 @@ class Infeasible(LowtideError, ValueError):
             f"no plan fits {budget}.\n"
             f"  Smallest peak: {smallest}{units.format_parts(smallest_peak_bytes, self.parts)}.\n"
             f"  Nearest: {', or '.join((_as_budget(smallest_peak_bytes) + extra, *nearest))}."
+            + "".join(f"\n  Note: {note}." for note in notes)
         )
 
 

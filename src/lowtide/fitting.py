@@ -170,7 +170,7 @@ def _chosen(
         choice = choose(site, profile, plain, budget_bytes, levers)
         if noticed := _noticed(site, choice.profile):
             without = choose(site, profile, plain, budget_bytes, [name for name in levers if name not in noticed])
-            choice = replace(without, notes=(*without.notes, *noticed.values()))
+            choice = replace(without, notes={**without.notes, **noticed})
     try:
         plan(choice.profile, budget_bytes, offload=offload)
     except Infeasible as error:
@@ -179,7 +179,8 @@ def _chosen(
             smallest_peak_bytes=error.smallest_peak_bytes,
             parts=error.parts,
             extra_ratio=error.extra_ratio,
-            nearest=advice(site, levers, error),
+            nearest=advice(site, levers, choice.notes, error),
+            notes=choice.notes.values(),
         ) from None
     return choice, budget_bytes
 
@@ -205,7 +206,7 @@ def over_budget(profile: Profile, budget_bytes: int, measured: Collection[int]) 
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
     """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
     made = plan(choice.profile, aim_bytes, offload=offload)
-    return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes))
+    return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 
 def _proof(site: Site, made: Plan) -> Verdict:

@@ -131,6 +131,7 @@ def test_fit_takes_the_fewest_pieces_that_fit_and_only_if_it_has_to() -> None:
     assert plain is not None
     with lowtide.fit(model, step, batch, budget="95%", profile=profile, levers=["micro-batches"]) as fitted:
         assert not fitted.plan.levers
+        assert fitted.plan.notes[-1] == "lever 'micro-batches' is not used: the step fits without it"
     with pytest.raises(lowtide.Infeasible, match="'micro-batches'") as caught:
         lowtide.fit(model, step, batch, budget="30%", profile=profile)
     with lowtide.fit(model, step, batch, budget="28%", profile=profile, levers=["micro-batches"]) as fitted:

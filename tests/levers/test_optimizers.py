@@ -220,6 +220,17 @@ def test_weights_that_are_moved_back_before_the_update_are_no_reason_to_fail(thr
     assert STEP not in str(refused.value)
 
 
+def test_a_lever_that_was_asked_for_in_vain_is_said_and_not_offered_again() -> None:
+    model, optimizer = build(torch.optim.AdamW, foreach=True)
+    step = sharpness_aware(model, optimizer, through_data=False)
+    with pytest.raises(lowtide.Infeasible) as refused:
+        lowtide.fit(model, step, rows(1), budget="10%", levers=[STEP])
+    *_, nearest, note = str(refused.value).splitlines()
+    assert f"levers=({FUSED!r},)" in nearest
+    assert note.startswith(f"  Note: lever {STEP!r} is not used: ")
+    assert "parameters are written to between" in note
+
+
 def test_a_step_that_gives_something_else_without_gradients_keeps_them() -> None:
     model, optimizer = build()
 

@@ -9,8 +9,8 @@ where nothing has to be remade any more. The same profiles, with the same costs,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
@@ -46,7 +46,8 @@ class Choice:
     profile: Profile
     plain: Prediction
     """What the step needs without any lever and plan."""
-    notes: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """By lever that was asked for, why it is not used."""
 
 
 def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
@@ -54,19 +55,17 @@ def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, n
 
     Runs the step a few times for each lever that is tried; everything is as it was afterwards.
     """
-    best, notes = Tried(profile, budget_bytes), []
-    for lever in LEVERS.values():
-        if lever.name not in names or best.is_free:
-            continue
+    best, notes = Tried(profile, budget_bytes), dict[str, str]()
+    for lever in (lever for lever in LEVERS.values() if lever.name in names):
+        in_pieces = lever.name == MicroBatches.name
         try:
-            if lever.name == MicroBatches.name:
-                best = best if best.has_plan else _in_pieces(site, best, lever)
-            else:
-                best = _with(site, best, lever, lever.settings(site))
+            if best.is_free or (in_pieces and best.has_plan):
+                raise NoUse("the step fits without it")
+            best = _in_pieces(site, best, lever) if in_pieces else _with(site, best, lever, lever.settings(site))
         except NoUse as why:
             if lever.name not in DEFAULT:
-                notes.append(f"lever {lever.name!r} is not used: {why}")
-    return Choice(best.profile, plain, tuple(notes))
+                notes[lever.name] = f"lever {lever.name!r} is not used: {why}"
+    return Choice(best.profile, plain, notes)
 
 
 class Tried:
@@ -179,8 +178,8 @@ def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
     return replace(profile, levers=levers)
 
 
-def advice(site: Site, names: Collection[str], error: Infeasible) -> tuple[str, ...]:
-    """Levers beyond `names` that may help where no plan fits, as things to try."""
+def advice(site: Site, names: Collection[str], unused: Collection[str], error: Infeasible) -> tuple[str, ...]:
+    """Levers beyond `names` that may help where no plan fits, as things to try beside those that are not `unused`."""
     if site.optimizer is None:
         try:
             site = replace(site, optimizer=optimizer_of(site.model, site.step, site.batch))
@@ -190,7 +189,7 @@ def advice(site: Site, names: Collection[str], error: Infeasible) -> tuple[str, 
     found = []
     for lever in LEVERS.values():
         if lever.name not in names and (saved := lever.may_save(site, error.parts)) and _can_be_pulled(site, lever):
-            asked = tuple(name for name in LEVERS if name in names or name == lever.name)
+            asked = tuple(name for name in LEVERS if (name in names and name not in unused) or name == lever.name)
             found.append(f"levers={asked!r} (up to {format_bytes(saved)} less)")
     return tuple(found)
 
