@@ -1,10 +1,12 @@
 """What is printed with a plan."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import lowtide
+from lowtide.fitting import Fitted
 from lowtide.foresight.sizing import Largest
 from lowtide.planner import plan
 from lowtide.report.text import decisions, extra_time
@@ -73,6 +75,28 @@ def test_records_are_printed_as_the_command_line_prints_them() -> None:
 def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], more: str) -> None:
     found = Largest(size=8, foresight=None, budget_bytes=100, peaks=peaks)
     assert str(found) == f"size 8 fits: 90 B peak predicted, and there is 100 B{more}"
+
+
+def fitted_with(plain_ms: float | None, *notes: str) -> Fitted:
+    profile = transformer(2)
+    made = replace(plan(profile, "70%"), notes=notes)
+    applied: Any = None
+    return Fitted(applied, profile, made, replace(verdict_on({"loss": ()}), planned_ms=12.5, plain_ms=plain_ms))
+
+
+@pytest.mark.parametrize(("plain_ms", "said"), [(11.0, "11 ms -> 12.5 ms a step"), (None, "12.5 ms a step")])
+def test_measured_times_are_printed_before_predicted_ones(plain_ms: float | None, said: str) -> None:
+    first, *_ = str(fitted_with(plain_ms)).splitlines()
+    assert f"), {said} measured, +" in first
+    assert " % time predicted" in first
+
+
+def test_notes_are_printed_last() -> None:
+    assert str(fitted_with(11.0, "first", "second")).splitlines()[-3:] == [
+        "bit-identical to the plain step: loss",
+        "note: first",
+        "note: second",
+    ]
 
 
 def test_a_verdict_says_what_was_measured_and_what_is_proven() -> None:
