@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import in_backward, in_transform, is_fake, not_compiled_alone, parts_of
+from lowtide._torch import in_backward, in_transform, is_fake, never_compiled, not_compiled_alone, parts_of
 from lowtide.errors import LowtideError, RehearsalError
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class Steps:
     def _replace_call(self, call: Callable[..., Any]) -> None:
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
+    @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begins = not self._depth and self._begins_training(module)
         if self._depth or not (begins or any(map(is_lazy, module.parameters()))):
@@ -146,6 +147,7 @@ class Steps:
         finally:
             self._depth -= 1
 
+    @never_compiled
     def _begins_training(self, module: nn.Module) -> bool:
         """Whether this call is one that a backward of training will follow."""
         if not (
@@ -161,6 +163,7 @@ class Steps:
         self.in_other_thread |= not is_here
         return is_here
 
+    @never_compiled
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:
             raise self.failed
