@@ -386,6 +386,16 @@ def test_a_scripts_own_error_is_shown_as_python_shows_it(
     assert run("run", "--budget", "90%", train) == (1, alone.stdout, alone.stderr)
 
 
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
+def test_a_script_that_is_interrupted_says_where(
+    command: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train = script(FAILS.replace("KeyError('mine')", "KeyboardInterrupt"))
+    alone = run_python(train)
+    assert "line 2" in alone.stderr
+    assert run(*command, train) == (130, alone.stdout, alone.stderr)
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "says"), [("3", 3, ""), ("0", 2, "no model was trained"), ("'words'", 1, "words\n")]
 )

@@ -211,6 +211,9 @@ def test_what_was_found_before_an_interrupt_is_said(tmp_path: Path, run_python: 
     script.write_text(INTERRUPTED, encoding="utf-8")
     done = run_python("-m", "lowtide", "watch", "--json", str(report), str(script))
     assert done.returncode == 130
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert "lowtide/" not in done.stderr
+    assert "\nKeyboardInterrupt\n" in done.stderr
     assert "lowtide watch: LT003 retain_graph keeps the graph" in done.stderr
     assert [finding["code"] for finding in json.loads(report.read_text(encoding="utf-8"))["findings"]] == ["LT003"]
 

@@ -73,15 +73,15 @@ def _on_card(
 
     require_torch(f"lowtide, to rehearse {target},")
     from lowtide.script.foreseeing import foresee_script
-    from lowtide.script.running import Script
+    from lowtide.script.running import INTERRUPTED, Script
 
     script = Script(target=target, args=args, is_module=is_module)
     found: dict[int | None, CardForesight] = {}
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
-            _, foresight = foresee_script(script, card, size)
+            code, foresight = foresee_script(script, card, size)
         if foresight is None:  # the script failed, and said so
-            return 2
+            return INTERRUPTED if code == INTERRUPTED else 2
         found[size] = foresight
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(foresight))

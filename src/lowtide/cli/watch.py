@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, script_arguments, write
-
-if TYPE_CHECKING:
-    from lowtide.watching.watch import Watch
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
@@ -22,23 +17,17 @@ def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bo
     made them, and how to mend it. The findings go to stderr, also when the script is interrupted. Exit code 1: there
     are some; 2: the script failed.
     """
-    from lowtide.script.running import Script
+    from lowtide.script.running import INTERRUPTED, Script
     from lowtide.watching.watch import Watch
 
     watched = Watch(None, None)
-    try:
-        exit_code = Script(target=target, args=args, is_module=is_module).run(within=watched)
-    except KeyboardInterrupt:  # by somebody who has seen enough of it
-        _report(watched, json_to)
-        raise
-    _report(watched, json_to)
+    exit_code = Script(target=target, args=args, is_module=is_module).run(within=watched)
+    click.echo(f"\nlowtide watch: {watched}", err=True)
+    if json_to is not None:
+        write(watched.to_json(), json_to)
+    if exit_code == INTERRUPTED:  # by somebody who has seen enough of it
+        return exit_code
     if exit_code:
         click.echo(f"the script ended with exit code {exit_code}", err=True)
         return 2
     return 1 if watched.findings else 0
-
-
-def _report(watched: Watch, json_to: str | None) -> None:
-    click.echo(f"\nlowtide watch: {watched}", err=True)
-    if json_to is not None:
-        write(watched.to_json(), json_to)

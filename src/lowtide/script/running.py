@@ -18,6 +18,9 @@ from types import CodeType, ModuleType, TracebackType
 
 from lowtide.errors import LowtideError
 
+INTERRUPTED = 130
+"""The exit code of a script that somebody interrupted, as shells give it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
@@ -39,8 +42,8 @@ class Script:
     def run(self, within: AbstractContextManager[object] | None = None) -> int:
         """Run it as the main program; gives its exit code. An exception of its own is shown as Python would show it.
 
-        `within` is entered before the script begins and left while its variables are still there. LowtideError and
-        KeyboardInterrupt pass through.
+        `within` is entered before the script begins and left while its variables are still there. LowtideError passes
+        through.
         """
         with self._as_main() as main, within or nullcontext():
             try:
@@ -49,12 +52,12 @@ class Script:
                 return _exit_code(end)
             except LowtideError:
                 raise
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 error.__traceback__ = _its_own(error.__traceback__)
                 sys.excepthook(type(error), error, error.__traceback__)
                 # Its frames hold what a step needs, as long as somebody has the traceback.
                 traceback.clear_frames(error.__traceback__)
-                return 1
+                return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         return 0
 
     def _code(self, main: ModuleType) -> CodeType:
