@@ -396,6 +396,24 @@ def test_a_script_that_is_interrupted_says_where(
     assert run(*command, train) == (130, alone.stdout, alone.stderr)
 
 
+DROPS = """
+import signal, time
+class Saved:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+Saved()
+time.sleep(10)
+print("went on")
+"""
+
+
+def test_an_interrupt_that_python_drops_comes_again(script: Callable[[str], str], run: Run) -> None:
+    done = run("rehearse", script(DROPS))
+    assert (done.code, done.out) == (130, "")
+    assert "line 7, in <module>\n" in done.err
+    assert "ignored" not in done.err
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "says"), [("3", 3, ""), ("0", 2, "no model was trained"), ("'words'", 1, "words\n")]
 )

@@ -6,7 +6,9 @@ import builtins
 import contextlib
 import importlib.util
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -45,7 +47,7 @@ class Script:
         `within` is entered before the script begins and left while its variables are still there. LowtideError passes
         through.
         """
-        with self._as_main() as main, within or nullcontext():
+        with self._as_main() as main, _no_interrupt_lost(), within or nullcontext():
             try:
                 exec(self._code(main), main.__dict__)
             except SystemExit as end:
@@ -98,6 +100,29 @@ class Script:
             sys.modules["__main__"], sys.argv, sys.path[:] = before, argv, path
             with contextlib.suppress(OSError):  # it is gone
                 os.chdir(current)
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """An interrupt that Python drops comes again.
+
+    One that arrives while C++ computes is raised where Python goes on. In backward under a plan, on the CPU, that is
+    most often the `__del__` of what was saved, and nothing that is raised there gets out.
+    """
+    own = sys.unraisablehook
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if what.exc_type is KeyboardInterrupt:
+            threading.Timer(0.01, signal.raise_signal, (signal.SIGINT,)).start()  # not here: this is such a place, too
+        else:
+            own(what)
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is dropped:
+            sys.unraisablehook = own
 
 
 def _exit_code(end: SystemExit) -> int:
