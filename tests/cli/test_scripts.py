@@ -202,20 +202,21 @@ torch.manual_seed(0)
 
 
 NO_TWO_ALIKE = TRAIN.replace("x = torch.randn(", "x = torch.randn(*[1] * step, ").replace("default=5", "default=30")
+EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
 
 
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
 @pytest.mark.parametrize(
     ("text", "args", "says"),
     [
-        (NEVER, (), "ended, and no model was trained"),
-        (NEVER + "model.eval()(torch.randn(8, 64))", (), "Call model.train() before"),
+        (EVAL, (), "ended, and no model was trained: no module with trainable parameters was called in training mode"),
+        (EVAL, (), "Call model.train() before"),
         (NO_UPDATE, (), "ended, and no optimizer stepped: Linear was called"),
         (TRAIN, ("--steps", "1"), "ended after 1 optimizer steps, before Sequential was rehearsed"),
         (NO_TWO_ALIKE, (), "of 7 steps no two were on batches of one form"),
         (DEEPER, ("--steps", "30"), "of 12 steps no two did the same work: it saved "),
     ],
-    ids=["nothing", "eval", "no update", "too short", "all forms differ", "all depths differ"],
+    ids=["eval", "eval, what to do", "no update", "too short", "all forms differ", "all depths differ"],
 )
 def test_what_was_not_there_is_said_in_words(
     command: tuple[str, ...],
@@ -232,6 +233,21 @@ def test_what_was_not_there_is_said_in_words(
     assert done.code == 2
     assert "lowtide.RehearsalError: " in done.err
     assert says in done.err
+
+
+@pytest.mark.parametrize(("text", "args"), [(TRAIN, ("--help",)), (NEVER, ()), (NEVER + "raise SystemExit(0)", ())])
+def test_a_script_that_trains_nothing_is_no_failure_but_for_who_wants_to_know_about_it(
+    text: str, args: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    train, plan = script(TRAIN), str(tmp_path / "plan.json")
+    assert run("plan", "make", "--budget", "90%", "-o", plan, train).code == 0
+    script(text)
+    for within in (("--budget", "90%"), ("--plan", plan)):
+        done = run("run", *within, train, *args)
+        assert (done.code, done.out) == (0, run_python(train, *args).stdout)
+        assert done.err.startswith(f"lowtide: {train} ended, and no model was trained: no module with ")
+        assert done.err.count("\n") == 1
+    assert run("rehearse", train, *args).code == 2
 
 
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])

@@ -55,10 +55,10 @@ def run(
 
     script = Script(target=target, args=args, is_module=is_module)
     if plan_file is not None:
-        return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say))
+        return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
     assert budget is not None
     importlib.import_module("scipy.optimize")  # the solver: now, while the script has not taken all the memory yet
     crew = Fitting(budget, say, tuple(map(in_script, levers)))
     if save_to is not None:
         crew.when_kept = lambda plan: write(plan.to_json(), save_to)
-    return run_watched(script, crew)
+    return run_watched(script, crew, untrained=say)

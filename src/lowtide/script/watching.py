@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.script.running import Script
 from lowtide.script.steps import Crew, Enough, Steps
 
 
-def run_watched(script: Script, crew: Crew) -> int:
+def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] | None = None) -> int:
     """Run `script` with `crew` on its steps; gives its exit code.
 
-    Raises what the crew raised, and RehearsalError if the script ended well before the crew was done.
+    Raises what the crew raised, and RehearsalError if the script ended well before the crew was done. But if it trained
+    nothing, as with `--help`, `untrained` is told that, if given.
     """
     code = 0
     with Steps(crew) as steps, contextlib.suppress(Enough):
@@ -21,9 +23,15 @@ def run_watched(script: Script, crew: Crew) -> int:
             crew.finish()
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
-    if code == 0 and not crew.done:
+    nothing = steps.model is None and not steps.n_updates and not steps.in_other_thread
+    if code == 0 and nothing and not crew.done and untrained is not None:
+        untrained(f"{script.target} ended, and {_UNTRAINED}.")
+    elif code == 0 and not crew.done:
         raise RehearsalError(_why_not(script, steps, crew))
     return code
+
+
+_UNTRAINED = "no model was trained: no module with trainable parameters was called in training mode with gradients on"
 
 
 def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
@@ -35,8 +43,8 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
         )
     if steps.model is None:
         return (
-            f"{ended}, and no model was trained: no module with trainable parameters was called in training mode with "
-            "gradients on.\n  Call model.train() before the training loop, and let Lowtide run the script that trains."
+            f"{ended}, and {_UNTRAINED}.\n"
+            "  Call model.train() before the training loop, and let Lowtide run the script that trains."
         )
     name = type(steps.model).__name__
     if not steps.n_updates:
