@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, RehearsalError, StalePlan
 from lowtide.fitting import REPAIRS, over_budget
-from lowtide.identity import fingerprint, place_of, static_bytes
+from lowtide.identity import fingerprint
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
-from lowtide.memory.events import Timeline
-from lowtide.memory.measuring import recorder_for
 from lowtide.planner import plan
 from lowtide.rehearsal.checks import check_uncompiled
-from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.observed import PATIENCE, Observed
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.callers import models_at_hand
+from lowtide.script.measured import Measured
 from lowtide.script.steps import Enough
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
@@ -29,8 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.levers import PulledOn
-    from lowtide.memory.events import Recorder
-    from lowtide.planner.records import Plan, Profile, Pulled, Static
+    from lowtide.planner.records import Plan, Profile, Pulled
 
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
 
@@ -153,7 +150,7 @@ class Fitting:
         """Whether this step is on such a batch."""
         self._told = False
         """Whether it was said that sizes vary."""
-        self._open: tuple[Static, frozenset[int], Recorder, contextlib.ExitStack] | None = None
+        self._open: Measured | None = None
 
     @property
     def awaits(self) -> str:
@@ -172,12 +169,8 @@ class Fitting:
         found, planned = fingerprint(model, batch).batch, self.plan.fingerprint.batch
         self._passed_over += found != planned
         if no_larger(shapes_in(found), shapes_in(planned)):
-            static, addresses = static_bytes(model, batch, optimizers, models_at_hand())
-            stack = contextlib.ExitStack()
-            recorder = stack.enter_context(recorder_for(place_of(model)))
             assert self._applied is not None
-            stack.enter_context(self._applied.checked(recorder.mark))
-            self._open = static, addresses, recorder, stack
+            self._open = Measured(model, batch, optimizers, self._applied)
             self._is_planned = found == planned
         elif self._passed_over >= PATIENCE:
             self._keep(self.plan)
@@ -193,10 +186,8 @@ class Fitting:
                 self.plan = plan(self._rehearsing.profile, self._budget)
                 self._announce(self.plan)
         elif self._open is not None:
-            (static, addresses, recorder, stack), self._open = self._open, None
-            stack.close()
-            there = with_left(static, addresses, recorder)
-            self._judge(self.plan, there.total + Timeline(recorder.stream).peak_bytes)
+            step, self._open = self._open, None
+            self._judge(self.plan, step.peak_bytes())
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one."""
@@ -215,7 +206,7 @@ class Fitting:
         """End what is in force for a step only; the plan stays."""
         self._rehearsing.leaves()
         if self._open is not None:
-            self._open[3].close()
+            self._open.leave()
 
     def _finish(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
