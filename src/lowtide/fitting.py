@@ -209,10 +209,12 @@ def _noticed(site: Site, profile: Profile) -> dict[str, str]:
     return {name: f"lever {name!r} is not used: {why}" for name in exact}
 
 
-def over_budget(profile: Profile, budget_bytes: int, measured: Collection[int]) -> OverBudget:
+def over_budget(
+    made: Profile | Plan, budget_bytes: int, measured: Collection[int], nearest: Collection[str] = ()
+) -> OverBudget:
     """What is raised when no plan keeps to the budget: `measured` are the peaks of those that were tried."""
-    notes = profile.notes if any(OTHER_WORK in note for note in profile.notes) else (*profile.notes, OTHER_WORK)
-    return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), notes=notes)
+    notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
+    return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
 
 
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:

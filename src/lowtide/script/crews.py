@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.levers import PulledOn
-    from lowtide.planner.records import Plan, Profile, Pulled
+    from lowtide.planner.records import Fingerprint, Plan, Profile, Pulled
 
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
 
@@ -38,6 +38,8 @@ PASSED_OVER = (
 
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
+
+PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak is within it"
 
 ONE_FORM = (
     "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
@@ -89,6 +91,10 @@ class Rehearsing:
         """That model is not the one."""
         self.leaves()
         self._observed = None
+
+    def loses_track(self, why: RehearsalError) -> None:
+        """Without the end of a step there is no rehearsal."""
+        raise why
 
     def passes_over(self) -> None:
         """Nothing: another model was not asked for."""
@@ -193,6 +199,10 @@ class Fitting:
         """That model is not the one."""
         self._rehearsing.gives_up(model)
 
+    def loses_track(self, why: RehearsalError) -> None:
+        """Without the end of a step there is no rehearsal."""
+        self._rehearsing.loses_track(why)
+
     def finish(self) -> None:
         """The plan stays in force, also where it had smaller batches only."""
         if self.plan is not None and self._passed_over and not self.done:
@@ -261,7 +271,11 @@ class Fitting:
 
 
 class Applying:
-    """Puts a plan that was made before in force on the model it was made for, before its first forward."""
+    """Puts a plan that was made before in force on its model, before the first forward, and measures a step under it.
+
+    That is the second of the first two on batches of the planned size: in the first an optimizer has no state yet. Of
+    both, backward is compared with what was saved.
+    """
 
     awaits = "was called as its plan has it"
 
@@ -269,36 +283,89 @@ class Applying:
         self.done = False
         self._plan, self._say = plan, say
         self._differences: tuple[str, ...] = ()
+        self._model: nn.Module | None = None
+        self._applied: Applied | None = None
+        self._open: Measured | None = None
+        self._peaks: list[int] = []
+        self._n_others = 0
+        """Steps on other batches, or of another model."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Put the plan in force if this is its model, on a batch that is not larger than the planned one."""
+        """Put the plan in force if this is its model, on a batch that is not larger than the planned one; measure."""
         planned, found = self._plan.fingerprint, fingerprint(model, batch)
-        if no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
-            found = replace(found, batch=planned.batch)
-        self._differences = planned.differences(found)
-        if not self._differences:
-            apply(model, self._plan, say=self._say)
-            self._say(
-                f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
-                f"(budget {format_bytes(self._plan.budget_bytes)})"
+        if self._applied is None:
+            self._put_in_force(model, found)
+        if self._applied is None:
+            return
+        if model is self._model and found.batch == planned.batch:
+            try:
+                self._open = Measured(model, batch, optimizers, self._applied)
+            except RehearsalError as why:
+                self.loses_track(why)
+        else:
+            self._n_others += 1
+            if self._n_others == PATIENCE:
+                self._finish()
+
+    def ends(self, model: nn.Module) -> None:
+        """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
+        if self._applied is None:
+            raise StalePlan(
+                f"this plan is not for the {type(model).__name__} that the script trains.",
+                differences=self._differences,
             )
-            self.done = True
+        if self._open is not None:
+            step, self._open = self._open, None
+            self._peaks.append(step.peak_bytes())
+            if len(self._peaks) == 2:
+                self._finish()
+
+    def loses_track(self, why: RehearsalError) -> None:
+        """The plan stays in force, and is not measured."""
+        self._say(f"the peak under the plan is not measured: {why}")
+        self._leave_in_force()
 
     def finish(self) -> None:
-        """Nothing: what is in force stays so."""
+        """What is in force stays so; say what there was to measure."""
+        if self._applied is not None and not self.done:
+            self._finish()
 
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""
         self._say(PASSED_OVER)
 
-    def ends(self, model: nn.Module) -> None:
-        """The trained model is not the plan's. Raises StalePlan."""
-        raise StalePlan(
-            f"this plan is not for the {type(model).__name__} that the script trains.", differences=self._differences
-        )
-
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one."""
+        self.leaves()
 
     def leaves(self) -> None:
-        """The plan stays in force."""
+        """End what is in force for a step only; the plan stays."""
+        if self._open is not None:
+            self._open.leave()
+            self._open = None
+
+    def _put_in_force(self, model: nn.Module, found: Fingerprint) -> None:
+        planned = self._plan.fingerprint
+        if no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
+            found = replace(found, batch=planned.batch)
+        self._differences = planned.differences(found)
+        if not self._differences:
+            self._model, self._applied = model, apply(model, self._plan, say=self._say)
+            self._say(
+                f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
+                f"(budget {format_bytes(self._plan.budget_bytes)})"
+            )
+
+    def _finish(self) -> None:
+        self._leave_in_force()
+        if not self._peaks:
+            self._say(f"no step like the planned one came in {self._n_others} steps: its peak was not measured")
+        elif self._peaks[-1] <= self._plan.budget_bytes:
+            self._say(f"measured {format_bytes(self._peaks[-1])} peak: within the budget")
+        else:
+            raise over_budget(self._plan, self._plan.budget_bytes, self._peaks[-1:], nearest=(PLANS_AGAIN,))
+
+    def _leave_in_force(self) -> None:
+        """Nobody here holds the model any longer."""
+        self.leaves()
+        self.done, self._model, self._applied = True, None, None

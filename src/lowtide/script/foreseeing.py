@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, RehearsalError
 from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
@@ -87,6 +87,10 @@ class Foreseeing:
         """That model is not the one."""
         self.leaves()
         self._n_steps = 0
+
+    def loses_track(self, why: RehearsalError) -> None:
+        """Without the end of a step nothing is foreseen."""
+        raise why
 
     def passes_over(self) -> None:
         """Nothing: by then the script has ended."""

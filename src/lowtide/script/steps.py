@@ -57,6 +57,9 @@ class Crew(Protocol):
     def gives_up(self, model: nn.Module) -> None:
         """`model` began a step, but it is another one that is trained."""
 
+    def loses_track(self, why: RehearsalError) -> None:
+        """Where a step ends can't be known: raise `why`, or be done without that."""
+
     def passes_over(self) -> None:
         """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
 
@@ -193,12 +196,13 @@ class Steps:
         self._n_by_hand += bool(self._ends) and ends != self._ends
         self._ends = ends
         if self._n_by_hand == MOST_BY_HAND:
-            raise RehearsalError(
+            why = RehearsalError(
                 f"the parameters of {type(model).__name__} changed {MOST_BY_HAND} times, and no torch.optim.Optimizer "
                 "stepped: something else updates them, so where a step ends is not known.\n"
                 "  Derive what updates them from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) in the "
                 "script."
             )
+            self.crew.loses_track(why)
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         self.n_updates += 1
