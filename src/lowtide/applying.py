@@ -31,6 +31,7 @@ class Applied(Removable):
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._engine = Planned(model, plan)
+        self._engine.tell = say
         with contextlib.ExitStack() as undo:
             lookout = Lookout(model, plan, say)  # behind the levers, as the rehearsal was
             undo.callback(lookout.remove)
@@ -73,8 +74,8 @@ def apply(
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
     `optimizer` is needed where one of the plan's levers changes it. Batches that are larger than those it is for get
-    the most saving plan. `say` is called, once each, when one comes, when more parameters are trained, and when
-    compiled code runs past the plan.
+    the most saving plan. `say` is called, once each, when one comes, when more parameters are trained, when compiled
+    code runs past the plan, and when the step does not save what the rehearsed one did.
 
     Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
     that can't be put on; then nothing is in force.

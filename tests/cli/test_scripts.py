@@ -225,6 +225,18 @@ def test_a_plan_that_was_made_before_goes_with_updates_by_hand(
     assert done.err.count("the peak under the plan is not measured: the parameters of Linear changed 6 times") == 1
 
 
+def test_a_plan_whose_model_does_something_else_is_said_to(
+    script: Callable[[str], str], run: Run, tmp_path: Path
+) -> None:
+    act = "class Act(nn.Module):\n    def forward(self, x):\n        return getattr(nn.functional, given.json)(x)\n"
+    text = TRAIN.replace("nn.GELU(), nn.Dropout(0.1)", "Act()").replace("def block", f"{act}def block")
+    plan, train = str(tmp_path / "plan.json"), script(text)
+    assert run("plan", "make", "--budget", "80%", "-o", plan, train, "--json", "gelu").code == 0
+    done = run("run", "--plan", plan, train, "--json", "elu")
+    assert "UserWarning" not in done.err
+    assert "lowtide: this step does not save what the rehearsed one did (first at 0.2#0:0: EluBackward0" in done.err
+
+
 def test_no_plan_fits(script: Callable[[str], str], run: Run) -> None:
     done = run("run", "--budget", "1MB", script(TRAIN))
     assert done.code == 1

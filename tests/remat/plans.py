@@ -44,7 +44,7 @@ class RemakeAll(Engine):
         name = node.name() if node is not None else MASK if frame is None else ""
         return super().hold(tensor, Decision(name, ""), frame)
 
-    def drift(self, address):
+    def drift(self, decision, node=None):
         """A tensor without a recipe is kept, or replayed."""
 
 

@@ -76,6 +76,8 @@ class Engine:
         self._thread: int | None = None
         """Of the run that is in progress."""
         self._seams: list[Seam] = []
+        self.tell: Callable[[str], object] = warnings.warn
+        """Called with what there is to say of the plan, once with each text."""
         self._said: set[str] = set()
 
     @property
@@ -113,7 +115,7 @@ class Engine:
             except TooSmall:
                 decision = None
             except CannotRemake:
-                self.drift(decision.address)
+                self.drift(decision)
                 decision = None
         if decision is not None and decision.node == OFFLOAD:
             leaves, decision = decision if frame is None else None, None
@@ -137,7 +139,7 @@ class Engine:
                     return Handle(self.remade(node, output, base, found), view)
             except CannotRemake:
                 pass
-            self.drift(decision.address)
+            self.drift(decision, node)
         value = Value(base.detach()) if frame is None else frame.value(tensor, base)
         value.output = output
         register(node, output, value)
@@ -186,14 +188,14 @@ class Engine:
             if held is not None and held.value.kept and held.value.tensor is not None:
                 held.become(packed(SHAPE, held.value.tensor))
             else:
-                self.drift(decision.address)
+                self.drift(decision)
 
     def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
         """Let `value` wait in memory of the host, or keep it where it can't."""
         now = self.here.now
         if not (isinstance(now, Pass) and now.departures.leave(base, value)):
             value.keep(base.detach())
-            self.drift(decision.address)
+            self.drift(decision)
         return value
 
     def notes(self, scope: Scope) -> bool:
@@ -205,21 +207,25 @@ class Engine:
         assert self.scope is not None
         return Value(operand.detach()) if place.ordinal in self.scope.actions.noted else None
 
-    def drift(self, address: str) -> None:
-        if address in self.mixed:
+    def drift(self, decision: Decision, node: Node | None = None) -> None:
+        """What is saved there, and was made by `node`, is not what the plan has there."""
+        if decision.address in self.mixed:
             return
-        self.drifted.add(address)
+        self.drifted.add(decision.address)
         if len(self.drifted) == 1:
+            name = decision.node if node is None else node.name()
+            found = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
             self.say(
-                f"this step does not save what the rehearsed one did (first at {address}): such tensors are kept, so "
-                "its peak may be above the budget. Rehearse again if the model or its input has changed."
+                f"this step does not save what the rehearsed one did (first at {decision.address}{found}): such "
+                "tensors are kept, so its peak may be above the budget. Rehearse and plan again if the model or its "
+                "input has changed."
             )
 
     def say(self, what: str) -> None:
-        """Warn, once for each text."""
+        """Tell it, if that text was not told before."""
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(what, stacklevel=2)
+            self.tell(what)
 
     # --- the calls
 
