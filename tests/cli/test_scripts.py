@@ -1,6 +1,7 @@
 """Scripts that nobody edits: rehearsed, run within a budget, run under a plan, and what is said when that can't be."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -796,6 +797,16 @@ def test_a_wrong_command_line_is_refused_before_anything_runs(args: tuple[str, .
     done = run(*args)
     assert done.code == 2
     assert says in done.err
+
+
+def test_what_is_advised_for_a_wrong_plan_file_makes_one(
+    script: Callable[[str], str], run: Run, tmp_path: Path
+) -> None:
+    words = {"FILE": str(tmp_path / "plan.json"), "AMOUNT": "90%", "SCRIPT": script(TRAIN)}
+    advice = re.search("`lowtide (.*)`", run("run", "--plan", __file__, words["SCRIPT"]).err)
+    assert advice is not None
+    assert run(*(words.get(word, word) for word in advice[1].split())).code == 0
+    assert run("plan", "show", words["FILE"]).code == 0
 
 
 def test_a_cheap_plan_redoes_no_matrix_product(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:

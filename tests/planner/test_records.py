@@ -59,7 +59,8 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_plan_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(
-        LowtideError, match=r"not a Plan of format 1: it has no decisions.\n.*`lowtide plan make -o FILE"
+        LowtideError,
+        match=r"not a Plan of format 1: it has no decisions.\n.*`lowtide plan make --budget",
     ):
         Plan.from_json('{"a": 1}')
 

@@ -59,7 +59,7 @@ class Record:
 
 _COMMANDS = {
     "Profile": "lowtide rehearse --json FILE SCRIPT",
-    "Plan": "lowtide plan make -o FILE SCRIPT",
+    "Plan": "lowtide plan make --budget AMOUNT -o FILE SCRIPT",
     "Frontier": "lowtide frontier --json FILE SCRIPT",
 }
 _TOLD_BY = {"storages": "Profile", "decisions": "Plan", "points": "Frontier", "measured_peak_bytes": "Verdict"}
