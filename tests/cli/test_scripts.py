@@ -554,6 +554,16 @@ def test_a_script_that_changes_its_folder(
     assert Plan.from_json(tmp_path / "plan.json").budget_bytes
 
 
+@pytest.mark.parametrize("budget", ["90%", "1MB"])
+def test_what_is_said_beside_a_progress_bar_begins_a_line(budget: str, script: Callable[[str], str], run: Run) -> None:
+    bar = "import tqdm\nbar = tqdm.tqdm(range(given.steps), mininterval=0)\nfor step in bar:"
+    done = run("run", "--budget", budget, script(TRAIN.replace("for step in range(given.steps):", bar)))
+    assert "0%|" in done.err
+    said = [match.start() for match in re.finditer("lowtide[:.]", done.err)]
+    assert said
+    assert all(done.err[at - 1] in "\r\n" for at in said)
+
+
 def test_the_plan_goes_to_stdout_where_that_is_asked_for(script: Callable[[str], str], run: Run) -> None:
     done = run("run", "--budget", "90%", "--save", "-", script(TRAIN))
     assert Plan.from_json(done.out[done.out.index("{\n") : done.out.rindex("}") + 1]).budget_bytes

@@ -90,9 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
     except LowtideError as error:
-        click.echo(f"lowtide.{type(error).__name__}: {error}", err=True)
-        for note in getattr(error, "__notes__", ()):
-            click.echo(f"  {note}", err=True)
+        from lowtide.cli.source import beside_bars
+
+        with beside_bars():
+            click.echo(f"lowtide.{type(error).__name__}: {error}", err=True)
+            for note in getattr(error, "__notes__", ()):
+                click.echo(f"  {note}", err=True)
         return error.exit_code
     except click.ClickException as error:
         error.show()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,14 @@ def write(text: str, to: str) -> None:
 def say(text: str) -> None:
     """A line of ours on stderr, in the middle of what a script writes."""
     who = "lowtide" if rank() is None else f"lowtide, rank {rank()}"
-    click.echo(f"{who}: {text}", err=True)
+    with beside_bars():
+        click.echo(f"{who}: {text}", err=True)
+
+
+def beside_bars() -> AbstractContextManager[None]:
+    """A block that writes to stderr. Progress bars of the script's, by tqdm, end no line: they make room meanwhile."""
+    bars = sys.modules.get("tqdm.std")
+    return contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(file=sys.stderr)
 
 
 def rank() -> int | None:
