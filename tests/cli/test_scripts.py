@@ -478,6 +478,16 @@ def test_a_scripts_own_error_is_shown_as_python_shows_it(
     assert run("run", "--budget", "90%", train) == (1, alone.stdout, alone.stderr)
 
 
+def test_a_script_that_is_no_python_is_shown_as_python_shows_it(
+    script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train = script("import torch\ndef broken(:\n    pass\n")
+    alone = run_python(train)
+    assert "SyntaxError" in alone.stderr
+    assert run("rehearse", train) == (1, "", alone.stderr)
+    assert run("run", "--budget", "90%", train) == (1, "", alone.stderr)
+
+
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
 def test_a_script_that_is_interrupted_says_where(
     command: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython

@@ -137,8 +137,7 @@ _OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen importlib
 
 
 def _its_own(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from where the script begins: without the frames that come before it."""
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename.startswith(_OURS):
-        first = first.tb_next
-    return first or trace
+    """A traceback from where the script begins: none if it did not, as with a syntax error."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace
