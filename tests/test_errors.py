@@ -92,10 +92,21 @@ def test_infeasible_says_what_was_tried_in_vain() -> None:
 def test_the_budget_that_infeasible_offers_is_enough_to_the_byte() -> None:
     smallest = 7 * GIB + 1
     message = str(errors.Infeasible(budget_bytes=7 * GIB, smallest_peak_bytes=smallest, parts={}))
-    assert "no plan fits 7516192768 B.\n  Smallest peak: 7516192769 B." in message
+    assert "no plan fits 7 GiB.\n  Smallest peak: 7.01 GiB." in message
     offered = message.split('budget="')[1].split('"')[0]
     assert offered == "7.01GiB"
     assert parse_bytes(offered) >= smallest
+
+
+@pytest.mark.parametrize("smallest", [7 * GIB + 2**20, 7 * GIB + 2**23, 299 * 2**20 + 1, 1023 * 2**10 + 1])
+@pytest.mark.parametrize("apart", [1, 2**9])
+def test_the_smallest_peak_is_a_budget_that_is_enough_too(smallest: int, apart: int) -> None:
+    for budget in (smallest - apart, smallest // 2):
+        message = str(errors.Infeasible(budget_bytes=budget, smallest_peak_bytes=smallest, parts={}))
+        said, offered = message.split("no plan fits ")[1].split(".\n  Smallest peak: ")
+        offered = offered.split(".\n")[0]
+        assert said != offered
+        assert parse_bytes(offered) >= smallest
 
 
 def test_over_budget_says_by_how_much() -> None:

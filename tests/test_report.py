@@ -8,7 +8,7 @@ import pytest
 import lowtide
 from lowtide.fitting import Fitted
 from lowtide.foresight.sizing import Largest
-from lowtide.planner import plan
+from lowtide.planner import plan, smallest_peak
 from lowtide.report.text import decisions, extra_time
 from lowtide.verification import Verdict
 from planner.profiles import chain, transformer
@@ -75,6 +75,15 @@ def test_records_are_printed_as_the_command_line_prints_them() -> None:
 def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], more: str) -> None:
     found = Largest(size=8, foresight=None, budget_bytes=100, peaks=peaks)
     assert str(found) == f"size 8 fits: 90 B peak predicted, and there is 100 B{more}"
+
+
+def test_peaks_that_plans_reach_are_printed_as_budgets_that_are_enough() -> None:
+    profile = transformer(2)
+    _, least = smallest_peak(profile)
+    (line,) = (line for line in str(profile).splitlines() if line.startswith("smallest peak: "))
+    row = str(lowtide.frontier(profile, n_budgets=4)).splitlines()[2]
+    for said in (line.removeprefix("smallest peak: ").partition(" (")[0], " ".join(row.split()[:2])):
+        assert plan(profile, said).predicted.peak_bytes == least.peak_bytes
 
 
 def fitted_with(plain_ms: float | None, *notes: str) -> Fitted:

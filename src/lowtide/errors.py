@@ -88,7 +88,7 @@ class Infeasible(LowtideError, ValueError):
         self.smallest_peak_bytes = smallest_peak_bytes
         self.parts = dict(parts)
         self.extra_ratio = extra_ratio
-        budget, smallest = units.format_apart(budget_bytes, smallest_peak_bytes)
+        budget, smallest = units.format_apart(budget_bytes, smallest_peak_bytes, round_up=True)
         extra = "" if extra_ratio is None else f" ({units.format_ratio(extra_ratio, signed=True)} time)"
         super().__init__(
             f"no plan fits {budget}.\n"

@@ -84,9 +84,9 @@ def format_change(before_bytes: int, after_bytes: int) -> str:
     return f"{number if after.endswith(f' {unit}') else before} -> {after}"
 
 
-def format_apart(one_bytes: int, other_bytes: int) -> tuple[str, str]:
-    """Both amounts, to the byte where they differ but three figures would not show it."""
-    one, other = format_bytes(one_bytes), format_bytes(other_bytes)
+def format_apart(one_bytes: int, other_bytes: int, *, round_up: bool = False) -> tuple[str, str]:
+    """Both amounts, to the byte where they differ but three figures would not show it. `round_up` is for the other."""
+    one, other = format_bytes(one_bytes), format_bytes(other_bytes, round_up=round_up)
     if one == other and one_bytes != other_bytes:
         return f"{one_bytes} B", f"{other_bytes} B"
     return one, other

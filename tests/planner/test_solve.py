@@ -206,7 +206,7 @@ def test_the_error_offers_a_budget_that_works() -> None:
     made = plan(profile, offered)
     assert error.smallest_peak_bytes <= made.budget_bytes
     assert made.predicted.peak_bytes <= made.budget_bytes
-    assert f"Smallest peak: {format_bytes(error.smallest_peak_bytes)}" in str(error)
+    assert f"Smallest peak: {format_bytes(error.smallest_peak_bytes, round_up=True)}" in str(error)
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])

@@ -93,8 +93,9 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             plain_peak_bytes=plain.peak_bytes,
             static_bytes=profile.static.total,
             notes=(
-                f"a rehearsal says: {format_bytes(plain.peak_bytes)} as it is, {format_bytes(least.peak_bytes)} under "
-                f"the most saving plan{extra}; {format_bytes(profile.static.total)} are there before the step begins",
+                f"a rehearsal says: {format_bytes(plain.peak_bytes)} as it is, "
+                f"{format_bytes(least.peak_bytes, round_up=True)} under the most saving plan{extra}; "
+                f"{format_bytes(profile.static.total)} are there before the step begins",
             ),
         )
         return replace(found, facts=facts, actions=advise(found.message, facts, found.cause))

@@ -21,7 +21,7 @@ def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
     rows.add_column("", no_wrap=True)
     for point in sorted([*frontier.points, *others], key=lambda p: p.peak_bytes):
         rows.add_row(
-            format_bytes(point.peak_bytes),
+            format_bytes(point.peak_bytes, round_up=True),
             format_ratio(point.share),
             extra_time(point.extra_ms, frontier.step_ms),
             f"{point.extra_flops:.3g}",

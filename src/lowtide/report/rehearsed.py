@@ -32,8 +32,8 @@ def _lines(profile: Profile) -> Iterator[str]:
     if free_bytes < plain.peak_bytes:
         yield f"with gradients in place: {format_bytes(free_bytes)}, at no cost"
     _, least = smallest_peak(profile)
-    share = format_ratio(least.peak_bytes / peak_bytes)
-    yield f"smallest peak: {format_bytes(least.peak_bytes)} ({share}), {extra(least.extra_ms, profile.step_ms)}"
+    smallest, share = format_bytes(least.peak_bytes, round_up=True), format_ratio(least.peak_bytes / peak_bytes)
+    yield f"smallest peak: {smallest} ({share}), {extra(least.extra_ms, profile.step_ms)}"
     yield f"  peak{format_parts(least.peak_bytes, least.parts)}"
     yield from lever_lines(profile)
     yield from (f"note: {note}" for note in profile.notes)
