@@ -33,6 +33,11 @@ def check(model: Any, step: Any, optimizer: Any = None) -> None:
             f"optimizer takes a torch.optim.Optimizer, found {type(optimizer).__name__}. Leave it out: tensors of its "
             "own that the step's code refers to are put back without it."
         )
+    if not torch.is_grad_enabled():  # in inference mode, too
+        block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise RehearsalError(
+            f"this is called inside of torch.{block}(), where no forward has a backward: call it outside of that block."
+        )
     if not model.training:
         raise RehearsalError(
             f"{type(model).__name__} is in eval mode: its plan would not hold in training. Call model.train() first."
