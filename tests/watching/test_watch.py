@@ -165,6 +165,15 @@ def test_without_a_model_every_model_is_watched(model: nn.Module) -> None:
     assert str(watched) == f"nothing found in {BATCHES} steps"
 
 
+def test_a_loop_without_an_optimizer_is_counted_in_calls(model: nn.Module) -> None:
+    with lowtide.watch(model) as watched:
+        for batch in batches():
+            model(batch).sum().backward()
+            model.zero_grad()
+    said = f"nothing found in {BATCHES} calls of the model; no optimizer has stepped, so steps are not told apart"
+    assert str(watched) == said
+
+
 SCRIPT = """
 import sys
 from helper import answer

@@ -34,6 +34,11 @@ class Boundaries:
         self._level = 0
         self._exempt = 0.0
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether one has stepped."""
+        return self._n_optimizer_steps > 0
+
     def stepped(self, next_number: int) -> None:
         """An optimizer has stepped."""
         self._n_optimizer_steps += 1

@@ -117,6 +117,9 @@ class Watch:
         if self._failure is not None:
             return f"the watch ended early, by a fault of its own: {self._failure!r}"
         if not found:
+            if self._has_begun and not self._boundaries.has_optimizer:
+                calls = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
+                return f"nothing found in {calls}; no optimizer has stepped, so steps are not told apart"
             return f"nothing found in {self.n_steps} step{'s' * (self.n_steps != 1)}"
         return "\n\n".join(map(str, found))
 
