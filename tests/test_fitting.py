@@ -97,6 +97,12 @@ def test_the_summary_says_what_was_reached_and_proven(fitted):
     assert "bit-identical to the plain step: loss, gradients, parameters, optimizer state and random numbers" in text
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_is_fitted_is_not_copied_and_says_what_is(fitted, copied):
+    with pytest.raises(lowtide.LowtideError, match=r"lowtide\.apply\(model, fitted\.plan\)"):
+        copied(fitted[1])
+
+
 def test_records_survive_json(fitted):
     _, fitted = fitted
     assert Plan.from_json(fitted.plan.to_json()) == fitted.plan

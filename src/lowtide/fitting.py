@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowtide._removable import Removable
 from lowtide.applying import Applied, apply
@@ -46,6 +46,13 @@ class Fitted(Removable):
     def remove(self) -> None:
         """Give the model back as it was."""
         self.applied.remove()
+
+    def __reduce__(self) -> NoReturn:
+        raise LowtideError(
+            f"a {type(self).__name__} is a plan in force on one model: it can't be copied or pickled. Copy the model, "
+            "which has no plan then, and put the plan on it with lowtide.apply(model, fitted.plan); "
+            "fitted.plan.to_json(path) keeps it."
+        )
 
     def __str__(self) -> str:
         plan, verdict = self.plan, self.verdict
