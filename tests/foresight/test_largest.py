@@ -86,6 +86,9 @@ def test_the_largest_batch_for_a_card_is_sure_to_fit_and_twice_that_is_not(setti
     assert found.peaks[found.size] <= found.budget_bytes < 2 * 2**30
     larger = {"x": torch.empty(2 * found.size, 64), "y": torch.zeros(2 * found.size, dtype=torch.long)}
     assert not lowtide.foresee(model, step, larger, device="cuda:2GiB").fits
+    with pytest.raises(lowtide.BudgetError, match="the peak that it is a share of is not known") as refused:
+        lowtide.largest(nn.Linear(1, 1), lambda batch: None, torch.randn(1), budget="50%")
+    assert "60%" not in str(refused.value)
     with pytest.raises(lowtide.BudgetError, match="RTX 4090"):
         lowtide.largest(model, step, batch)
 

@@ -14,7 +14,7 @@ from lowtide.errors import BudgetError, Infeasible, RehearsalError
 from lowtide.foresight.foreseeing import Foresight, foresee
 from lowtide.identity import tensors_in, with_tensors
 from lowtide.memory.cards import Card, context_bytes, parse_card
-from lowtide.units import format_apart, format_bytes, parse_budget
+from lowtide.units import format_apart, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -101,7 +101,7 @@ def largest(
 
 def _limit(budget: int | str | None, card: Card | None) -> int:
     if budget is not None:
-        return parse_budget(budget)
+        return parse_bytes(budget)
     if card is None:
         raise BudgetError('give a budget="8GiB", or a device="RTX 4090" whose memory it has to fit in.')
     return card.total_bytes - context_bytes(card)[1]
