@@ -114,8 +114,14 @@ def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
     if lever.name in DEFAULT and after.profile.levers[-1].bytes < SMALL * before.peak_bytes:
         raise NoUse("it saves too little")
     if more_ms and before.has_plan and (saved_ms := before.extra_ms - after.extra_ms + more_ms) <= more_ms:
-        raise NoUse(f"it takes {format_time(more_ms)} a step, and saves {format_time(saved_ms)} of remakes and replays")
+        raise NoUse(does_not_pay(more_ms, saved_ms))
     return after
+
+
+def does_not_pay(more_ms: float, saved_ms: float) -> str:
+    """Why a lever is not used that takes `more_ms` a step: the plan with it need not save anything."""
+    saved = format_time(saved_ms) if saved_ms > 0 else "nothing"
+    return f"it takes {format_time(more_ms)} a step, and saves {saved} of remakes and replays"
 
 
 def _more_ms(site: Site, before: tuple[Pulled, ...], after: tuple[Pulled, ...]) -> float:

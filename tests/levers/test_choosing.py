@@ -1,0 +1,16 @@
+"""Why a lever that takes time is not used."""
+
+import pytest
+
+from lowtide.levers.choosing import does_not_pay
+
+
+@pytest.mark.parametrize(
+    ("saved_ms", "why"),
+    [
+        (8.0, "it takes 12 ms a step, and saves 8 ms of remakes and replays"),
+        (-7.56, "it takes 12 ms a step, and saves nothing of remakes and replays"),
+    ],
+)
+def test_what_a_lever_takes_and_saves(saved_ms: float, why: str) -> None:
+    assert does_not_pay(12.0, saved_ms) == why
