@@ -221,6 +221,14 @@ def over_budget(
 ) -> OverBudget:
     """What is raised when no plan keeps to the budget: `measured` are the peaks of those that were tried."""
     notes = made.notes if any(OTHER_WORK in note for note in made.notes) else (*made.notes, OTHER_WORK)
+    plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
+    if min(measured) > plain_bytes:
+        notes = (
+            f"that is more than the plain step's {format_bytes(plain_bytes)}, so something else was in memory, as the "
+            "graph of a batch that was skipped before its backward: `lowtide watch` says what a script leaves there, "
+            "and who holds it",
+            *notes,
+        )
     return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
 
 

@@ -194,6 +194,25 @@ def test_a_plan_that_was_made_before_and_is_over_its_budget_ends_the_script(
     assert "The script was ended after its update 2." in done.err
 
 
+SKIPS = TRAIN.replace(
+    "    optimizer.zero_grad()",
+    "    if step == 1:\n        continue  # its graph is there during the next forward\n    optimizer.zero_grad()",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_more"),
+    [(SKIPS, True), (grown(by_bytes=250_000, after=0), False)],
+    ids=["a skipped batch", "a little more"],
+)
+def test_a_peak_above_the_plain_steps_is_said_to_be_of_something_else(
+    text: str, is_more: bool, plan_file: str, script: Callable[[str], str], run: Run
+) -> None:
+    done = run("run", "--plan", plan_file, script(text))
+    assert done.code == 1
+    assert ("more than the plain step's 2.89 MiB, so something else was in memory" in done.err) == is_more
+
+
 def test_a_plan_that_was_made_before_and_has_smaller_batches_only_is_not_measured(
     plan_file: str, script: Callable[[str], str], run: Run
 ) -> None:
