@@ -213,13 +213,18 @@ def test_a_peak_above_the_plain_steps_is_said_to_be_of_something_else(
     assert ("more than the plain step's 2.89 MiB, so something else was in memory" in done.err) == is_more
 
 
-def test_a_plan_that_was_made_before_and_has_smaller_batches_only_is_not_measured(
+def test_a_plan_that_was_made_before_and_has_smaller_batches_only_is_measured_on_them(
     plan_file: str, script: Callable[[str], str], run: Run
 ) -> None:
+    smaller = ("--rows", "128", "--steps")
     for n_steps, n_seen in ((3, 3), (30, 20)):
-        done = run("run", "--plan", plan_file, script(TRAIN), "--rows", "128", "--steps", str(n_steps))
+        done = run("run", "--plan", plan_file, script(TRAIN), *smaller, str(n_steps))
         assert done.code == 0
-        assert f"no step like the planned one came in {n_seen} steps: its peak was not measured" in done.err
+        said = f"in {n_seen} steps under the plan no batch was as large as the one it is for: the largest measured peak"
+        assert re.search(f"{said} is 1\\.[0-9]+ MiB\n", done.err)
+    done = run("run", "--plan", plan_file, script(grown(by_bytes=10_000_000, after=0)), *smaller, "3")
+    assert (done.code, done.out.count("0x")) == (1, 1)
+    assert "lowtide.OverBudget: the measured peak stayed above the budget" in done.err
 
 
 def test_a_plan_that_was_made_before_goes_with_the_scripts_own_profiler(
@@ -322,7 +327,7 @@ def test_what_was_not_there_is_said_in_words(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for user in ("script.crews", "rehearsal.observed"):  # who imports it from the other first
+    for user in ("script.rehearsing", "rehearsal.observed"):  # who imports it from the other first
         monkeypatch.setattr(f"lowtide.{user}.PATIENCE", 7)
     done = run(*command, script(text), *args)
     assert done.code == 2

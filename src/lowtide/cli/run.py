@@ -51,7 +51,8 @@ def run(
 
     from lowtide.levers import in_script
     from lowtide.planner.records import Plan
-    from lowtide.script.crews import Applying, Fitting
+    from lowtide.script.applying import Applying
+    from lowtide.script.fitting import Fitting
     from lowtide.script.running import Script
     from lowtide.script.watching import run_watched
 

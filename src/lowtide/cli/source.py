@@ -114,7 +114,7 @@ def profile_of(
 
     require_torch(f"lowtide, to rehearse {target},")
     from lowtide.levers import in_script
-    from lowtide.script.crews import Rehearsing
+    from lowtide.script.rehearsing import Rehearsing
     from lowtide.script.running import Script
     from lowtide.script.watching import run_watched
 

@@ -1,4 +1,7 @@
-"""A step of a script under a plan: its peak, and whether its backward reads the bits that were saved."""
+"""A step of a script under a plan: its peak, and whether its backward reads the bits that were saved.
+
+And what is said where such steps don't come.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.left import with_left
 from lowtide.script.callers import models_at_hand
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from lowtide.applying import Applied
+
+PASSED_OVER = (
+    "another model is trained now, without a plan: a plan is for one model object, the first that was trained. Run "
+    "each in a process of its own, or call lowtide.fit in the script"
+)
 
 
 class Measured:
@@ -36,3 +45,9 @@ class Measured:
     def leave(self) -> None:
         """End it, wherever it is. May be called again."""
         self._stack.close()
+
+
+def smaller_only(n_steps: int, most_bytes: int) -> str:
+    """What is said of a plan that got no batch of its size. `most_bytes`: the largest measured peak, 0 if none was."""
+    said = f"the largest measured peak is {format_bytes(most_bytes)}" if most_bytes else "no peak was measured"
+    return f"in {n_steps} steps under the plan no batch was as large as the one it is for: {said}"

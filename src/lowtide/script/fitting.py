@@ -1,0 +1,159 @@
+"""The steps of a script, fitted into a budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.applying import Applied, apply
+from lowtide.errors import Infeasible, RehearsalError
+from lowtide.fitting import REPAIRS, over_budget
+from lowtide.identity import fingerprint
+from lowtide.planner import plan
+from lowtide.rehearsal.observed import PATIENCE
+from lowtide.remat.given import no_larger, shapes_in
+from lowtide.script.measured import PASSED_OVER, Measured, smaller_only
+from lowtide.script.rehearsing import Rehearsing
+from lowtide.units import format_bytes, format_change, format_ratio, format_time
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Plan, Pulled
+
+
+class Fitting:
+    """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
+
+    def __init__(self, budget: int | str, say: Callable[[str], None], levers: tuple[Pulled, ...] = ()) -> None:
+        self.done = False
+        self.plan: Plan | None = None
+        self.when_kept: Callable[[Plan], object] = lambda plan: None
+        """Called with the plan that stays in force: its peak is within the budget, or there was none to measure."""
+        self._budget, self._say = budget, say
+        self._rehearsing = Rehearsing(stop=False, levers=levers)
+        self._applied: Applied | None = None
+        self._over: list[int] = []
+        """Peaks that were measured under plans, and were over the budget."""
+        self._most = 0
+        """The largest that was within it."""
+        self._passed_over = 0
+        """Steps under a plan, on other batches than the one that it is for."""
+        self._is_planned = False
+        """Whether this step is on such a batch."""
+        self._told = False
+        """Whether it was said that sizes vary."""
+        self._open: Measured | None = None
+
+    @property
+    def awaits(self) -> str:
+        if self.plan is None:
+            return self._rehearsing.awaits
+        return "took a step under its plan, which is for that one object: another of its class runs without"
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Rehearse this step, or run it under the plan and measure it."""
+        if self.plan is None:
+            self._rehearsing.begins(model, batch, optimizers)
+            return
+        self._rehearsing.leaves()
+        if self._applied is None or self._applied.plan is not self.plan:
+            self._put_in_force(model, self.plan)
+        found, planned = fingerprint(model, batch).batch, self.plan.fingerprint.batch
+        self._passed_over += found != planned
+        if no_larger(shapes_in(found), shapes_in(planned)):
+            assert self._applied is not None
+            self._open = Measured(model, batch, optimizers, self._applied)
+            self._is_planned = found == planned
+        elif self._passed_over >= PATIENCE:
+            self._keep(self.plan)
+
+    def ends(self, model: nn.Module) -> None:
+        """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
+        if self.plan is None:
+            self._rehearsing.ends(model)
+            if self._rehearsing.n_sizes > 1 and not self._told:
+                self._told = True
+                self._say(f"batches are of several sizes: the largest of {PATIENCE} steps is planned for")
+            if self._rehearsing.profile is not None:
+                self.plan = plan(self._rehearsing.profile, self._budget)
+                self._announce(self.plan)
+        elif self._open is not None:
+            step, self._open = self._open, None
+            self._judge(self.plan, step.peak_bytes())
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one."""
+        self._rehearsing.gives_up(model)
+
+    def loses_track(self, why: RehearsalError) -> None:
+        """Without the end of a step there is no rehearsal."""
+        self._rehearsing.loses_track(why)
+
+    def finish(self) -> None:
+        """The plan stays in force, also where it had smaller batches only."""
+        if self.plan is not None and self._passed_over and not self.done:
+            self._keep(self.plan)
+
+    def passes_over(self) -> None:
+        """Say that there is no plan for what is trained."""
+        self._say(PASSED_OVER)
+
+    def leaves(self) -> None:
+        """End what is in force for a step only; the plan stays."""
+        self._rehearsing.leaves()
+        if self._open is not None:
+            self._open.leave()
+
+    def _finish(self) -> None:
+        """The plan stays in force; nobody here holds the model any longer."""
+        self.done, self._applied, self._rehearsing = True, None, Rehearsing()
+
+    def _keep(self, made: Plan) -> None:
+        """The plan stays in force, of which no batch that it is for has come."""
+        self._say(smaller_only(self._passed_over, self._most))
+        self.when_kept(made)
+        self._finish()
+
+    def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
+        if self._applied is not None:
+            self._applied.remove()
+        self._applied = apply(model, plan, say=self._say)
+
+    def _announce(self, plan: Plan) -> None:
+        from lowtide.report.text import decisions, lever_lines
+
+        change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
+        self._say(
+            f"{change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
+            f"+{format_time(plan.predicted.extra_ms)} a step; in force from the next step on"
+        )
+        for line in (decisions(plan), *lever_lines(plan)):
+            self._say(line)
+
+    def _judge(self, made: Plan, measured_bytes: int) -> None:
+        if measured_bytes <= made.budget_bytes:
+            self._most = max(self._most, measured_bytes)
+            if self._is_planned:
+                share = format_ratio(measured_bytes / made.plain.peak_bytes)
+                self._say(
+                    f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget"
+                )
+                self.when_kept(made)
+                self._finish()
+            elif self._passed_over >= PATIENCE:
+                self._keep(made)
+            return
+        self._over.append(measured_bytes)
+        over = measured_bytes - made.budget_bytes
+        self._say(f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning again")
+        assert self._rehearsing.profile is not None
+        with contextlib.suppress(Infeasible):
+            if len(self._over) < REPAIRS:
+                lower = plan(self._rehearsing.profile, max(1, made.predicted.peak_bytes - over))
+                self.plan = replace(lower, budget_bytes=made.budget_bytes)
+                return
+        raise over_budget(self._rehearsing.profile, made.budget_bytes, self._over)

@@ -1,0 +1,119 @@
+"""Rehearsals of the steps of a script."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import RehearsalError
+from lowtide.levers import put_on
+from lowtide.levers.lever import NoUse
+from lowtide.rehearsal.checks import check_uncompiled
+from lowtide.rehearsal.observed import PATIENCE, Observed
+from lowtide.script.callers import models_at_hand
+from lowtide.script.steps import Enough
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.levers import PulledOn
+    from lowtide.planner.records import Profile, Pulled
+
+TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
+
+MOST_UNUSABLE = 6
+"""Steps that may be of no use before the rehearsal is given up."""
+
+ONE_FORM = (
+    "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
+    "lowtide.rehearse or lowtide.fit."
+)
+
+
+class Rehearsing:
+    """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
+
+    awaits = TWO_STEPS
+
+    def __init__(self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = ()) -> None:
+        self.done = False
+        self.profile: Profile | None = None
+        self._levers = levers
+        self._on: PulledOn | None = None
+        self.n_steps = 0
+        """Steps that were seen to their end."""
+        self._plain, self._stop = plain, stop
+        self._observed: Observed | None = None
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Look at this step. Raises RehearsalError for a model that can't be planned for."""
+        check_uncompiled(model)
+        if self._observed is None:
+            self._observed = Observed(model, plain=self._plain)
+        if self._on is None:
+            self._on = _put_on(model, self._levers)
+        self._observed.begin(batch, optimizers, models_at_hand())
+
+    def ends(self, model: nn.Module) -> None:
+        """See whether that was enough. Raises RehearsalError where it will never be."""
+        assert self._observed is not None
+        self._observed.end()
+        self.n_steps += 1
+        if self._observed.profile is not None:
+            self._finish(self._observed.profile)
+            if self._stop:
+                raise Enough
+        elif len(self._observed.why) >= MOST_UNUSABLE:
+            raise RehearsalError(
+                f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
+            )
+        elif self._observed.n_steps >= PATIENCE:
+            raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one form.\n{ONE_FORM}")
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one."""
+        self.leaves()
+        self._observed = None
+
+    def loses_track(self, why: RehearsalError) -> None:
+        """Without the end of a step there is no rehearsal."""
+        raise why
+
+    def passes_over(self) -> None:
+        """Nothing: another model was not asked for."""
+
+    def finish(self) -> None:
+        """The largest size that came often enough is what was rehearsed, if none was before."""
+        if self._observed is not None and not self.done:
+            self._observed.finish()
+            if self._observed.profile is not None:
+                self._finish(self._observed.profile)
+
+    def leaves(self) -> None:
+        """Take everything out."""
+        if self._observed is not None:
+            self._observed.leave()
+        if self._on is not None:
+            self._on.remove()
+            self._on = None
+
+    def _finish(self, profile: Profile) -> None:
+        assert self._on is not None
+        try:
+            self._on.check()
+        except NoUse as why:
+            raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
+        self.profile, self.done = replace(profile, levers=self._levers), True
+
+    @property
+    def n_sizes(self) -> int:
+        """How many sizes of batches there were."""
+        return 0 if self._observed is None else self._observed.n_sizes
+
+
+def _put_on(model: nn.Module, levers: tuple[Pulled, ...]) -> PulledOn:
+    try:
+        return put_on(model, levers, None)
+    except NoUse as why:
+        raise RehearsalError(f"a lever that was asked for can't be put on: {why}. Leave it out.") from why
