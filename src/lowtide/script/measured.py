@@ -50,4 +50,4 @@ class Measured:
 def smaller_only(n_steps: int, most_bytes: int) -> str:
     """What is said of a plan that got no batch of its size. `most_bytes`: the largest measured peak, 0 if none was."""
     said = f"the largest measured peak is {format_bytes(most_bytes)}" if most_bytes else "no peak was measured"
-    return f"in {n_steps} steps under the plan no batch was as large as the one it is for: {said}"
+    return f"in {n_steps} steps under the plan no batch was of the size it is for: {said}"
