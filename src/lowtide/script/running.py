@@ -113,7 +113,7 @@ def _no_interrupt_lost() -> Iterator[None]:
 
     def dropped(what: sys.UnraisableHookArgs) -> None:
         if what.exc_type is KeyboardInterrupt:
-            threading.Timer(0.01, signal.raise_signal, (signal.SIGINT,)).start()  # not here: this is such a place, too
+            threading.Timer(0.01, _interrupt).start()  # not here: this is such a place, too
         else:
             own(what)
 
@@ -123,6 +123,16 @@ def _no_interrupt_lost() -> Iterator[None]:
     finally:
         if sys.unraisablehook is dropped:
             sys.unraisablehook = own
+
+
+def _interrupt() -> None:
+    """Interrupt the main thread, also where it waits: a signal to another one would only be noticed after that."""
+    if sys.platform == "win32":
+        signal.raise_signal(signal.SIGINT)
+    else:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
 
 
 def _exit_code(end: SystemExit) -> int:
