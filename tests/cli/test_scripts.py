@@ -369,27 +369,27 @@ def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str
 
 
 def test_of_batches_of_many_sizes_the_largest_is_planned_for(
-    script: Callable[[str], str], run: Run, run_python: RunPython
+    script: Callable[[str], str], run_python: RunPython
 ) -> None:
     train, rows = script(TRAIN), ("--steps", "9", "--rows", "200", "256", "224", "200", "256")
-    done = run("run", "--budget", "90%", train, *rows)
-    assert (done.code, done.out) == (0, run_python(train, *rows).stdout)
-    assert done.err.count("batches are of several sizes: the largest of 20 steps is planned for") == 1
-    assert done.err.count("within the budget") == 1
-    assert "was given" not in done.err
+    done = run_python("-m", "lowtide", "run", "--budget", "90%", train, *rows)
+    assert (done.returncode, done.stdout) == (0, run_python(train, *rows).stdout)
+    assert done.stderr.count("batches are of several sizes: the largest of 20 steps is planned for") == 1
+    assert done.stderr.count("within the budget") == 1
+    assert "was given" not in done.stderr
 
 
 def test_where_no_two_batches_are_of_one_size_the_largest_is_planned_for(
-    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+    script: Callable[[str], str], run_python: RunPython, tmp_path: Path
 ) -> None:
     saved = str(tmp_path / "plan.json")
     sizes = [7 * n % 64 for n in range(48)]  # each is there once
     train, rows = script(TRAIN), ("--steps", "48", "--rows", *(str(200 + size) for size in sizes))
-    done = run("run", "--budget", "60%", "--save", saved, train, *rows)
-    assert (done.code, done.out) == (0, run_python(train, *rows).stdout)
+    done = run_python("-m", "lowtide", "run", "--budget", "60%", "--save", saved, train, *rows)
+    assert (done.returncode, done.stdout) == (0, run_python(train, *rows).stdout)
     made = Plan.from_json(saved)
     assert made.fingerprint.batch == f"[{200 + max(sizes[1:20])}, 64] float32"
-    assert "in 20 steps under the plan no batch was of the size it is for: the largest measured" in done.err
+    assert "in 20 steps under the plan no batch was of the size it is for: the largest measured" in done.stderr
 
 
 def test_a_plan_that_had_smaller_batches_only_is_saved_and_that_is_said(
