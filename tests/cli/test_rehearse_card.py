@@ -167,3 +167,56 @@ def test_models_beside_the_trained_one_are_on_the_card_from_the_start(rehearse) 
     parameters = 4 * (65 * 4096 + 65 * 256 + 257 * 4096)
     assert json.loads(out)[0]["peak_requested_bytes"] > 1.9 * parameters - 4 * 65 * 4096  # and gradients of the model
     assert len(json.loads(out)[0]["assumed"]) == 2  # the second batch, where the model and where the teacher reads it
+
+
+def test_a_model_that_is_called_in_parts_is_rehearsed_as_it_is_as_a_whole(rehearse) -> None:
+    as_whole = TRAIN.replace("model = torch.compile(model)", "")
+    calls = "model[3](model[2](model[1](model[0](x))))"
+    whole_code, whole, _ = rehearse("--device", "RTX 3060", "--json", "-", text=as_whole)
+    code, parts, err = rehearse("--device", "RTX 3060", "--json", "-", text=as_whole.replace("model(x)", calls))
+    assert (whole_code, code) == (0, 0), err
+    (alone,), (found,) = json.loads(whole), json.loads(parts)
+    for bytes_of in ("peak_requested_bytes", "peak_reserved_bytes"):
+        assert found[bytes_of] == alone[bytes_of]
+    assert "same weights True Parameter" in err
+
+
+def test_something_small_that_is_called_before_the_model_is_not_taken_for_it(rehearse) -> None:
+    first = "model[0](torch.randn(2, 64).to(device)); "
+    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=TRAIN.replace("try:", f"{first}\ntry:"))
+    _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-")
+    assert code == 0, err
+    assert json.loads(out)[0]["peak_reserved_bytes"] == json.loads(alone)[0]["peak_reserved_bytes"]
+
+
+LOOP = """
+import random, torch
+from pydoc_data.topics import topics
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BertConfig, BertForMaskedLM
+
+random.seed(0)
+text = "".join(topics.values()).encode()
+size = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=256)
+model = BertForMaskedLM(BertConfig(**size)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(9):
+    starts = [random.randrange(len(text) - 200) for _ in range(8)]
+    rows = [torch.tensor(list(text[at : at + random.randint(20, 200)])) for at in starts]
+    ids = pad_sequence(rows, batch_first=True).cuda()
+    mask = ids > 0
+    chosen = (torch.rand(ids.shape) < 0.15).cuda() & mask
+    labels = ids.masked_fill(~chosen, -100)
+    ids[chosen] = 255
+    loss = model(ids, attention_mask=mask, labels=labels).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+def test_a_loop_that_pads_and_masks_by_itself(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 4090", text=LOOP)
+    assert code == 0, err
+    assert "it fits" in out

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import lowtide
 
@@ -111,6 +111,92 @@ def test_a_value_written_over_is_not_known_any_longer(model):
         return range(int(total))
 
     assert "test_questions.py:" in refused(model, step, (BATCH, torch.tensor(3)))
+
+
+@pytest.mark.parametrize("device", [None, "L4"])
+def test_what_the_step_makes_from_lists_and_arrays_is_known(device):
+    model = nn.Embedding(128, 8)
+    place = "cuda" if device else "cpu"
+    texts = [b"to be", b"or not to be, that is", b"the question"]
+
+    def padded() -> list[torch.Tensor]:
+        rows = [torch.tensor(list(text)) for text in texts]
+        by_torch = pad_sequence(rows, batch_first=True)
+        by_slices = torch.zeros(3, 21, dtype=torch.long)
+        by_rows = torch.empty(3, 21, dtype=torch.long).fill_(0)
+        array = np.zeros((3, 21), dtype=np.int64)
+        for row, text in enumerate(texts):
+            by_slices[row, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            by_rows.select(0, row).narrow(0, 0, len(text)).copy_(rows[row])
+            array[row, : len(text)] = list(text)
+        return [by_torch, by_slices, by_rows, torch.from_numpy(array)]
+
+    def step(batch):
+        for ids in padded():
+            mask = ids > 0
+            assert not mask.all()
+            assert mask.sum(1).tolist() == [5, 21, 12]
+            ids[~mask] = 127
+            assert ids[0, 5:].eq(127).all()
+            model(ids.to(place))[mask.to(place)].sum().backward()
+
+    assert len(lowtide.foresee(model, step, None, **({"device": device} if device else {})).assumed) == 0
+
+
+def test_what_is_written_through_one_view_is_seen_through_all_and_no_real_tensor_has_it(model):
+    mask, array = torch.ones(4, 6, dtype=torch.long), np.zeros(3)
+
+    def step(batch):
+        mask.fill_(1)  # it is the second step's, too
+        mask[2, 1:3] = 0
+        rows = mask.view(-1)[12:18]
+        assert rows.tolist() == [1, 0, 0, 1, 1, 1]
+        rows.numpy()[3] = 7
+        assert mask.sum() == 28
+        mask.t()[0].copy_(mask[:, 3])
+        assert mask[2].tolist() == [7, 0, 0, 7, 1, 1]
+        torch.from_numpy(array).add_(1)
+        model(batch).sum().backward()
+
+    lowtide.foresee(model, step, BATCH)
+    assert torch.equal(mask, torch.ones(4, 6, dtype=torch.long))
+    assert not array.any()
+
+
+def test_after_an_unknown_write_no_view_is_known(model):
+    def step(batch):
+        mask = torch.ones(4, 6, dtype=torch.long)
+        row = mask[0]
+        mask[3] = model(batch)[0, 0].long()
+        return row.tolist()[0] == 1
+
+    assert "test_questions.py:" in refused(model, step)
+
+
+def test_what_batch_norm_writes_is_not_known() -> None:
+    model = nn.BatchNorm1d(16)
+
+    def step(batch):
+        model(batch).sum().backward()
+        return bool(model.running_mean[0] > 0)
+
+    assert "test_questions.py:" in refused(model, step)
+
+
+def test_what_is_decided_by_chance_is_noted_and_draws_from_no_generator_of_the_script(model):
+    generator = torch.Generator().manual_seed(3)
+    before, of_all = generator.get_state(), torch.get_rng_state()
+
+    def step(batch):
+        x = batch if torch.rand((), generator=generator) < 0.5 else batch[:16]
+        chosen = torch.rand(len(x), 4) < 0.3
+        model(x)[chosen].sum().backward()
+
+    foreseen = lowtide.foresee(model, step, BATCH)
+    assert len(foreseen.assumed) == 2  # lines
+    assert all("random" in note for note in foreseen.assumed)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), of_all)
 
 
 def test_gradient_scaling_and_schedules_work_and_come_back(model):

@@ -16,7 +16,18 @@ import torch
 
 from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
-from lowtide.foresight.kinds import ALL_OR_ANY, BY_INTEGERS, BY_SHAPE, CHOICES, INDEXING, NOT_IN_HEALTH, PACKING
+from lowtide.foresight import contents
+from lowtide.foresight.kinds import (
+    ALL_OR_ANY,
+    BY_INTEGERS,
+    BY_SHAPE,
+    CHOICES,
+    GATHERING,
+    INDEXING,
+    NOT_IN_HEALTH,
+    PACKING,
+    UNDECLARED,
+)
 from lowtide.foresight.lines import Unforeseeable, where
 
 if TYPE_CHECKING:
@@ -33,23 +44,11 @@ _CPU = torch.device("cpu")
 LARGEST_KNOWN = 2**20
 """Elements of integers and booleans up to which contents are known: a batch of tokens, a mask."""
 LARGEST_KNOWN_FLOAT = 2**12
-LARGEST_DRAWN = 16
-"""Elements of random tensors up to which they are drawn."""
-
 HEALTH = "no NaN or infinity"
+DRAWN = "random numbers are as they were drawn"
 EVENLY = "experts, or whatever is chosen here, are chosen evenly"
 
-_ATTRIBUTE = "_lowtide_known"
 _LEFT_REAL = "_lowtide_left_real"
-
-
-class _Known:
-    """The contents of a fake tensor and what they assume; `writes`: how often its memory had been written to then."""
-
-    __slots__ = ("assumed", "value", "writes")
-
-    def __init__(self, value: Tensor, writes: int, assumed: str) -> None:
-        self.value, self.writes, self.assumed = value, writes, assumed
 
 
 class Answers:
@@ -60,35 +59,39 @@ class Answers:
         self.notes: dict[str, None] = {}
         self.refused: Unforeseeable | None = None
         """The first question without an answer: who cleans up after it may ask more."""
-        self._writes: dict[int, int] = {}
+        self._generators: dict[torch.Generator, torch.Generator] = {}
 
     # --- what is known
 
     def introduce(self, twin: Tensor, real: Tensor) -> None:
         """A twin's contents are those of the real tensor, but a parameter's: the step changes these."""
-        if _known(twin) is None and not real.requires_grad and real.device.type != "meta" and _is_small(real):
-            with _torch.on_real_tensors():
-                self._learn(twin, real.detach())
+        if not real.requires_grad and real.device.type != "meta" and not contents.is_met(twin):
+            contents.borrow(twin, real)
+
+    def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        """The contents of a fake tensor as an array, which Python code may write to."""
+        with _torch.on_real_tensors():
+            value = contents.writable(tensor)
+            if value is not None:
+                return func(value, *args, **kwargs)
+            if (value := contents.value(tensor)) is None:
+                raise self.refusal("it asks for the contents of a tensor")
+            array = func(value, *args, **kwargs)
+            array.setflags(write=False)  # it is a real tensor's memory, too large for a copy
+            return array
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
         """A copy's contents are those of its tensor."""
-        known = self._fresh(tensor)
-        if known is not None:
-            self._learn(copy, known.value, known.assumed)
+        contents.share(tensor, copy)
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The contents of a fake tensor, if they are known. Not to be written to."""
-        known = self._fresh(tensor)
-        return None if known is None else known.value
-
-    def _fresh(self, tensor: Tensor) -> _Known | None:
-        known = _known(tensor)
-        if known is None or known.writes != self._writes.get(_torch.storage_id(tensor), 0):
-            return None
-        return known
+        with _torch.on_real_tensors():
+            return contents.value(tensor)
 
     def _learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
-        setattr(tensor, _ATTRIBUTE, _Known(value, self._writes.get(_torch.storage_id(tensor), 0), assumed))
+        with _torch.on_real_tensors():
+            contents.learn(tensor, value, assumed)
 
     # --- operators
 
@@ -101,9 +104,8 @@ class Answers:
         if func in INDEXING:
             return self._index(func, args, kwargs)
         for tensor in tensors:
-            known = self._fresh(tensor)
-            if known is not None:
-                self._note_assumed(known)
+            if contents.is_known(tensor):
+                self._note_assumed(tensor)
             elif not (func in BY_INTEGERS and tensor.dtype.is_floating_point):
                 raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
         real = self._run(func, args, kwargs)
@@ -130,71 +132,64 @@ class Answers:
             if index is None or index.dtype not in _MASKS:
                 indices.append(index)
                 continue
-            mask = self._fresh(index)
+            mask = self.value(index)
             if mask is None:
                 raise self.refusal("how many elements it takes depends on a mask")
-            self._note_assumed(mask)
+            self._note_assumed(index)
             with _torch.on_real_tensors():
-                numbers = mask.value.nonzero().unbind(1)
+                numbers = mask.nonzero().unbind(1)
             for number in numbers:
                 fake = self._fake_like(number, index.device)
-                self._learn(fake, number, mask.assumed)
+                self._learn(fake, number, contents.assumed(index))
                 indices.append(fake)
         args[1][:] = indices
         return False, None
 
     def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """An operator has run: note what is known of its results."""
+        """An operator has run: note what is known of its results, and of what it has written to."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             for gradient in args[0]:
-                self._write(gradient)
+                contents.forget(gradient)
             return  # what it found stays as it was: nothing
-        writes = _torch.written_by(func)
-        if not made:
-            self._written(func, args, kwargs, tensors, writes)
+        targets = _targets(_torch.written_by(func), args, kwargs)
+        changes = targets or not all(map(contents.is_known, made))
+        if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
             return
-        known = [self._fresh(tensor) for tensor in tensors]
-        if (all(known) or func in BY_SHAPE) and self._is_worth(func, () if func in BY_SHAPE else tensors, made):
-            real = self._run(func, args, kwargs)
-            assumed = next((k.assumed for k in known if k is not None and k.assumed), "")
-            results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
-            self._note_writes(writes, args, kwargs)
-            for fake, value in zip(made, results, strict=False):
-                if fake.shape == value.shape:
-                    self._learn(fake, value, assumed)
-            return
-        self._note_writes(writes, args, kwargs)
+        for target in (*targets, *_targets(UNDECLARED.get(func, ()), args, kwargs)):
+            contents.forget(target)
         verdict = self._healthy(func, args, tensors)
         with _torch.on_real_tensors():
             if verdict is not None:
-                self._learn(made[0], torch.tensor(verdict).expand(made[0].shape), HEALTH)
+                contents.learn_alike(made[0], torch.tensor(verdict), HEALTH)
             elif func in CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
-                self._learn(made[-1], _evenly(made[-1], count), EVENLY)
+                contents.learn(made[-1], _evenly(made[-1], count), EVENLY)
 
-    def _written(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], writes: tuple[int | str, ...]) -> None:
-        """An operator has run that gives nothing back, as those on lists of tensors in place do: step counters."""
-        targets = _targets(writes, args, kwargs)
-        known = [self._fresh(tensor) for tensor in tensors]
-        values: list[Tensor] = []
-        if all(known) and all(_is_small(tensor) for tensor in tensors):
-            with _torch.on_real_tensors():
-                copies = {id(t): k.value.clone() for t, k in zip(tensors, known, strict=True) if k is not None}
-                args, kwargs = tree_map(lambda x: copies.get(id(x), x), (args, kwargs))
-                func(*args, **kwargs)
-            values = [copies[id(target)] for target in targets]
-        for target in targets:
-            self._write(target)
-        for target, value in zip(targets, values, strict=False):
-            self._learn(target, value)
+    def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+        """Whether an operator can be run on contents, which are small."""
+        if func in BY_SHAPE:
+            tensors = ()
+        elif func in GATHERING:
+            tensors = tensors[1:] if contents.is_known(tensors[0]) else tensors
+        return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
+        """Run an operator on contents, and learn what it gives. False if what it writes to can't be had."""
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        assumed = DRAWN if _torch.draws(func) else next(filter(None, map(contents.assumed, given)), "")
+        with _torch.on_real_tensors():
+            written = {id(target): contents.writable(target, assumed) for target in targets}
+        if any(found is None for found in written.values()):
+            return False
+        real = self._run(func, args, kwargs, written)
+        results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
+        for fake, value in zip(made, results, strict=False):
+            if fake.shape == value.shape and not contents.is_known(fake):
+                self._learn(fake, value, assumed)
+        return True
 
     def _fake_like(self, real: Tensor, device: torch.device) -> Tensor:
         with self._fakes:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
-
-    def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-        if _torch.draws(func):
-            return all(tensor.numel() <= LARGEST_DRAWN for tensor in made)
-        return all(_is_small(tensor) for tensor in (*tensors, *made))
 
     def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
         """What a step without NaN and infinity would answer; None for no such question."""
@@ -205,49 +200,59 @@ class Answers:
         if func in (aten.eq.Scalar, aten.ne.Scalar) and isinstance(args[1], float) and math.isinf(args[1]):
             return func is aten.ne.Scalar
         if func in ALL_OR_ANY and len(tensors) == 1:
-            known = self._fresh(tensors[0])
-            if known is not None and known.assumed == HEALTH and not any(known.value.stride()):
-                return bool(known.value.as_strided((), ()))
+            return contents.alike(tensors[0], HEALTH)
         return None
 
-    def _note_writes(self, writes: tuple[int | str, ...], args: Any, kwargs: Any) -> None:
-        for target in _targets(writes, args, kwargs):
-            self._write(target)
-
-    def _write(self, tensor: Tensor) -> None:
-        key = _torch.storage_id(tensor)
-        self._writes[key] = self._writes.get(key, 0) + 1
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on what is known, on copies of what it writes to."""
-        copy = bool(_torch.written_by(func))
+    def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
+        """Run an operator on contents. `written`: the contents of what it writes to, by the id of the fake tensor."""
+        targets = written or {}
+        borrowed: set[int] = set()
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return _CPU  # where all contents are
+            if isinstance(leaf, torch.Generator):
+                return self._generator(leaf)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            value = self.value(leaf)
+            value = targets.get(id(leaf))
+            if value is None:
+                value = self.value(leaf)
             if value is None:
                 return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)  # only its shape matters
-            return value.clone() if copy else value
+            borrowed.add(_torch.storage_id(value))
+            return value
+
+        def own(leaf: Any) -> Any:
+            is_borrowed = isinstance(leaf, torch.Tensor) and _torch.storage_id(leaf) in borrowed
+            return leaf.clone() if is_borrowed else leaf
 
         with _torch.on_real_tensors():
-            return func(*tree_map(real, args), **tree_map(real, kwargs))
+            out = func(*tree_map(real, args), **tree_map(real, kwargs))
+            return out if targets else tree_map(own, out)
+
+    def _generator(self, generator: torch.Generator) -> torch.Generator:
+        """One that draws the same numbers, without drawing from the script's."""
+        found = self._generators.get(generator)
+        if found is None:
+            found = self._generators[generator] = (
+                generator.clone_state() if generator.device == _CPU else torch.Generator().manual_seed(0)
+            )
+        return found
 
     # --- questions
 
     def _number(self, tensor: Tensor) -> Any:
-        known = self._fresh(tensor)
-        if known is None:
+        value = self.value(tensor)
+        if value is None:
             raise self.refusal("it asks for a number that depends on contents")
-        self._note_assumed(known)
+        self._note_assumed(tensor)
         with _torch.on_real_tensors():
-            return known.value.item()
+            return value.item()
 
-    def _note_assumed(self, known: _Known) -> None:
-        if known.assumed:
-            self.note(known.assumed)
+    def _note_assumed(self, tensor: Tensor) -> None:
+        if assumed := contents.assumed(tensor):
+            self.note(assumed)
 
     def note(self, what: str) -> None:
         """Something was assumed here."""
@@ -300,11 +305,6 @@ def detached_real(func: Any, args: Any) -> Tensor | None:
         return None
     with _torch.on_real_tensors():
         return left_real(args[0].detach())
-
-
-def _known(tensor: Tensor) -> _Known | None:
-    found: _Known | None = getattr(tensor, _ATTRIBUTE, None)
-    return found
 
 
 def _is_small(tensor: Tensor) -> bool:

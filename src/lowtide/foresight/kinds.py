@@ -46,4 +46,12 @@ BY_SHAPE = frozenset(
 )
 """Operators to whose results the contents of their arguments do not matter."""
 CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
+GATHERING = frozenset(
+    {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default}
+)
+"""Operators that take elements of their first argument, and do not read the others."""
+UNDECLARED: dict[object, tuple[int | str, ...]] = dict.fromkeys(
+    (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default), (3, 4)
+)
+"""Places of arguments that an operator writes to without saying so in its schema: running mean and variance."""
 INDEXING = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})

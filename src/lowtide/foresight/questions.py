@@ -37,12 +37,14 @@ class Questions(TorchFunctionMode):
         if asked is None:
             return func(*args, **(kwargs or {}))
         tensor = args[0] if _torch.is_fake(args[0]) else self._twin(args[0])
+        if asked == "array":  # that of a fake tensor would point nowhere
+            return self._answers.array(tensor, func, args[1:], kwargs or {})
         value = self._answers.value(tensor)
-        if asked in ("list", "array"):
+        if asked == "list":
             if value is None:
                 raise self._answers.refusal("it asks for the contents of a tensor")
-            with _torch.on_real_tensors():  # an array of a fake tensor would point nowhere
-                return func(value, *args[1:], **(kwargs or {}))
+            with _torch.on_real_tensors():
+                return func(value)
         if value is not None:
             return func(tensor)  # what it assumes is noted there
         if asked == "item":

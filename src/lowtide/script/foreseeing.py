@@ -46,6 +46,7 @@ class Foreseeing:
         self.foresight: CardForesight | None = None
         self._card, self._size = card, size
         self._rehearsal: OnCard | None = None
+        self._model: nn.Module | None = None
         self._n_steps = 0
         self.answers: Answers | None = None
         """Since the first forward."""
@@ -64,8 +65,12 @@ class Foreseeing:
             self._rehearsal, self.answers = rehearsal, rehearsal.answers
             # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
             rehearsal.put([t for t in found.tensors if t.requires_grad or not t.dim()], lambda tensor: tensor)
-        elif self._n_steps == 1:
-            self._rehearsal.second()
+        else:
+            if model is not self._model:
+                self._rehearsal.turn_to(model)
+            if self._n_steps == 1:
+                self._rehearsal.second()
+        self._model = model
         if given is not None and self._size is not None:
             size = self._size
             self._rehearsal.put(nearby, lambda tensor: resized(tensor, 0, given, size))
@@ -84,9 +89,12 @@ class Foreseeing:
             raise Enough
 
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one."""
-        self.leaves()
-        self._n_steps = 0
+        """It is another one that was trained since; its tensors are on the card as well, for all are that are reached.
+
+        Before any update nothing but a forward has been. Else that was a whole step.
+        """
+        assert self._rehearsal is not None
+        self._n_steps = int(self._rehearsal.has_updated)
 
     def loses_track(self, why: RehearsalError) -> None:
         """Without the end of a step nothing is foreseen."""

@@ -72,13 +72,12 @@ class OnCard:
         alone: bool = False,
     ) -> None:
         self._card, self._model, self._batch, self._alone = card, model, batch, alone
-        engine = planned(model, batch, plan)
+        self._engine = planned(model, batch, plan)
         self._fakes = _torch.fake_mode(run_on_zeros=False)
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
         self._kept = Kept(model, *reached, batch)
         self._placed = Placed(Twins(self._fakes, NAME), self.answers)
-        self._names = Names(engine, self._ledger.mark)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
 
@@ -119,10 +118,21 @@ class OnCard:
         with _torch.without_modes():
             self._placed.put(real, resized)
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether any optimizer has stepped."""
+        return bool(self._kept.optimizers)
+
+    def turn_to(self, model: nn.Module) -> None:
+        """It is another model that is trained. A `second` has to come after this."""
+        self._running.close()
+        self._model, self._engine = model, planned(model, self._batch, None)
+
     def second(self) -> None:
         """The first step is over; the one that counts begins."""
         self._static = static_of(self._ledger, self._model, self._batch, self._kept)
         self._ledger.begin()
+        self._names = Names(self._engine, self._ledger.mark)
         self._running.enter_context(self._names.running())
 
     def finish(self) -> None:
