@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +26,7 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
-from torch.utils import _python_dispatch, backend_registration
+from torch.utils import _device, _python_dispatch, backend_registration
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
@@ -140,10 +142,16 @@ def as_kind(kind: type[Any], tensor: torch.Tensor) -> Any:
     return torch.Tensor._make_subclass(kind, tensor)
 
 
+DEVICE = vars(torch._C.TensorBase)["device"].__get__
+"""What `tensor.device` calls. 2.13."""
+SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+"""What `tensor.data = other` calls. 2.13."""
 IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
 """What `tensor.is_cuda` calls. 2.13."""
 PAD_PACKED = torch._VF._pad_packed_sequence
 """What `pad_packed_sequence` calls. 2.13."""
+PARSE_TO = torch._C._nn._parse_to
+"""What `module.to` reads its arguments with. 2.13."""
 SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 """What `tensor.requires_grad = True` calls. 2.13."""
 
@@ -778,6 +786,99 @@ def on_real_tensors() -> contextlib.AbstractContextManager[Any]:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """No dispatch mode is on in this block but those that it enters. 2.13, since 2.0."""
     return _python_dispatch._disable_current_modes()
+
+
+def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function makes a tensor on the device that `with torch.device(...)` names. 2.13."""
+    return (
+        _device.CURRENT_DEVICE is not None
+        and kwargs.get("device") is None
+        and function in _device._device_constructors()
+    )
+
+
+def default_device() -> torch.device | None:
+    """The device that `with torch.device(...)` or `set_default_device` names; None without one. 2.13."""
+    return _device.CURRENT_DEVICE
+
+
+@contextlib.contextmanager
+def fake_devices_shown(shown: Callable[[torch.device], torch.device]) -> Iterator[None]:
+    """In this block fake tensors show other devices, but to torch and this package. 2.13: a property in Python."""
+    true = vars(FakeTensor)["device"]
+
+    def device(self: FakeTensor) -> torch.device:
+        found: torch.device = true.fget(self)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return found if caller.partition(".")[0] in ("torch", "lowtide") else shown(found)
+
+    with patch.object(FakeTensor, "device", property(device, true.fset)):
+        yield
+
+
+@contextlib.contextmanager
+def function_modes_in_backward() -> Iterator[None]:
+    """The function modes that are on now are on in backward passes, too, where Python code may run forward again.
+
+    2.13: `tensor.backward` is a function that modes are asked for, and a mode is off while it is asked.
+    """
+    modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_under_modes(*args: Any, **kwargs: Any) -> Any:
+        on = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        off = [mode for mode in modes if not any(mode is other for other in on)]
+        try:
+            for mode in off:  # not entered: a device's would take itself for the one around it
+                overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+            return run(*args, **kwargs)
+        finally:
+            for _ in off:
+                overrides._pop_mode()  # type: ignore[no-untyped-call]
+
+    with patch.object(torch.autograd, "_engine_run_backward", run_under_modes):
+        yield
+
+
+_without_modes_in_forks: list[bool] = []
+
+
+def _forked() -> None:
+    if _without_modes_in_forks:
+        while torch._C._len_torch_dispatch_stack():
+            _python_dispatch._pop_mode()
+        while torch._C._len_torch_function_stack():
+            overrides._pop_mode()  # type: ignore[no-untyped-call]
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@contextlib.contextmanager
+def data_as_they_are() -> Iterator[None]:
+    """A data loader's workers are in no mode that was on when they were forked, and what they give is real. 2.13."""
+    rebuild = torch._utils._rebuild_tensor
+
+    def real(*args: Any) -> torch.Tensor:
+        with without_modes(), without_function_modes():
+            return rebuild(*args)  # type: ignore[no-any-return, no-untyped-call]
+
+    _without_modes_in_forks.append(True)
+    try:
+        with patch.object(torch._utils, "_rebuild_tensor", real):
+            yield
+    finally:
+        _without_modes_in_forks.pop()
+
+
+def without_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """Functions in this block run past all function modes, and see tensors as they are. 2.13, since 1.13."""
+    return torch._C.DisableTorchFunction()
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor with the same memory, by which gradients come back; itself if it is not strided. 2.13."""
+    return torch.ops.aten.alias.default(tensor) if is_strided(tensor) else tensor
 
 
 def make_parameter(fake: torch.Tensor, requires_grad: bool) -> None:

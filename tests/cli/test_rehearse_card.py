@@ -53,6 +53,7 @@ def rehearse(tmp_path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple
         path.write_text(text, encoding="utf-8")
         capfd.readouterr()
         code = cli.main(("rehearse", *options, str(path), *args))
+        torch.set_default_device(None)
         return (code, *capfd.readouterr())
 
     return command
@@ -220,3 +221,81 @@ def test_a_loop_that_pads_and_masks_by_itself(rehearse) -> None:
     code, out, err = rehearse("--device", "RTX 4090", text=LOOP)
     assert code == 0, err
     assert "it fits" in out
+
+
+ASKS = """
+import torch
+from torch import nn
+
+CUDA = torch.device("cuda", 0)
+with torch.device("cuda"):
+    model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 10))
+    scale = torch.ones(10)
+model.to(0)
+device = next(model.parameters()).device
+assert device == scale.device == CUDA and scale.is_cuda and scale.get_device() == 0
+kept = torch.ones(10)
+assert kept.cuda().device == CUDA and kept.device == torch.device("cpu")
+assert scale.cpu().device == torch.device("cpu") and scale.device == CUDA
+table = torch.rand(16, 32, device=CUDA)
+rows = table[::2]
+generator = torch.Generator(device=device).manual_seed(0)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for step in range(5):
+    x = torch.randn(64, 32, device=0, generator=generator)
+    y = torch.randint(0, 10, (64,)).to(0, non_blocking=True)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        if step:
+            assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+        out = model(x)
+    near = torch.cdist(x.detach(), rows).mean()
+    loss = nn.functional.cross_entropy(out.float(), y, weight=scale) + near
+    assert loss.device == near.device == device and loss.device.type == "cuda" and loss.is_cuda
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_finds_on_cuda_what_it_asked_for_there(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 4090", text=ASKS)
+    assert code == 0, err
+    assert "assumed" not in out
+
+
+def test_what_a_script_makes_by_default_is_on_the_device_that_it_named(rehearse) -> None:
+    by_default = TRAIN.replace('device = "cuda"', 'torch.set_default_device("cuda")\ndevice = "cuda"')
+    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=by_default)
+    _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-")
+    assert code == 0, err
+    assert json.loads(out)[0]["peak_reserved_bytes"] == json.loads(alone)[0]["peak_reserved_bytes"]
+
+
+WORKERS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+data = TensorDataset(torch.randn(96, 64), torch.randint(0, 10, (96,)))
+for epoch in range(9):
+    for x, y in DataLoader(data, batch_size=96, shuffle=True, num_workers=1):
+        loss = nn.functional.cross_entropy(model(x.cuda()), y.cuda())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_data_come_from_other_processes_also_when_nothing_is_computed(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 4090", text=WORKERS)
+    assert code == 0, err
+    assert "it fits" in out
+
+
+def test_what_is_decided_on_the_cpu_is_refused_with_its_line(rehearse) -> None:
+    matched = WORKERS.replace("optimizer.step()", "optimizer.step(); cost = model(x.cuda()).detach().cpu().numpy()")
+    code, _, err = rehearse("--device", "RTX 4090", text=matched)
+    assert code == 2
+    assert "train.py:14: it asks for the contents of a tensor" in err

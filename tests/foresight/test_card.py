@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from conftest import RunPython
@@ -211,3 +212,25 @@ def test_gradients_of_what_a_script_made_on_the_cpu(make: Callable[[], torch.Ten
 
     foreseen = lowtide.foresee(critic, step, torch.ones(4, 8), device="L4")
     assert any("a tensor on the CPU is taken to be on the card" in line for line in foreseen.assumed)
+
+
+def test_what_backward_runs_forward_again_is_on_the_card_as_well() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(16, 16)
+
+        def forward(self, x):
+            assert str(x.device) == "cuda:0"
+            at = torch.arange(len(x), device=x.device, dtype=torch.float32)
+            assert int(torch.arange(3, device="cuda").sum()) == 3
+            return self.body(x + at[:, None]).tanh() * torch.ones(16, device="cuda")
+
+    model = Shifted()
+
+    def step(batch):
+        checkpoint(model, batch, use_reentrant=False).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor is anything said of plans, where there is none
+        assert lowtide.foresee(model, step, torch.randn(8, 16, requires_grad=True), device="L4").verdict == "fits"

@@ -131,7 +131,7 @@ def foresee(
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
     with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept:
         names = Names(engine, ledger.mark)
-        with ledger, Questions(answers, ledger.adopt), transformers_unaware(), as_written():
+        with ledger, Questions(answers, ledger.adopt), as_they_are():
             adopt(ledger, everything)
             step(batch)
             trials.learn()
@@ -155,12 +155,17 @@ def compiled(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def as_written() -> Iterator[None]:
-    """Compiled code runs as it was written: the compiler ends the process on fake tensors of a mode around it."""
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
+def as_they_are() -> Iterator[None]:
+    """Code and data are in this block what they are without fake tensors around.
+
+    Compiled code runs as it was written: the compiler ends the process on fake tensors of a mode around it.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_transformers_unaware())
+        stack.enter_context(_torch.data_as_they_are())
+        stack.enter_context(_torch.function_modes_in_backward())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
@@ -223,7 +228,7 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> Stati
 
 
 @contextlib.contextmanager
-def transformers_unaware() -> Iterator[None]:
+def _transformers_unaware() -> Iterator[None]:
     """Hugging Face's models take another path, with more memory, when they see that a tensor is fake."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):

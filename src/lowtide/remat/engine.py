@@ -258,7 +258,7 @@ class Engine:
             )
         hooks = saved_tensor_hooks()
         if hooks is not None:
-            if hooks[1] is not unpack:  # not those of another model's plan, of which this one is a part
+            if self.does_anything and hooks[1] is not unpack:  # not those of a plan for more of it
                 self.say(
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). They win: the plan does nothing there."

@@ -11,7 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from lowtide import _torch
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.foresight.device.asked import AskedForCuda
 from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
@@ -48,6 +50,7 @@ class Foreseeing:
         self._rehearsal: OnCard | None = None
         self._model: nn.Module | None = None
         self._n_steps = 0
+        self.asked = AskedForCuda()
         self.answers: Answers | None = None
         """Since the first forward."""
         self.compiles = False
@@ -64,7 +67,8 @@ class Foreseeing:
             rehearsal.__enter__()
             self._rehearsal, self.answers = rehearsal, rehearsal.answers
             # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
-            rehearsal.put([t for t in found.tensors if t.requires_grad or not t.dim()], lambda tensor: tensor)
+            there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
+            rehearsal.put(there, lambda tensor: tensor)
         else:
             if model is not self._model:
                 self._rehearsal.turn_to(model)
@@ -159,7 +163,8 @@ def _before(card: Card, crew: Foreseeing) -> Iterator[None]:
         stack.enter_context(patch.object(torch, "compile", compiles))
         stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
         if not torch.cuda.is_available():
-            stack.enter_context(cuda_is_there(card, "cpu", None, None))
+            stack.enter_context(cuda_is_there(card, crew.asked))
+            stack.enter_context(_torch.function_modes_in_backward())
         yield
 
 

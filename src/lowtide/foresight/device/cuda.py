@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide import _torch
 from lowtide.foresight.behaviours.autocast import forget_casts
-from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME
+from lowtide.foresight.device.current import CAPABILITY_ASSUMED, CUDA, NAME
 
 if TYPE_CHECKING:
     from lowtide.foresight.answers import Answers
@@ -32,7 +32,7 @@ class CudaMeans(TorchFunctionMode):
     `ledger` puts what is on the CPU on the card before it asks for gradients: autograd sends none across.
     """
 
-    def __init__(self, device: str, ledger: CardLedger | None) -> None:
+    def __init__(self, device: str, ledger: CardLedger | None = None) -> None:
         super().__init__()
         self._ledger = ledger
         self._device = torch.device(device, 0) if device == NAME else torch.device(device)
@@ -40,11 +40,15 @@ class CudaMeans(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _IS_CUDA:
-            return args[0].device.type == NAME
+            return args[0].device.type in (NAME, "cuda")
         if func in _TO_CUDA:
             return args[0].to(self._device, non_blocking=kwargs.get("non_blocking", False))
         if func in _TO_PINNED:
             return args[0]
+        if func is _torch.PARSE_TO:
+            args = tuple(CUDA if type(arg) is int else arg for arg in args)
+        elif _torch.on_default_device(func, kwargs):  # its mode comes after this one
+            kwargs = {**kwargs, "device": _torch.default_device()}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
         if func is torch.Tensor.to:
@@ -59,8 +63,10 @@ class CudaMeans(TorchFunctionMode):
         return out
 
     def _translate(self, value: Any) -> Any:
-        is_cuda = (isinstance(value, str) and value.partition(":")[0] == "cuda") or (
-            isinstance(value, torch.device) and value.type == "cuda"
+        is_cuda = (
+            type(value) is int  # the number of a card
+            or (isinstance(value, str) and value.partition(":")[0] == "cuda")
+            or (isinstance(value, torch.device) and value.type == "cuda")
         )
         return self._device if is_cuda else value
 
@@ -69,6 +75,13 @@ _IS_CUDA = (_torch.IS_CUDA,)
 _TO_CUDA = (torch.Tensor.cuda,)
 _TO_PINNED = (torch.Tensor.pin_memory,)
 _ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, _torch.SET_REQUIRES_GRAD)
+
+
+class _Generator(torch.Generator):
+    """One for the card draws on the CPU, where the contents are that are known."""
+
+    def __new__(cls, device: Any = "cpu") -> Self:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 class _Idle:
@@ -98,8 +111,10 @@ class _Idle:
 
 
 @contextlib.contextmanager
-def cuda_is_there(card: Card, device: str, ledger: CardLedger | None, answers: Answers | None) -> Iterator[None]:
-    """In this block `torch.cuda` and `torch.autocast` are those of the card, and "cuda" is `device`."""
+def cuda_is_there(
+    card: Card, means: CudaMeans, ledger: CardLedger | None = None, answers: Answers | None = None
+) -> Iterator[None]:
+    """In this block `torch.cuda` is that of the card, and so is `torch.autocast` with `answers`."""
     importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
     answered = {**_asked(card, ledger), **dict.fromkeys(_IDLE, _nothing), **dict.fromkeys(_STREAMS, _Idle)}
     with contextlib.ExitStack() as stack:
@@ -107,8 +122,10 @@ def cuda_is_there(card: Card, device: str, ledger: CardLedger | None, answers: A
             if hasattr(torch.cuda, name):
                 stack.enter_context(patch.object(torch.cuda, name, function))
         if answers is not None:
+            stack.enter_context(_torch.fake_devices_shown(lambda device: CUDA if device.type == NAME else device))
             stack.enter_context(_autocast_on_card(answers))
-        stack.enter_context(CudaMeans(device, ledger))
+        stack.enter_context(patch.object(torch, "Generator", _Generator))
+        stack.enter_context(means)
         yield
 
 
@@ -151,7 +168,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _autocast_on_card(answers: Answers) -> Iterator[None]:
     """Autocast for CUDA is one for the card; one for the CPU as well, as a script without a card would ask for it."""
     entered: dict[int, str] = {}
+    is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
+
+    def follow(device: str) -> None:
+        """Autocast is on the card as it is on `device`."""
+        torch.set_autocast_enabled(NAME, is_on(device))
+        torch.set_autocast_dtype(NAME, dtype(device))
 
     def on_enter(self: Any) -> Any:
         if self.device in ("cuda", "cpu"):
@@ -168,28 +191,28 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
             if id(self) in entered:
                 self.device = entered.pop(id(self))
             else:  # entered before this block
-                _follow(self.device)
+                follow(self.device)
 
     def on_clear() -> None:
         clear()
         forget_casts()
 
-    with (
-        patch.object(torch.autocast, "__enter__", on_enter),
-        patch.object(torch.autocast, "__exit__", on_leave),
-        patch.object(torch, "clear_autocast_cache", on_clear),
-    ):
+    changed: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch, "is_autocast_enabled", lambda device="cuda": is_on(NAME if device == "cuda" else device)),
+        (torch, "get_autocast_dtype", lambda device: dtype(NAME if device == "cuda" else device)),
+        (torch, "get_autocast_gpu_dtype", lambda: dtype(NAME)),
+        (torch, "clear_autocast_cache", on_clear),
+        (torch.autocast, "__enter__", on_enter),
+        (torch.autocast, "__exit__", on_leave),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in changed:
+            stack.enter_context(patch.object(owner, name, function))
         try:
             for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    _follow(device)
+                if is_on(device):
+                    follow(device)
             yield
         finally:
             torch.set_autocast_enabled(NAME, False)
             forget_casts()
-
-
-def _follow(device: str) -> None:
-    """Autocast is on the card as it is on `device`."""
-    torch.set_autocast_enabled(NAME, torch.is_autocast_enabled(device))
-    torch.set_autocast_dtype(NAME, torch.get_autocast_dtype(device))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from lowtide.memory.cards import Card
 
 NAME = "cudalike"
-"""Type of the device that tensors on the card show: it begins as "cuda" does, for those who look at its name."""
+"""Type of the device that tensors on the card have."""
+
+CUDA = torch.device("cuda", 0)
+"""The device that they show to Python code."""
 
 CAPABILITY_ASSUMED = (8, 0)
 """Of a card of which only the memory was given."""

@@ -13,13 +13,13 @@ from lowtide import _torch
 from lowtide.foresight.answers import Answers
 from lowtide.foresight.behaviours.behaviour import READ_IN
 from lowtide.foresight.device.backend import card_in_use, take_place
-from lowtide.foresight.device.cuda import cuda_is_there
+from lowtide.foresight.device.cuda import CudaMeans, cuda_is_there
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME, taking, unbounded
 from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import Placed, belongings
 from lowtide.foresight.device.takes import Takes
-from lowtide.foresight.foreseeing import adopt, as_written, compiled, planned, static_of, transformers_unaware
+from lowtide.foresight.foreseeing import adopt, as_they_are, compiled, planned, static_of
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
@@ -89,15 +89,15 @@ class OnCard:
             at_entry = belongings(self._model, self._batch, self._kept.reached)
             stack.enter_context(self._placed)
             self._placed.put(at_entry)
-            stack.enter_context(cuda_is_there(self._card, NAME, self._ledger, self.answers))
+            stack.enter_context(cuda_is_there(self._card, CudaMeans(NAME, self._ledger), self._ledger, self.answers))
             stack.enter_context(self._ledger)
             stack.callback(taking.clear)
             taking.append(self._ledger.on_card)
             stack.enter_context(Questions(self.answers, self._ledger.adopt))
-            stack.enter_context(transformers_unaware())
-            stack.enter_context(as_written())
+            stack.enter_context(as_they_are())
             stack.enter_context(self._running)
-            adopt(self._ledger, at_entry)
+            with _torch.without_function_modes():
+                adopt(self._ledger, at_entry)
             self._stack = stack.pop_all()
         return self
 
@@ -112,11 +112,12 @@ class OnCard:
         real: list[Tensor] = []
         for tensor in {id(t): t for t in tensors}.values():
             (fakes if _torch.is_fake(tensor) else real).append(tensor)
-        for tensor in fakes:
-            if not self._placed.has(tensor) and (other := resized(tensor)) is not tensor:
-                swap(tensor, other)
-        with _torch.without_modes():
-            self._placed.put(real, resized)
+        with _torch.without_function_modes():
+            for tensor in fakes:
+                if not self._placed.has(tensor) and (other := resized(tensor)) is not tensor:
+                    swap(tensor, other)
+            with _torch.without_modes():
+                self._placed.put(real, resized)
 
     @property
     def has_updated(self) -> bool:
@@ -130,7 +131,8 @@ class OnCard:
 
     def second(self) -> None:
         """The first step is over; the one that counts begins."""
-        self._static = static_of(self._ledger, self._model, self._batch, self._kept)
+        with _torch.without_function_modes():
+            self._static = static_of(self._ledger, self._model, self._batch, self._kept)
         self._ledger.begin()
         self._names = Names(self._engine, self._ledger.mark)
         self._running.enter_context(self._names.running())
