@@ -58,7 +58,8 @@ OVERFLOWS: Final = (
 NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
 OTHER_WORK: Final = (
     "if the work depends on random numbers, as with LayerDrop, on the values of parameters, as where experts are "
-    "chosen, or on counts and iterators of the step's own, plans hold only for what was done in the rehearsal"
+    "chosen, on lengths that are in the batch, as of packed sequences, or on counts and iterators of the step's own, "
+    "plans hold only for what was done in the rehearsal"
 )
 
 
