@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 import lowtide
 
@@ -174,13 +175,53 @@ def test_after_an_unknown_write_no_view_is_known(model):
 
 
 def test_what_batch_norm_writes_is_not_known() -> None:
-    model = nn.BatchNorm1d(16)
+    model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 4))
 
     def step(batch):
         model(batch).sum().backward()
-        return bool(model.running_mean[0] > 0)
+        return bool(model[0].running_mean[0] > 0)
 
     assert "test_questions.py:" in refused(model, step)
+    model[0].eval()
+    lowtide.foresee(model, step, BATCH)  # frozen it writes nothing
+
+
+def test_what_is_chosen_is_no_index_that_it_could_not_be(model):
+    table = torch.arange(3)
+
+    def step(batch):
+        chosen = table.repeat(2)[model(batch).argmax(1)[:4]]  # the model knows which of the 4 it never gives
+        small = table[model(batch).argmax(1)[:8]]
+        chosen = torch.stack([chosen, small[:4]])
+        model(batch).sum().backward()
+        return len(chosen)
+
+    lowtide.foresee(model, step, BATCH)
+
+
+def test_memory_that_nothing_was_written_to_is_zero(model):
+    def step(batch):
+        assert not torch.empty(64, dtype=torch.long).any()
+        assert not torch.ones(64, dtype=torch.long).new_empty(64).any()
+        model(batch).sum().backward()
+
+    lowtide.foresee(model, step, BATCH)
+
+
+def test_which_rows_a_loader_takes_is_no_assumption(model):
+    data = TensorDataset(torch.randn(64, 16))
+    rows = []
+
+    def step(batch):
+        for (x,) in DataLoader(data, batch_size=32, shuffle=True):
+            rows.append(len(x))
+            model(x).sum().backward()
+        mixed = torch.randperm(4).tolist()
+        assert sorted(mixed) == [0, 1, 2, 3]
+
+    notes = lowtide.foresee(model, step, BATCH).assumed
+    assert len(notes) == 1  # the line of `mixed`
+    assert "random numbers" in notes[0]
 
 
 def test_what_is_decided_by_chance_is_noted_and_draws_from_no_generator_of_the_script(model):

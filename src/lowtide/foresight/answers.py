@@ -22,13 +22,16 @@ from lowtide.foresight.kinds import (
     BY_INTEGERS,
     BY_SHAPE,
     CHOICES,
+    EMPTY,
     GATHERING,
     INDEXING,
+    NORMED_BY_BATCH,
     NOT_IN_HEALTH,
     PACKING,
-    UNDECLARED,
+    RUNNING,
+    TRAINING,
 )
-from lowtide.foresight.lines import Unforeseeable, where
+from lowtide.foresight.lines import Unforeseeable, asked_by_loader, where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +47,7 @@ _CPU = torch.device("cpu")
 LARGEST_KNOWN = 2**20
 """Elements of integers and booleans up to which contents are known: a batch of tokens, a mask."""
 LARGEST_KNOWN_FLOAT = 2**12
+
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
 EVENLY = "experts, or whatever is chosen here, are chosen evenly"
@@ -72,13 +76,24 @@ class Answers:
         """The contents of a fake tensor as an array, which Python code may write to."""
         with _torch.on_real_tensors():
             value = contents.writable(tensor)
+            if value is None and not contents.is_known(tensor):
+                raise self.refusal("it asks for the contents of a tensor")
+            self._note_assumed(tensor)
             if value is not None:
                 return func(value, *args, **kwargs)
-            if (value := contents.value(tensor)) is None:
-                raise self.refusal("it asks for the contents of a tensor")
+            value = contents.value(tensor)
             array = func(value, *args, **kwargs)
             array.setflags(write=False)  # it is a real tensor's memory, too large for a copy
             return array
+
+    def numbers(self, tensor: Tensor) -> Any:
+        """The contents of a fake tensor as numbers in lists."""
+        value = self.value(tensor)
+        if value is None:
+            raise self.refusal("it asks for the contents of a tensor")
+        self._note_assumed(tensor)
+        with _torch.on_real_tensors():
+            return value.tolist()
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
         """A copy's contents are those of its tensor."""
@@ -155,7 +170,9 @@ class Answers:
         changes = targets or not all(map(contents.is_known, made))
         if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
             return
-        for target in (*targets, *_targets(UNDECLARED.get(func, ()), args, kwargs)):
+        if func in NORMED_BY_BATCH and args[TRAINING]:
+            targets += _targets(RUNNING, args, kwargs)
+        for target in targets:
             contents.forget(target)
         verdict = self._healthy(func, args, tensors)
         with _torch.on_real_tensors():
@@ -173,15 +190,26 @@ class Answers:
         return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
-        """Run an operator on contents, and learn what it gives. False if what it writes to can't be had."""
+        """Run an operator on contents, and learn what it gives. False if it can't be: it has done nothing then.
+
+        Where something was assumed it may not be what the operator takes, such as an index that is too large.
+        """
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         assumed = DRAWN if _torch.draws(func) else next(filter(None, map(contents.assumed, given)), "")
         with _torch.on_real_tensors():
             written = {id(target): contents.writable(target, assumed) for target in targets}
         if any(found is None for found in written.values()):
             return False
-        real = self._run(func, args, kwargs, written)
+        try:
+            real = self._run(func, args, kwargs, written)
+        except (RuntimeError, IndexError, ValueError):
+            if not assumed:
+                raise
+            return False
         results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
+        if func in EMPTY:
+            for value in results:
+                value.zero_()  # so that no two rehearsals differ
         for fake, value in zip(made, results, strict=False):
             if fake.shape == value.shape and not contents.is_known(fake):
                 self._learn(fake, value, assumed)
@@ -251,7 +279,8 @@ class Answers:
             return value.item()
 
     def _note_assumed(self, tensor: Tensor) -> None:
-        if assumed := contents.assumed(tensor):
+        assumed = contents.assumed(tensor)
+        if assumed and not (assumed == DRAWN and asked_by_loader()):  # which rows a batch has is chance in any step
             self.note(assumed)
 
     def note(self, what: str) -> None:

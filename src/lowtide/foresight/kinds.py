@@ -50,8 +50,15 @@ GATHERING = frozenset(
     {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default}
 )
 """Operators that take elements of their first argument, and do not read the others."""
-UNDECLARED: dict[object, tuple[int | str, ...]] = dict.fromkeys(
-    (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default), (3, 4)
+NORMED_BY_BATCH = frozenset(
+    {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
 )
-"""Places of arguments that an operator writes to without saying so in its schema: running mean and variance."""
+RUNNING, TRAINING = (3, 4), 5
+"""Places of arguments of these: running mean and variance, which they write to without saying so, in training only."""
+EMPTY = frozenset(
+    {
+        *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
+        *(aten.new_empty.default, aten.new_empty_strided.default),
+    }
+)
 INDEXING = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})

@@ -21,3 +21,16 @@ def where() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "(no line)"
+
+
+def asked_by_loader() -> bool:
+    """Whether torch's data loaders and samplers ask, for which rows to take."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.utils.data"):
+            return True
+        if not name.startswith(("torch.", "lowtide.")) and name != "torch":
+            return False
+        frame = frame.f_back
+    return False

@@ -39,12 +39,9 @@ class Questions(TorchFunctionMode):
         tensor = args[0] if _torch.is_fake(args[0]) else self._twin(args[0])
         if asked == "array":  # that of a fake tensor would point nowhere
             return self._answers.array(tensor, func, args[1:], kwargs or {})
-        value = self._answers.value(tensor)
         if asked == "list":
-            if value is None:
-                raise self._answers.refusal("it asks for the contents of a tensor")
-            with _torch.on_real_tensors():
-                return func(value)
+            return self._answers.numbers(tensor)
+        value = self._answers.value(tensor)
         if value is not None:
             return func(tensor)  # what it assumes is noted there
         if asked == "item":
