@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from torch.utils.data import DataLoader, TensorDataset
 
 import lowtide
+from lowtide.units import format_bytes
 
 BATCH = torch.randn(32, 16)
 
@@ -293,6 +294,9 @@ def test_packed_sequences_have_the_lengths_that_the_batch_has() -> None:
     batch = torch.randn(2, 5, 8), torch.tensor([5, 3])
     foreseen = lowtide.foresee(model, step, batch, device="L4")
     assert foreseen.verdict == "unknown"  # what cuDNN reserves is not documented
+    taken = foreseen.card.total_bytes - foreseen.left_bytes
+    assert foreseen.interval[1] < taken < foreseen.interval[1] + 2**30  # and a context
+    assert f"by what is not known, for which {format_bytes(foreseen.left_bytes)} are left" in str(foreseen)
     assert foreseen.peak_reserved_bytes < foreseen.card.total_bytes
 
 

@@ -41,6 +41,7 @@ def record(foresight: CardForesight, size: int | None) -> dict[str, Any]:
         "peak_reserved_bytes": foresight.peak_reserved_bytes,
         "least_reserved_bytes": least,
         "most_reserved_bytes": most,
+        "left_bytes": foresight.left_bytes,
         "smallest_card": None if foresight.smallest_card is None else foresight.smallest_card.name,
         "allocator": str(foresight.config),
         "unknown": list(foresight.unknown),

@@ -62,11 +62,19 @@ class CardForesight(Foresight):
         """Whether it is sure to fit."""
         return self.verdict == "fits"
 
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of the card that neither the allocator takes, at most, nor a context: for what is not counted."""
+        return max(self.card.total_bytes - context_bytes(self.card)[1] - self.interval[1], 0)
+
     def more(self) -> Iterator[str]:
         """The allocator, and the answer."""
         least, most = (format_bytes(n) for n in self.interval)
         within = "" if least == most else f", within {least} and {most}"
-        yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {_IN_WORDS[self.verdict]}"
+        answer = _IN_WORDS[self.verdict]
+        if self.verdict == "unknown" and self.left_bytes:
+            answer += f", for which {format_bytes(self.left_bytes)} are left"
+        yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {answer}"
         yield f"  {format_bytes(self.peak_requested_bytes)}  requested at the peak of both steps"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
