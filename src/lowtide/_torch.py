@@ -783,6 +783,12 @@ def on_real_tensors() -> contextlib.AbstractContextManager[Any]:
     return torch._C._DisableTorchDispatch()
 
 
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """All bytes of the storage of a tensor on the CPU, as an array on the same memory, past all modes. 2.13."""
+    with on_real_tensors(), without_function_modes():
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+
+
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """No dispatch mode is on in this block but those that it enters. 2.13, since 2.0."""
     return _python_dispatch._disable_current_modes()

@@ -676,8 +676,24 @@ from torch import nn
 class Env:
     pass
 
-rng, env = np.random.default_rng(3), Env()
+class Mean:
+    def __init__(self):
+        self.mean, self.n = torch.zeros(()), 0
+
+    def __call__(self, x):
+        self.n += 1
+        self.mean = self.mean + (x.detach().mean() - self.mean) / self.n
+        return self.mean.item()
+
+class Slots:
+    __slots__ = ("rng",)
+
+rng, env, slots, mean, count = np.random.default_rng(3), Env(), Slots(), Mean(), 0
 env.rng = np.random.RandomState(3)
+slots.rng = random.Random(3)
+drawn = iter(np.random.default_rng(3).normal(size=999).tolist())
+bound = random.Random(3).random
+sobol = torch.quasirandom.SobolEngine(1, scramble=True, seed=3)
 
 class Block(nn.Module):
     def __init__(self):
@@ -688,8 +704,16 @@ class Block(nn.Module):
         if sys.argv[1] == "iterator":
             self.draws = iter(np.random.default_rng(3).normal(size=999).tolist())
 
-    def draw(self):
+    def draw(self, x):
+        global count
         kind = sys.argv[1]
+        if kind == "count":
+            count += 1
+            return 1 / count
+        others = {"mean": lambda: mean(x), "slots": lambda: slots.rng.gauss(0, 1), "drawn": lambda: next(drawn),
+                  "bound": lambda: bound(), "sobol": lambda: sobol.draw().item()}
+        if kind in others:
+            return others[kind]()
         if kind == "iterator":
             return next(self.draws)
         if kind == "torch":
@@ -699,7 +723,7 @@ class Block(nn.Module):
         return float({"numpy": self.numpy, "global": rng, "env": self.env.rng if self.env else None}[kind].normal())
 
     def forward(self, x):
-        return x + self.narrow(torch.tanh(self.wide(x) * (1 + 0.1 * self.draw()))).square() * self.draw()
+        return x + self.narrow(torch.tanh(self.wide(x) * (1 + 0.1 * self.draw(x)))).square() * self.draw(x)
 
 torch.manual_seed(0)
 model = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(64, 10))
@@ -713,7 +737,10 @@ for step in range(5):
 """
 
 
-@pytest.mark.parametrize("kind", ["numpy", "python", "torch", "global", "env", "iterator"])
+OTHERS = ["count", "mean", "slots", "drawn", "bound", "sobol"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "global", "env", "iterator", *OTHERS])
 def test_a_script_whose_blocks_draw_from_generators_of_their_own(
     kind: str, script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:

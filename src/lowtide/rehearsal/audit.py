@@ -20,9 +20,10 @@ from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal import addresses, readers, sharding
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
-from lowtide.rehearsal.draws import DRAWS, ITERATES, OwnDraws, has_iterator
+from lowtide.rehearsal.draws import DRAWS, OwnDraws
 from lowtide.rehearsal.in_place import AuditInPlace, Together
 from lowtide.rehearsal.outside import take_back
+from lowtide.rehearsal.own_state import CHANGES, ITERATES, OwnState
 from lowtide.rehearsal.processes import n_sent
 from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
@@ -82,6 +83,8 @@ class Audit(Remakes, Probe):
         self._units = Units(model)
         self._own_draws = OwnDraws(model)
         self._witness = Witness(mark)
+        self._own_states: dict[Frame, OwnState] = {}
+        """What calls in progress could change, as it was when they began."""
         self._sent: list[int] = []
         """For each call in progress, in how many collective operations this process had taken part."""
 
@@ -98,6 +101,7 @@ class Audit(Remakes, Probe):
             self.remove()
             self._open.clear()
             self._sent.clear()
+            self._own_states.clear()
             self.let_go_of_all()
             self._late.clear()
 
@@ -137,7 +141,9 @@ class Audit(Remakes, Probe):
         elif seam.module in self._around_blocks:
             call.refused = "the blocks in it are replayed instead"
         else:
-            self._open[-1] = len(self.calls) - 1, Frame(seam, args, kwargs, self.argument)
+            self._open[-1] = len(self.calls) - 1, (frame := Frame(seam, args, kwargs, self.argument))
+            if self._why_refused(seam.module) is None:
+                self._own_states[frame] = OwnState(seam.module, frame.surroundings)
 
     def argument(self, tensor: Tensor) -> Handle:
         """Hold an argument of the call that begins, as an input slot of it."""
@@ -177,12 +183,12 @@ class Audit(Remakes, Probe):
 
     def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
         """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
-        module = frame.seam.module
-        kinds = map(type, module.modules()) if self.refused else ()
-        if (why := next((self.refused[kind] for kind in kinds if kind in self.refused), None)) is not None:
+        module, own = frame.seam.module, self._own_states.pop(frame, None)
+        if (why := self._why_refused(module)) is not None:
             return why
-        if has_iterator(module):
-            return ITERATES
+        assert own is not None
+        if own.iterates or own.has_changed():
+            return ITERATES if own.iterates else CHANGES
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
         refused = self.try_replay(call, frame)
         if refused is None and module in self._blocks and module not in self._units.apart:
@@ -198,6 +204,11 @@ class Audit(Remakes, Probe):
             call.gives, refused = None, DRAWS
             self.refused[type(module)] = DRAWS
         return refused
+
+    def _why_refused(self, module: nn.Module) -> str | None:
+        """Why a module is not run again, nor anything that has one of its class inside."""
+        kinds = map(type, module.modules()) if self.refused else ()
+        return next((self.refused[kind] for kind in kinds if kind in self.refused), None)
 
     def try_replay(self, call: CallDraft, frame: Frame) -> str | None:
         """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""

@@ -1,8 +1,8 @@
-"""What a call takes from generators and iterators of the model's own, which a replay would take once more.
+"""What a call draws from generators of the model's own, which a replay would draw once more.
 
 A replay sets back torch's random numbers, those of the generators that its modules and arguments have, and the global
 ones of Python and NumPy. Nobody sets back other generators that the model's code can reach: who draws from one of them
-is not replayed, and after a trial they are as they were. What an iterator has given can't be given back at all.
+is not replayed, and after a trial they are as they were.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 DRAWS = "it draws from a generator of random numbers that a replay does not set back"
-ITERATES = "it has an iterator, and what that has given can't be given back"
 
 
 class OwnDraws:
@@ -42,8 +41,3 @@ class OwnDraws:
         for set_state, state in drawn:
             set_state(state)
         return bool(drawn)
-
-
-def has_iterator(module: nn.Module) -> bool:
-    """Whether it or a module in it has one as an attribute."""
-    return any(hasattr(type(thing), "__next__") for part in module.modules() for thing in vars(part).values())

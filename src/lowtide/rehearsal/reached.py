@@ -9,6 +9,7 @@ can put back.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -24,7 +25,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lowtide._code import Named, is_opaque, variables
+from lowtide._code import Named, is_opaque, is_users, variables
 from lowtide._torch import scaler_stages, set_scaler_stages
 
 LARGEST = 1000
@@ -53,13 +54,24 @@ class Reached:
         self.generators: list[Any] = []
         """Of random numbers: torch's, NumPy's and Python's."""
         self._named = Named()
-        seen: dict[int, Any] = {}  # holds them, so that no address is used twice
+        self._seen: dict[int, Any] = {}  # holds them, so that no address is used twice
         pending = deque(roots)
         while pending:
             thing = pending.popleft()
-            if not isinstance(thing, _LEAVES) and id(thing) not in seen:
-                seen[id(thing)] = thing
+            if isinstance(thing, types.BuiltinFunctionType):
+                thing = thing.__self__  # as `random.Random(0).random`
+            if not isinstance(thing, _LEAVES) and id(thing) not in self._seen and self._is_of_interest(thing):
+                self._seen[id(thing)] = thing
                 pending.extend(self._look_at(thing))
+
+    def _is_of_interest(self, thing: Any) -> bool:
+        """Whether `thing` is to be looked at."""
+        return True
+
+    @property
+    def things(self) -> Collection[Any]:
+        """All that was looked at."""
+        return self._seen.values()
 
     def _look_at(self, thing: Any) -> Iterable[Any]:
         """Take `thing` if it is one of those looked for. Gives what it refers to."""
@@ -94,8 +106,10 @@ class Reached:
             return ()
         attributes = getattr(thing, "__dict__", None)
         defined_in = type(thing).__module__
-        if type(attributes) is not dict or is_opaque(type(thing)) or defined_in.partition(".")[0] in _DATA:
+        if is_opaque(type(thing)) or defined_in.partition(".")[0] in _DATA:
             return ()
+        if type(attributes) is not dict:
+            return (*in_slots(thing), *self._named.thing(thing)) if is_users(type(thing)) else ()
         if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
             return ()  # as of FSDP: tensors that have memory for a while
         if isinstance(thing, nn.Module):
@@ -108,6 +122,15 @@ class Reached:
         found = list(entries)
         self.places += [(container, key, x) for key, x in found if x is None or _are_state(x)]
         return [x for _, x in found]
+
+
+def in_slots(thing: Any) -> Iterator[Any]:
+    """What an object has in slots."""
+    for kind in type(thing).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            with contextlib.suppress(AttributeError):
+                yield getattr(thing, name)
 
 
 def is_state(tensor: Tensor) -> bool:
@@ -187,7 +210,7 @@ def put_back(container: Any, key: Any, content: Any) -> None:
     """
     if isinstance(container, list) and key >= len(container):
         return
-    now = _now(container, key)
+    now = content_now(container, key)
     if now is content or (content is None and not _are_tensors(now)):
         return
     if isinstance(container, types.CellType):
@@ -196,7 +219,8 @@ def put_back(container: Any, key: Any, content: Any) -> None:
         container[key] = content
 
 
-def _now(container: Any, key: Any) -> Any:
+def content_now(container: Any, key: Any) -> Any:
+    """What is there now, in a dict, list or cell; None for nothing."""
     if isinstance(container, list):
         return container[key]
     if isinstance(container, dict):

@@ -77,6 +77,11 @@ class Attributes:
                 self._tensors.append((table, name, found, _copy(found), versions))
         self._there.clear()
 
+    @property
+    def put_back_ids(self) -> set[int]:
+        """The ids of containers that `put_back` gives copies of, or longer ones cut."""
+        return {id(found) for _, _, found, _ in (*self._plain, *self._long) if type(found) not in ATOMS}
+
     def put_back(self) -> None:
         """Let the modules have them again. Raises RuntimeError for a tensor that was changed in place."""
         copies: dict[int, Any] = {}  # what two modules share stays one
