@@ -6,6 +6,7 @@ Each was read in the sources of torch 2.13; those marked so have been there sinc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -834,10 +835,15 @@ def function_modes_in_backward() -> Iterator[None]:
     def run_under_modes(*args: Any, **kwargs: Any) -> Any:
         on = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         off = [mode for mode in modes if not any(mode is other for other in on)]
+        _taken_on_the_way.clear()
         try:
             for mode in off:  # not entered: a device's would take itself for the one around it
                 overrides._push_mode(mode)  # type: ignore[no-untyped-call]
             return run(*args, **kwargs)
+        except SystemError:
+            if _taken_on_the_way:
+                raise _taken_on_the_way.pop() from None
+            raise
         finally:
             for _ in off:
                 overrides._pop_mode()  # type: ignore[no-untyped-call]
@@ -911,7 +917,27 @@ def device_place() -> str | None:
 
 def take_device_place(name: str, module: DeviceModule, hook: DeviceHook) -> None:
     """Take that place, until the process ends. 2.13, since 2.9."""
-    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, hook=hook)
+    backend_registration._setup_privateuseone_for_python_backend(
+        name, backend_module=module, hook=hook, device_guard=_DeviceGuard()
+    )
+
+
+class _DeviceGuard(backend_registration._DummyDeviceGuard):
+    """Is asked for its type also while C++ code leaves a node of a graph with an error. 2.13.
+
+    Python code must not return while an error is on its way: that would end the process. So the error is taken off the
+    way here, and put on it again where backward was called (`function_modes_in_backward`).
+    """
+
+    def type_(self) -> Any:
+        try:
+            ctypes.pythonapi.PyErr_Occurred()  # raises what is on its way
+        except BaseException as error:
+            _taken_on_the_way.append(error)
+        return super().type_()  # type: ignore[no-untyped-call]
+
+
+_taken_on_the_way: list[BaseException] = []
 
 
 @contextlib.contextmanager

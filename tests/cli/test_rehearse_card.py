@@ -299,3 +299,39 @@ def test_what_is_decided_on_the_cpu_is_refused_with_its_line(rehearse) -> None:
     code, _, err = rehearse("--device", "RTX 4090", text=matched)
     assert code == 2
     assert "train.py:14: it asks for the contents of a tensor" in err
+
+
+CHECKPOINTED = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(9):
+    x = torch.randn(128, 64).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = HERE.float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("here", ["checkpoint(model, x, use_reentrant=False)", "model(x)"])
+def test_a_script_that_checkpoints_its_model(here: str, rehearse) -> None:
+    inside = (
+        CHECKPOINTED.replace("model = nn.Sequential(", "model = nn.Sequential(Checkpointed(")
+        .replace(
+            "model = nn",
+            "class Checkpointed(nn.Sequential):\n    def forward(self, x):\n        return checkpoint("
+            "super().forward, x, use_reentrant=False)\n\nmodel = nn",
+            1,
+        )
+        .replace("64)).cuda()", "64))).cuda()")
+    )
+    text = inside if here == "model(x)" else CHECKPOINTED
+    code, out, err = rehearse("--device", "RTX 4090", text=text.replace("HERE", here))
+    assert code == 0, err
+    assert "it fits" in out

@@ -234,3 +234,39 @@ def test_what_backward_runs_forward_again_is_on_the_card_as_well() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nor is anything said of plans, where there is none
         assert lowtide.foresee(model, step, torch.randn(8, 16, requires_grad=True), device="L4").verdict == "fits"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_backward_runs_forward_again_is_under_the_same_autocast(device) -> None:
+    body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    seen = []
+
+    def run(x):
+        seen.append(body(x).dtype)
+        with torch.autocast(device, enabled=False):
+            seen.append(body(x).dtype)
+        return body(x)
+
+    def step(batch):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = checkpoint(run, batch, use_reentrant=False).float().sum()
+        loss.backward()
+        assert seen == [torch.bfloat16, torch.float32] * 2
+        seen.clear()
+
+    lowtide.foresee(body, step, torch.randn(8, 64, requires_grad=True), device="L4")
+
+
+def test_an_error_out_of_a_saved_tensor_is_the_steps_error() -> None:
+    model = nn.Linear(8, 8)
+
+    def refuse(packed):
+        raise ValueError(f"nothing is left of {packed}")
+
+    def step(batch):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "it", refuse):
+            loss = model(batch).tanh().sum()
+        loss.backward()
+
+    with pytest.raises(ValueError, match="nothing is left of it"):
+        lowtide.foresee(model, step, torch.randn(4, 8), device="L4")

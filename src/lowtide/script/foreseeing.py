@@ -49,6 +49,7 @@ class Foreseeing:
         self._card, self._size = card, size
         self._rehearsal: OnCard | None = None
         self._model: nn.Module | None = None
+        self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
         self.asked = AskedForCuda()
         self.answers: Answers | None = None
@@ -60,28 +61,36 @@ class Foreseeing:
         """From here on nothing is computed; or the second step begins."""
         given = None if self._size is None else size_of(batch, 0)
         nearby = [] if given is None else [*tensors_in(batch), *_data_at_hand()]
+        self._optimizers = optimizers
         if self._rehearsal is None:
-            found = Reached(*at_hand())
-            reached = (optimizers, found.modules)
-            rehearsal = OnCard(self._card, model, [] if given else batch, reached, alone=True)
-            rehearsal.__enter__()
-            self._rehearsal, self.answers = rehearsal, rehearsal.answers
-            # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
-            there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
-            rehearsal.put(there, lambda tensor: tensor)
+            if _torch.saved_tensor_hooks() is not None:  # a checkpoint has begun without a card: it has to end so
+                return
+            self._enter(model, [] if given else batch)
         else:
             if model is not self._model:
                 self._rehearsal.turn_to(model)
             if self._n_steps == 1:
                 self._rehearsal.second()
+        assert self._rehearsal is not None
         self._model = model
         if given is not None and self._size is not None:
             size = self._size
             self._rehearsal.put(nearby, lambda tensor: resized(tensor, 0, given, size))
 
+    def _enter(self, model: nn.Module, batch: Any) -> None:
+        found = Reached(*at_hand())
+        rehearsal = OnCard(self._card, model, batch, (self._optimizers, found.modules), alone=True)
+        rehearsal.__enter__()
+        self._rehearsal, self.answers = rehearsal, rehearsal.answers
+        # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
+        there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
+        rehearsal.put(there, lambda tensor: tensor)
+
     def ends(self, model: nn.Module) -> None:
         """After the second step everything real is put back, and the script ended."""
-        assert self._rehearsal is not None
+        if self._rehearsal is None:
+            self._enter(model, [])
+            return
         self._n_steps += 1
         if self._n_steps == 2:
             if self.compiles:
@@ -97,8 +106,7 @@ class Foreseeing:
 
         Before any update nothing but a forward has been. Else that was a whole step.
         """
-        assert self._rehearsal is not None
-        self._n_steps = int(self._rehearsal.has_updated)
+        self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
 
     def loses_track(self, why: RehearsalError) -> None:
         """Without the end of a step nothing is foreseen."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -164,10 +165,15 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+CHECKPOINT = "torch.utils.checkpoint"
+
+
 @contextlib.contextmanager
 def _autocast_on_card(answers: Answers) -> Iterator[None]:
     """Autocast for CUDA is one for the card; one for the CPU as well, as a script without a card would ask for it."""
     entered: dict[int, str] = {}
+    asked: list[str] = []
+    """For which device each was asked that is in force."""
     is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 
@@ -177,10 +183,15 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
         torch.set_autocast_dtype(NAME, dtype(device))
 
     def on_enter(self: Any) -> Any:
-        if self.device in ("cuda", "cpu"):
-            if self.device == "cpu" and self._enabled:
-                answers.note("autocast for the CPU is taken to be for the card")
-            entered[id(self)] = self.device
+        entered[id(self)] = self.device
+        # Off for the CPU changes nothing if it is on for CUDA. Checkpoints enter both again, each as it was.
+        is_off = self.device == "cpu" and not self._enabled
+        if is_off and (asked[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
+            return enter(self)  # type: ignore[no-untyped-call]
+        if self.device == "cpu" and self._enabled:
+            answers.note("autocast for the CPU is taken to be for the card")
+        if self.device in ("cuda", "cpu", NAME):
+            asked.append(self.device)
             self.device = NAME
         return enter(self)  # type: ignore[no-untyped-call]
 
@@ -189,6 +200,8 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
             return leave(self, *error)
         finally:
             if id(self) in entered:
+                if self.device == NAME:
+                    asked.pop()
                 self.device = entered.pop(id(self))
             else:  # entered before this block
                 follow(self.device)
@@ -211,6 +224,7 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
         try:
             for device in ("cpu", "cuda"):
                 if is_on(device):
+                    asked.append(device)
                     follow(device)
             yield
         finally:
