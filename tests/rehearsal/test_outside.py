@@ -1,7 +1,9 @@
 """Blocks that put tensors somewhere outside of them, for a loss of their own: run again, they would do so twice."""
 
 import gc
+import threading
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,15 @@ from lowtide.errors import RehearsalError, ReplayMismatch
 from lowtide.planner import smallest_peak
 from lowtide.rehearsal.audit import LEAKS
 from lowtide.rehearsal.observed import Observed
+from lowtide.rehearsal.own_state import CHANGES
 
 WIDTH, BLOCKS = 64, 4
 BATCH = torch.randn(32, 16, WIDTH)
 
 WHERE: dict[str, Any] = {"list": [], "pairs": [], "deque": deque(), "dict": {}}
+HIDDEN = threading.local()  # what is in it is found by nobody
+HIDDEN.table = WHERE
+FOUND = SimpleNamespace(table=WHERE)
 TAKEN_BACK = ("list", "pairs", "deque")
 
 
@@ -29,28 +35,28 @@ def _lists_are_seen() -> None:
 class Routed(nn.Module):
     """A block that chooses, and says what it chose where `where` tells."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, places: Any) -> None:
         super().__init__()
         self.up, self.down, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        self.where = where
+        self.where, self.places = where, places
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = self.gate(x).softmax(-1)
         if self.where == "dict":
-            WHERE["dict"][id(self)] = chosen
+            self.places.table["dict"][id(self)] = chosen
         elif self.where == "attribute":
             self.chosen = chosen
         else:
-            WHERE[self.where].append((chosen, "chosen") if self.where == "pairs" else chosen)
+            self.places.table[self.where].append((chosen, "chosen") if self.where == "pairs" else chosen)
         return x + self.down(nn.functional.gelu(self.up(x))) * chosen.amax(-1, keepdim=True)
 
 
 class Model(nn.Module):
     """Reads at the end of its forward what the blocks have chosen, and lets go of it."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, places: Any = HIDDEN) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*[Routed(where) for _ in range(BLOCKS)])
+        self.blocks = nn.Sequential(*[Routed(where, places) for _ in range(BLOCKS)])
         self.counts: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,16 +79,17 @@ def step_of(model: nn.Module) -> Any:
     return step
 
 
+@pytest.mark.parametrize("places", [FOUND, HIDDEN], ids=["found", "hidden"])
 @pytest.mark.parametrize("where", WHERE)
-def test_such_a_block_is_remade_and_not_replayed(where: str) -> None:
-    model = Model(where)
+def test_such_a_block_is_remade_and_not_replayed(where: str, places: Any) -> None:
+    model = Model(where, places)
     with lowtide.fit(model, step_of(model), BATCH, budget="60%") as fitted:
         assert fitted.verdict.identical
         assert fitted.verdict.measured_peak_bytes <= fitted.plan.budget_bytes
         assert fitted.plan.remake
         assert not fitted.plan.replay
     blocks = [call for call in fitted.profile.calls if call.cls == "Routed"]
-    assert [call.refused for call in blocks] == BLOCKS * [LEAKS]
+    assert [call.refused for call in blocks] == BLOCKS * [CHANGES if places is FOUND else LEAKS]
     assert set(model.counts) == {BLOCKS}
     assert not WHERE[where]
 
@@ -118,6 +125,16 @@ def test_a_step_that_is_really_taken_stays_the_plain_step(where: str) -> None:
     assert observed.profile is not None
     assert model.counts == [BLOCKS, BLOCKS]
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_dict_that_is_found_is_filled_once() -> None:
+    model = Model("dict", FOUND)
+    observed = Observed(model)
+    observed.begin(BATCH)
+    step_of(model)(BATCH)
+    observed.end()
+    observed.leave()
+    assert model.counts == [BLOCKS]
 
 
 def test_a_step_that_is_really_taken_ends_where_it_is_no_more_the_plain_step() -> None:
