@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -98,3 +99,31 @@ def test_a_schedulers_optimizer_is_not_listened_to_any_longer(where: dict[str, A
     hooks = list(_global_optimizer_pre_hooks.values())
     lowtide.foresee(model, step, torch.ones(2, 8), **where)
     assert list(_global_optimizer_pre_hooks.values()) == hooks
+
+
+@pytest.mark.parametrize("device", [None, "L4"])
+def test_parameters_whose_data_the_step_exchanges(device) -> None:
+    """As clamped weights, a momentum encoder, and steps that go back to old weights do it."""
+    torch.manual_seed(0)
+    model, slow = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [tensor.clone() for tensor in (*model.parameters(), *slow.parameters())]
+
+    def step(batch):
+        (model(batch) - slow(batch)).square().sum().backward()
+        old = [p.data for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        for p, q, was in zip(model.parameters(), slow.parameters(), old, strict=True):
+            p.data = p.data.clamp(-1, 1)
+            q.data = q.data * 0.9 + p.data * 0.1
+            p.data = was
+
+    settings = {} if device is None else {"device": device}
+    foreseen = lowtide.foresee(model, step, torch.randn(4, 64), **settings)
+    assert foreseen.static.parameters == 2 * (64 * 64 + 64) * 4
+    after = [*model.parameters(), *slow.parameters()]
+    assert all(type(p) is nn.Parameter and torch.equal(p, was) for p, was in zip(after, before, strict=True))
+    if device is None:
+        measured = lowtide.timeline(model, step, torch.randn(4, 64)).peak_bytes
+        assert foreseen.timeline.peak_bytes == pytest.approx(measured, rel=0.02)

@@ -131,7 +131,7 @@ def foresee(
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
     with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept:
         names = Names(engine, ledger.mark)
-        with ledger, Questions(answers, ledger.adopt), as_they_are():
+        with ledger, Questions(answers, ledger), as_they_are():
             adopt(ledger, everything)
             step(batch)
             trials.learn()

@@ -125,6 +125,10 @@ class Ledger(TorchDispatchMode, Recorder):
         self._follow(twin, entry=True)
         return twin
 
+    def let_go(self, tensor: Tensor) -> None:
+        """A real tensor has other memory from here on: its twin's is there only as long as others have it."""
+        self._twins.let_go(tensor)
+
     # --- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,23 +16,24 @@ from lowtide import _torch
 from lowtide.foresight.packed import lengths, padded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from lowtide.foresight.answers import Answers
+    from lowtide.foresight.ledger import Ledger
 
 
 class Questions(TorchFunctionMode):
     """Stands between the step and the contents of tensors, where Python asks for them."""
 
-    def __init__(self, answers: Answers, twin: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, answers: Answers, ledger: Ledger) -> None:
         super().__init__()
-        self._answers, self._twin = answers, twin
+        self._answers, self._ledger, self._twin = answers, ledger, ledger.adopt
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _torch.PAD_PACKED:
             return self._padded(*args)
+        if func == _torch.SET_DATA and not _torch.is_fake(args[0]):
+            return self._exchange(*args)
         asked = _QUESTIONS.get(func)
         if asked is None:
             return func(*args, **(kwargs or {}))
@@ -49,6 +50,12 @@ class Questions(TorchFunctionMode):
         if asked == "float":
             return float(Unknown(self._answers))
         raise self._answers.refusal("it decides by the contents of a tensor")
+
+    def _exchange(self, tensor: Tensor, data: Tensor) -> None:
+        """`tensor.data = data` for a real tensor: its twin has the data from here on, and it stays what it is."""
+        twin = self._twin(tensor)
+        self._ledger.let_go(tensor)
+        twin.data = data if _torch.is_fake(data) else self._twin(data)
 
     def _padded(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:
         known = self._answers.value(batch_sizes if _torch.is_fake(batch_sizes) else self._twin(batch_sizes))

@@ -43,9 +43,13 @@ class Twins:
         """The twin of a real tensor that only the caller has: it lives as long as somebody has the twin."""
         twin = self.of(tensor)
         self._twins.pop(tensor)  # type: ignore[no-untyped-call]
-        if _torch.is_strided(tensor):
-            del self._memory[_torch.storage_number(tensor.untyped_storage())]
+        self.let_go(tensor)
         return twin
+
+    def let_go(self, tensor: Tensor) -> None:
+        """Hold no twin of a tensor's memory any longer."""
+        if _torch.is_strided(tensor):
+            self._memory.pop(_torch.storage_number(tensor.untyped_storage()), None)
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return self._device or tensor.device

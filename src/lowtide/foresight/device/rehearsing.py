@@ -93,7 +93,7 @@ class OnCard:
             stack.enter_context(self._ledger)
             stack.callback(taking.clear)
             taking.append(self._ledger.on_card)
-            stack.enter_context(Questions(self.answers, self._ledger.adopt))
+            stack.enter_context(Questions(self.answers, self._ledger))
             stack.enter_context(as_they_are())
             stack.enter_context(self._running)
             with _torch.without_function_modes():
