@@ -335,3 +335,27 @@ def test_a_script_that_checkpoints_its_model(here: str, rehearse) -> None:
     code, out, err = rehearse("--device", "RTX 4090", text=text.replace("HERE", here))
     assert code == 0, err
     assert "it fits" in out
+
+
+TABLE = """
+import torch
+from torch import nn
+
+model = nn.Linear(64, 10).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+table = torch.empty(500_000, 64)
+for first in range(0, 1000, 96):
+    x = table[first : first + 96].to("cuda")
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_takes_its_batches_from_a_table_on_the_cpu(rehearse) -> None:
+    found = []
+    for text in (TABLE, TABLE.replace("table[first : first + 96]", "torch.empty(96, 64)")):
+        code, out, err = rehearse("--device", "cuda:1GiB", "--json", "-", text=text)
+        assert code == 0, err
+        found.append(json.loads(out)[0]["peak_reserved_bytes"])
+    assert found[0] == found[1]

@@ -270,3 +270,52 @@ def test_an_error_out_of_a_saved_tensor_is_the_steps_error() -> None:
 
     with pytest.raises(ValueError, match="nothing is left of it"):
         lowtide.foresee(model, step, torch.randn(4, 8), device="L4")
+
+
+def test_a_piece_of_something_larger_comes_alone() -> None:
+    model, table = nn.Linear(64, 10), torch.randn(10_000, 64)
+
+    def step(batch):
+        model(batch).sum().backward()
+
+    piece = lowtide.foresee(model, step, table[32:64], device="L4")
+    alone = lowtide.foresee(model, step, table[32:64].clone(), device="L4")
+    assert piece.static.inputs == alone.static.inputs == 32 * 64 * 4
+    assert piece.peak_reserved_bytes == alone.peak_reserved_bytes
+
+
+def test_what_is_known_of_a_tensor_on_the_cpu_is_known_on_the_card_and_no_longer_than_there() -> None:
+    model, anchors = nn.Linear(16, 4), torch.arange(64).view(8, 8)
+    rows = []
+
+    def step(batch):
+        keep = torch.zeros(8, dtype=torch.bool)
+        assert batch[keep].shape[0] == 0
+        keep[2] = True
+        assert batch[keep].shape[0] == 1
+        near = anchors[:, 2:5] > 16
+        assert batch[near[:, 0]].shape[0] == 6
+        model(batch).sum().backward()
+        total = torch.zeros(4)
+        total += model(batch).detach().sum(0)
+        rows.append(bool((total == 0).all()))
+
+    with pytest.raises(lowtide.Unforeseeable, match="contents of a tensor"):
+        lowtide.foresee(model, step, torch.randn(8, 16), device="L4")
+    assert rows == []
+
+
+def test_what_the_card_gives_may_be_written_to_a_tensor_that_was_made_without_a_device() -> None:
+    model, head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def step(batch):
+        h = model(batch)
+        sums = torch.zeros(4, 16).index_add_(0, torch.arange(8) % 4, h)
+        firsts = torch.zeros(8, 16)
+        firsts[:4] = h[:4]
+        head(sums.relu()).sum().backward(retain_graph=True)
+        head(firsts).sum().backward()
+        assert model.weight.grad is not None
+
+    whole = nn.ModuleList([model, head])
+    assert lowtide.foresee(whole, step, torch.randn(8, 16), device="L4").verdict == "fits"

@@ -69,8 +69,12 @@ class Answers:
 
     def introduce(self, twin: Tensor, real: Tensor) -> None:
         """A twin's contents are those of the real tensor, but a parameter's: the step changes these."""
-        if not real.requires_grad and real.device.type != "meta" and not contents.is_met(twin):
+        if real.requires_grad or real.device.type == "meta" or contents.is_met(twin):
+            return
+        if not _torch.is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
             contents.borrow(twin, real)
+        elif _is_small(real):  # a piece of something larger, of which only the piece is on the card
+            self._learn(twin, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         """The contents of a fake tensor as an array, which Python code may write to."""
@@ -97,7 +101,8 @@ class Answers:
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
         """A copy's contents are those of its tensor."""
-        contents.share(tensor, copy)
+        with _torch.on_real_tensors():
+            contents.share(tensor, copy)
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The contents of a fake tensor, if they are known. Not to be written to."""

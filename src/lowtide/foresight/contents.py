@@ -115,11 +115,17 @@ def learn_alike(fake: Tensor, number: Tensor, assumed: str) -> None:
 
 
 def share(fake: Tensor, copy: Tensor) -> None:
-    """A copy, with the same geometry, has the contents of its tensor."""
+    """A copy, of the same shape, has the contents of its tensor: none if that has none."""
     contents = _of(fake)
-    if contents is not None:
+    if contents is None:
+        forget(copy)
+    elif fake.untyped_storage().nbytes() == copy.untyped_storage().nbytes() and fake.stride() == copy.stride():
         contents.owned = False
         _put(copy, _Contents(contents.memory, contents.assumed, alike=contents.alike))
+    elif fake.numel() * fake.element_size() <= LARGEST_COPIED:
+        found = value(fake)
+        assert found is not None
+        learn(copy, found, contents.assumed)
 
 
 def forget(fake: Tensor) -> None:

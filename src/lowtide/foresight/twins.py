@@ -46,6 +46,12 @@ class Twins:
         self.let_go(tensor)
         return twin
 
+    def apart(self, tensor: Tensor) -> Tensor:
+        """A twin with its own elements alone, as a copy on another device has them."""
+        with _torch.without_modes(), self._mode:
+            geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            return torch.empty_like(geometry, device=self._place(tensor))
+
     def let_go(self, tensor: Tensor) -> None:
         """Hold no twin of a tensor's memory any longer."""
         if _torch.is_strided(tensor):

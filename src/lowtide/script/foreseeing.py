@@ -79,7 +79,8 @@ class Foreseeing:
 
     def _enter(self, model: nn.Module, batch: Any) -> None:
         found = Reached(*at_hand())
-        rehearsal = OnCard(self._card, model, batch, (self._optimizers, found.modules), alone=True)
+        reached = (self._optimizers, found.modules)
+        rehearsal = OnCard(self._card, model, batch, reached, alone=True, is_there=self.asked.has)
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.

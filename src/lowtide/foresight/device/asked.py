@@ -45,7 +45,8 @@ class AskedForCuda(CudaMeans):
         if func == _torch.SET_DATA and self._holds(args[1]):
             self._there[args[0]] = True
         if place is not None and args and out is args[0] and goes_there != is_there:
-            out = _torch.alias(out)  # what was given stays where it was
+            # What was given stays where it was. A piece of something larger comes alone.
+            out = _torch.alias(out) if _is_whole(out) else out.clone()
         if goes_there:
             for made in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(made, torch.Tensor) and not any(made is one for one in given):
@@ -56,6 +57,10 @@ class AskedForCuda(CudaMeans):
         if isinstance(thing, torch.Tensor):
             return thing in self._there
         return isinstance(thing, list | tuple) and any(map(self._holds, thing))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not _torch.is_strided(tensor) or tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor | None:

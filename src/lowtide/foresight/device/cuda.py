@@ -56,12 +56,27 @@ class CudaMeans(TorchFunctionMode):
             args = tuple(self._translate(arg) for arg in args)
         if self._ledger is None:
             return func(*args, **kwargs)
-        if func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]:
+        if (func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]) or self._is_written_to(
+            func, args
+        ):
             self._ledger.put_on_card(args[0])
         out = func(*args, **kwargs)
         if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
             self._ledger.put_on_card(out)
         return out
+
+    def _is_written_to(self, func: Any, args: Any) -> bool:
+        """Whether something on the card is written to a tensor on the CPU: autograd sends no gradients across."""
+        name = getattr(func, "__name__", "")
+        if not (name in _WRITING or (name.endswith("_") and not name.endswith("__"))) or len(args) < 2:
+            return False
+        target, *others = args
+        return (
+            _torch.is_fake(target)
+            and target.device.type == "cpu"
+            and target.dim() > 0
+            and any(isinstance(other, torch.Tensor) and other.device.type == NAME for other in others)
+        )
 
     def _translate(self, value: Any) -> Any:
         is_cuda = (
@@ -72,6 +87,9 @@ class CudaMeans(TorchFunctionMode):
         return self._device if is_cuda else value
 
 
+_WRITING = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
+)
 _IS_CUDA = (_torch.IS_CUDA,)
 _TO_CUDA = (torch.Tensor.cuda,)
 _TO_PINNED = (torch.Tensor.pin_memory,)

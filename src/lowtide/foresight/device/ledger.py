@@ -116,14 +116,14 @@ class CardLedger(Ledger):
         """A tensor on the CPU, as it is on the card as long as it lives; all else as it is."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
             return leaf
-        self._answers.note("a tensor on the CPU is taken to be on the card")
         found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
         if found is None:
+            self._answers.note("a tensor on the CPU is taken to be on the card")
             with _torch.without_modes(), self._fakes:
                 found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
             self._moved[leaf] = found
-            self._answers.pass_on(leaf, found)
             self._follow(found, "aten::_to_copy")
+        self._answers.pass_on(leaf, found)  # each time: it may have been written to since
         return found
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

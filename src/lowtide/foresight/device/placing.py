@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 class Placed:
-    """Tensors that `put` has put on the device of `twins` are fake ones there until this block ends."""
+    """Tensors that `put` has put on the device of `twins` are fake ones there until this block ends.
 
-    def __init__(self, twins: Twins, answers: Answers) -> None:
-        self._twins, self._answers = twins, answers
+    `is_there`: whether a real tensor is on a card already. Of others, pieces of larger memory come alone.
+    """
+
+    def __init__(self, twins: Twins, answers: Answers, is_there: Callable[[Tensor], bool]) -> None:
+        self._twins, self._answers, self._is_there = twins, answers, is_there
         self._done: list[tuple[Tensor, Tensor]] = []
 
     def has(self, tensor: Tensor) -> bool:
@@ -38,7 +41,7 @@ class Placed:
             if id(tensor) in done or not tensor.is_leaf or _torch.is_fake(tensor):
                 continue
             shown = resized(tensor)
-            fake = self._twins.of(shown)
+            fake = self._twins.apart(shown) if self._comes_alone(shown) else self._twins.of(shown)
             self._answers.introduce(fake, shown)
             if isinstance(tensor, nn.Parameter):
                 _torch.make_parameter(fake, tensor.requires_grad)
@@ -49,6 +52,10 @@ class Placed:
                 fake.grad = self._twins.of(tensor.grad)
             swap(tensor, fake)
             self._done.append((tensor, fake))
+
+    def _comes_alone(self, tensor: Tensor) -> bool:
+        is_piece = _torch.is_strided(tensor) and tensor.nbytes < tensor.untyped_storage().nbytes()
+        return is_piece and not isinstance(tensor, nn.Parameter) and not self._is_there(tensor)
 
     def __enter__(self) -> Self:
         return self

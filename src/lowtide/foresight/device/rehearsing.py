@@ -58,7 +58,7 @@ class OnCard:
     """In this block the model, the batch, and what else `reached` leads to are on `card`, and every operator is fake.
 
     Take one step, say `second`, take another one, say `finish`. At the end of the block everything is as it was.
-    `alone`: the process is there for nothing else.
+    `alone`: the process is there for nothing else. `is_there`: whether a real tensor is on CUDA already.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class OnCard:
         *,
         plan: Plan | None = None,
         alone: bool = False,
+        is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
     ) -> None:
         self._card, self._model, self._batch, self._alone = card, model, batch, alone
         self._engine = planned(model, batch, plan)
@@ -77,7 +78,7 @@ class OnCard:
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
         self._kept = Kept(model, *reached, batch)
-        self._placed = Placed(Twins(self._fakes, NAME), self.answers)
+        self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
 
