@@ -135,3 +135,22 @@ def test_what_else_the_step_has_in_memory_counts() -> None:
     trained = sum(p.nbytes for p in (*model.parameters(), scale))
     assert foreseen.static.parameters == trained + sum(p.nbytes for p in teacher.parameters())
     assert lowtide.foresee(model, step, batch, device="L4").static.parameters == foreseen.static.parameters
+
+
+@pytest.mark.parametrize("device", [None, "L4"])
+def test_gradients_of_each_sample_and_along_a_direction(device) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss_of(parameters, x):
+        return torch.func.functional_call(model, parameters, (x[None],)).sum()
+
+    def step(batch):
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        of_each = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(parameters, batch)
+        assert of_each["0.weight"].shape == (32, 16, 8)
+        _, along = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))
+        assert along.shape == (32, 1)
+        model(batch).sum().backward()
+
+    settings = {} if device is None else {"device": device}
+    assert lowtide.foresee(model, step, torch.randn(32, 8), **settings).timeline.peak_bytes > 32 * 16 * 8 * 4

@@ -1,6 +1,7 @@
 """What a step asks of its tensors is answered truly, answered and noted, or refused with its line."""
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -52,6 +53,51 @@ def test_what_is_decided_by_an_unknown_number_is_refused_with_its_line(model, de
             raise AssertionError
 
     assert "test_questions.py:" in refused(model, step)
+
+
+@pytest.mark.parametrize(
+    "tensor_of",
+    [
+        lambda v: torch.tensor([v, v]).mean(),
+        lambda v: torch.full((3,), v).sum(),
+        lambda v: torch.zeros(3).fill_(v).sum(),
+        lambda v: (torch.ones(3) * v).sum(),
+        lambda v: torch.zeros(3).index_fill(0, torch.tensor([0]), v).sum(),
+    ],
+)
+def test_a_tensor_of_unknown_numbers_is_unknown(model, tensor_of):
+    def step(batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        known = torch.zeros(3)
+        known[0] = 2.0
+        assert known.sum() == 2
+        if tensor_of(loss.item()) < 3:
+            raise AssertionError
+
+    assert "test_questions.py:" in refused(model, step)
+
+
+def test_the_mean_of_unknown_numbers_is_one(model):
+    def step(batch):
+        losses = [model(batch).sum().item() for _ in range(2)]
+        model(batch).sum().backward()
+        return statistics.mean(losses) > 2
+
+    assert "decides by a number" in refused(model, step)
+
+
+def test_a_batch_is_looked_through_for_what_is_missing(model):
+    targets = torch.randn(400_000)
+    targets[::2] = math.nan
+
+    def step(batch):
+        x, y = batch
+        there = ~torch.isnan(y)
+        assert y[there].shape == y.masked_select(there).shape == (200_000,)
+        model(x).sum().backward()
+
+    assert lowtide.foresee(model, step, (BATCH, targets)).assumed == ()
 
 
 def test_a_mask_of_unknown_contents_is_refused(model):

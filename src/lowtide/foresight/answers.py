@@ -46,7 +46,10 @@ _CPU = torch.device("cpu")
 
 LARGEST_KNOWN = 2**20
 """Elements of integers and booleans up to which contents are known: a batch of tokens, a mask."""
-LARGEST_KNOWN_FLOAT = 2**12
+LARGEST_KNOWN_FLOAT = 2**17
+
+LARGEST_ASKED = 2**26
+"""Elements of a batch up to which it is looked through for NaN and infinity."""
 
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
@@ -104,6 +107,12 @@ class Answers:
         with _torch.on_real_tensors():
             contents.share(tensor, copy)
 
+    def forget(self, found: Any) -> None:
+        """Nothing is known of these tensors: numbers went into them that nobody knows."""
+        for tensor in tree_leaves(found):
+            if _torch.is_fake(tensor):
+                contents.forget(tensor)
+
     def value(self, tensor: Tensor) -> Tensor | None:
         """The contents of a fake tensor, if they are known. Not to be written to."""
         with _torch.on_real_tensors():
@@ -123,11 +132,14 @@ class Answers:
             return False, None
         if func in INDEXING:
             return self._index(func, args, kwargs)
+        if func is aten.masked_select.default:
+            return self._select(*args)
         for tensor in tensors:
             if contents.is_known(tensor):
                 self._note_assumed(tensor)
             elif not (func in BY_INTEGERS and tensor.dtype.is_floating_point):
-                raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
+                is_size = func._schema.returns[0].type.kind() != "BoolType"  # as of `equal`
+                raise self.refusal(f"{'the size of ' * is_size}what {_name(func)} gives depends on contents")
         real = self._run(func, args, kwargs)
         device = tensors[0].device
 
@@ -165,6 +177,17 @@ class Answers:
         args[1][:] = indices
         return False, None
 
+    def _select(self, tensor: Tensor, mask: Tensor) -> tuple[bool, Any]:
+        """As many elements as the mask has, whatever they are."""
+        chosen = self.value(mask)
+        if chosen is None:
+            raise self.refusal("how many elements it takes depends on a mask")
+        self._note_assumed(mask)
+        with _torch.on_real_tensors():
+            count = int(chosen.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())  # type: ignore[no-untyped-call]
+        with self._fakes:
+            return True, torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+
     def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         """An operator has run: note what is known of its results, and of what it has written to."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -187,7 +210,11 @@ class Answers:
                 contents.learn(made[-1], _evenly(made[-1], count), EVENLY)
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-        """Whether an operator can be run on contents, which are small."""
+        """Whether an operator can be run on contents, which are small and have no tangents."""
+        if _torch.in_forward_mode():
+            return False
+        if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
+            return tensors[0].numel() <= LARGEST_ASKED  # a batch may well have some
         if func in BY_SHAPE:
             tensors = ()
         elif func in GATHERING:

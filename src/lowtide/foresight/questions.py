@@ -6,8 +6,9 @@ by it is refused with its line.
 
 from __future__ import annotations
 
+import numbers
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -36,7 +37,10 @@ class Questions(TorchFunctionMode):
             return self._exchange(*args)
         asked = _QUESTIONS.get(func)
         if asked is None:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            if any(map(_is_unknown, args)) or (kwargs and any(map(_is_unknown, kwargs.values()))):
+                self._answers.forget(args[0] if out is None else out)
+            return out
         tensor = args[0] if _torch.is_fake(args[0]) else self._twin(args[0])
         if asked == "array":  # that of a fake tensor would point nowhere
             return self._answers.array(tensor, func, args[1:], kwargs or {})
@@ -78,14 +82,26 @@ _QUESTIONS = {
 }
 
 
+def _is_unknown(thing: Any, depth: int = 3) -> bool:
+    """Whether it is a number that nobody knows, or has one inside: C++ code would read it for what it seems to be."""
+    if type(thing) is Unknown:
+        return True
+    return depth > 0 and type(thing) in (list, tuple) and any(_is_unknown(item, depth - 1) for item in thing)
+
+
 class Unknown(float):
     """A number that nobody knows, taken as 1. It may be printed, averaged and passed on; to compare it is refused."""
 
     _answers: Answers
+    _last: ClassVar[Answers]
 
-    def __new__(cls, answers: Answers) -> Unknown:
+    def __new__(cls, given: Answers | float) -> Unknown:
+        """A number that `given` knows nothing of, or one of this kind made from `given`, as by `statistics.mean`."""
         self = super().__new__(cls, 1.0)
-        self._answers = answers
+        if isinstance(given, numbers.Number):
+            self._answers = cls._last
+        else:
+            cls._last = self._answers = given  # type: ignore[assignment]
         return self
 
     def _decided(self, *_: object) -> NoReturn:
@@ -93,7 +109,7 @@ class Unknown(float):
 
     def _compared(self, *_: object) -> bool:
         """Adafactor bounds its step by the size of a parameter: that changes numbers, no memory."""
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.optim"):
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.optim", "transformers.optimization")):
             self._answers.note("a number that an optimizer compares is taken as small")
             return False
         self._decided()

@@ -250,12 +250,14 @@ class Engine:
             self.n_runs_in_eval_mode += 1
             return seam.inner(*args, **kwargs)
         self.n_runs += 1
-        if in_function_transform():
-            raise LowtideError(
-                f"{seam} is called inside of a transform of torch.func (grad, vmap, ...), which does not go with the "
-                "saved-tensor hooks that plans and rehearsals put in force: use torch.autograd for that call, or "
-                "remove() the plan first."
-            )
+        if in_function_transform():  # which does not go with saved-tensor hooks: it is as without a plan
+            if self.does_anything:
+                self.say(
+                    f"{seam} was called inside of a transform of torch.func (grad, vmap, ...): the plan does nothing "
+                    "there."
+                )
+            with self.now(Aside()):
+                return seam.inner(*args, **kwargs)
         hooks = saved_tensor_hooks()
         if hooks is not None:
             if self.does_anything and hooks[1] is not unpack:  # not those of a plan for more of it
