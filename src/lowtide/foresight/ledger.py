@@ -164,10 +164,10 @@ class Ledger(TorchDispatchMode, Recorder):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is GROUPED:
             return self._grouped(*args, **kwargs)
+        if (assumed := sparse.assumed(func, args)) is not None:
+            self._answers.note(assumed)
         if (kernel := sparse.kernel(func, args, by_autograd=_taken_over)) is not None:
             return kernel(*args, **kwargs)
-        if sparse.grows(func, args):
-            self._answers.note(sparse.GROWS)
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
         except _torch.DATA_DEPENDENT as error:
