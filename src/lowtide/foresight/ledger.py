@@ -151,9 +151,10 @@ class Ledger(TorchDispatchMode, Recorder):
 
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: it has just been allocated
+            is_torchs = not _torch.is_strided(tensor) or tensor.untyped_storage().resizable()
             twin = self._twins.of_new(tensor)
             self._answers.introduce(twin, tensor)
-            self._follow(twin, "aten::empty")
+            self._follow(twin, "aten::empty", n_bytes=None if is_torchs else 0)  # or of an array: it has NumPy's memory
             return twin
         return self.adopt(tensor)
 
@@ -221,7 +222,7 @@ class Ledger(TorchDispatchMode, Recorder):
     # --- storages
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        """Watch a tensor's storage from here to its end."""
+        """Watch a tensor's storage from here to its end. With `n_bytes` 0 it is known, and is no event."""
         if tensor.device.type != self.device or not _torch.is_strided(tensor):
             return
         storage = tensor.untyped_storage()
@@ -229,9 +230,11 @@ class Ledger(TorchDispatchMode, Recorder):
         if key in self._living:
             return
         size = storage.nbytes() if n_bytes is None else n_bytes
-        if not size:
+        if not (size or storage.nbytes()):
             return
-        if entry:
+        if not size:
+            living = _Living(0, 0)
+        elif entry:
             self._n_entry += 1
             living = _Living(-self._n_entry, size)
             self._entered.append(Allocate(living.block, size, key, op))
@@ -249,7 +252,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if self._given is not None and self._given[0] == key:
             self._given = None  # handed on indeed: its block goes on as the new storage's
             return
-        if self._recording:
+        if self._recording and living.bytes:
             self._events.append(Free(living.block, living.bytes))
 
     def _hand_on(self, old: Any, new: Tensor) -> bool:
