@@ -747,6 +747,10 @@ NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
 """What a fake operator raises that has no kernel for fake tensors, where `run_on_zeros` is not allowed. 2.13."""
 
 
+OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
+"""Namespaces of torch's own operators. 2.13."""
+
+
 def fake_mode(run_on_zeros: bool = True) -> _fake_tensor.FakeTensorMode:
     """A mode under which operators make fake tensors. 2.13, since 1.13.
 

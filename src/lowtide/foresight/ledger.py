@@ -23,6 +23,7 @@ from lowtide.errors import RehearsalError
 from lowtide.foresight import sparse
 from lowtide.foresight.answers import Answers, detached_real
 from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE, PACKING
+from lowtide.foresight.lines import where
 from lowtide.foresight.packed import copies
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.twins import Twins, is_real
@@ -143,7 +144,10 @@ class Ledger(TorchDispatchMode, Recorder):
             args, kwargs, tensors = self._together(func, args, kwargs, tensors)
         answered, out = self._answers.before(func, args, kwargs, tensors)
         if not answered:
-            out = self._run(func, args, kwargs)
+            try:
+                out = self._run(func, args, kwargs)
+            except _torch.NO_FAKE_KERNEL as error:
+                raise _no_kernel(func) from error
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
         self._record(func, args, kwargs, tensors, sparse.parts(made))
         self._answers.after(func, args, kwargs, tensors, made)
@@ -342,6 +346,15 @@ def _leaves(out: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield out
+
+
+def _no_kernel(func: Any) -> RehearsalError:
+    remedy = "Measure this step instead (lowtide.timeline), or do there without it"
+    if func.namespace not in _torch.OWN_OPERATORS:
+        remedy = "Say what its results look like (torch.library.register_fake), or measure this step (lowtide.timeline)"
+    return RehearsalError(
+        f"{where()}: {func.name()} is an operator that torch can't run on tensors without memory.\n  {remedy}."
+    )
 
 
 def _taken_over() -> bool:
