@@ -933,6 +933,9 @@ def foreach_for_fakes() -> Iterator[None]:
         _foreach_types.remove(FakeTensor)
 
 
+CUDA_INIT, CUDA_EXCHANGES = "_lazy_init", ("_exchange_device", "_maybe_exchange_device")
+"""What sets CUDA up, and what changes its current card and gives the one before. 2.13: in `torch.cuda`."""
+
 AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
 """Dispatch keys of that device. 2.13, since 2.0."""
 
