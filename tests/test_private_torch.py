@@ -63,6 +63,14 @@ def test_is_cuda_is_asked_by_what_a_mode_of_functions_is_told() -> None:
     assert _torch.IS_CUDA in asked
 
 
+def test_a_context_for_a_card_does_nothing_without_what_sets_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _torch.CUDA_EXCHANGES:
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    with torch.cuda.device(0):
+        pass
+    assert callable(getattr(torch.cuda, _torch.CUDA_INIT))
+
+
 def test_hooks_on_tensors_and_on_modules_are_seen() -> None:
     w, layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
     seen = (_torch.has_gradient_hooks(w), _torch.has_accumulation_hooks(w), _torch.has_backward_hooks(layer))

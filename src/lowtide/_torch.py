@@ -748,6 +748,10 @@ NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
 """What a fake operator raises that has no kernel for fake tensors, where `run_on_zeros` is not allowed. 2.13."""
 
 
+OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
+"""Namespaces of torch's own operators. 2.13."""
+
+
 def fake_mode(run_on_zeros: bool = True) -> _fake_tensor.FakeTensorMode:
     """A mode under which operators make fake tensors. 2.13, since 1.13.
 
@@ -960,6 +964,9 @@ def foreach_for_fakes() -> Iterator[None]:
     finally:
         _foreach_types.remove(FakeTensor)
 
+
+CUDA_INIT, CUDA_EXCHANGES = "_lazy_init", ("_exchange_device", "_maybe_exchange_device")
+"""What sets CUDA up, and what changes its current card and gives the one before. 2.13: in `torch.cuda`."""
 
 AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
 """Dispatch keys of that device. 2.13, since 2.0."""

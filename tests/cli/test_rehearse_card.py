@@ -359,3 +359,77 @@ def test_a_script_that_takes_its_batches_from_a_table_on_the_cpu(rehearse) -> No
         assert code == 0, err
         found.append(json.loads(out)[0]["peak_reserved_bytes"])
     assert found[0] == found[1]
+
+
+API = """
+import pathlib, tempfile, torch
+from torch import nn
+
+CUDA = torch.device("cuda", 0)
+model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 10)).cuda()
+file = pathlib.Path(tempfile.mkdtemp()) / "state.pt"
+torch.save(model.state_dict(), file)
+
+
+def ask():
+    tensor = torch.ones(4).cuda()
+    with torch.cuda.device(0), torch.cuda.device(CUDA), torch.cuda.device_of(tensor), torch.cuda.device(None):
+        assert torch.cuda.current_device() == 0
+    for where in ("cuda", "cuda:0", CUDA, {"cpu": "cuda:0"}, lambda storage, place: storage.cuda(0), None):
+        for weights_only in (True, False):
+            found = torch.load(file, map_location=where, weights_only=weights_only)
+            assert [*found] == [*model.state_dict()] and found["0.weight"].device.type in ("cpu", "cuda")
+            model.load_state_dict(found)
+    state, states = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()
+    torch.cuda.set_rng_state(state)
+    torch.cuda.set_rng_state(state, "cuda:0")
+    torch.cuda.set_rng_state_all(states)
+    torch.cuda.random.set_rng_state_all(torch.cuda.random.get_rng_state_all())
+    torch.cuda.seed(), torch.cuda.seed_all()
+    assert len(states) == 1 and torch.cuda.initial_seed() == torch.initial_seed()
+    with torch.random.fork_rng(), torch.random.fork_rng(devices=[0]), torch.random.fork_rng(device_type="cuda"):
+        torch.rand(4, device="cuda")
+    assert "cudaMalloc" in torch.cuda.memory_summary() and torch.cuda.memory_summary(0, abbreviated=True)
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.peak"] == stats["reserved_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert stats["num_ooms"] == 0 and stats.get("oversize_allocations.peak", 0) == 0
+    assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] >= 0
+    torch.cuda.reset_max_memory_allocated(), torch.cuda.reset_max_memory_cached(), torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_cached() == torch.cuda.memory_cached() == torch.cuda.max_memory_reserved()
+    known = torch.cuda.get_device_properties("cuda")
+    assert (known.multi_processor_count, known.warp_size, known.max_threads_per_multi_processor) == (128, 32, 1536)
+    assert known.shared_memory_per_block_optin == 99 * 1024 and str(known.uuid) and known.L2_cache_size == 0
+    tensor.record_stream(torch.cuda.current_stream())
+    torch.cuda.Stream().synchronize()
+    torch.cuda.nvtx.range_push("forward"), torch.cuda.nvtx.mark("here"), torch.cuda.nvtx.range_pop()
+    with torch.cuda.nvtx.range("{}", 1):
+        pass
+    torch.cuda.profiler.start(), torch.cuda.profiler.stop()
+    assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda"
+    assert torch.ones(1, device=torch.accelerator.current_accelerator()).is_cuda
+    assert torch.accelerator.device_count() == 1
+    torch.accelerator.synchronize()
+    assert torch.backends.cuda.is_built() and torch.cuda.get_arch_list() == ["sm_89"]
+    torch.cuda.utilization(), torch.cuda.list_gpu_processes(), torch.cuda.can_device_access_peer(0, 0)
+    return torch.cuda.memory_allocated()
+
+
+assert ask() == 0
+alone = nn.DataParallel(model)
+optimizer = torch.optim.AdamW(alone.parameters())
+with torch.no_grad():
+    alone(torch.ones(2, 32))
+for step in range(5):
+    assert (ask() > 0) is (step > 0)
+    loss = alone(torch.randn(64, 32)).square().mean()
+    assert loss.device == CUDA
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_may_ask_what_a_card_can_be_asked_before_its_first_forward_and_after(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 4090", text=API)
+    assert code == 0, err
+    assert "assumed" not in out

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lowtide
+from lowtide.foresight import keeping
 from models import build, same, state
 
 WHERE: list[dict[str, Any]] = [{}, {"device": "A100-40"}]
@@ -127,3 +129,96 @@ def test_parameters_whose_data_the_step_exchanges(device) -> None:
     if device is None:
         measured = lowtide.timeline(model, step, torch.randn(4, 64)).peak_bytes
         assert foreseen.timeline.peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+class Reader:
+    """State in slots, one of which has no content yet."""
+
+    __slots__ = ("__dict__", "last", "numbers")
+
+    def __init__(self) -> None:
+        self.numbers = [1]
+
+
+@dataclass(slots=True)
+class Meter:
+    """As training loops have them."""
+
+    total: float = 0.0
+    last: Any = None
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_objects_with_slots_hold_what_they_held(where: dict[str, Any]) -> None:
+    model, reader, meter = torch.nn.Linear(8, 8), Reader(), Meter()
+
+    def step(batch: torch.Tensor) -> None:
+        loss = model(batch).sum()
+        loss.backward()
+        meter.total += 1
+        meter.last = reader.last = reader.other = loss
+        reader.numbers.append(2)
+
+    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    assert meter == Meter()
+    assert reader.numbers == [1]
+    assert not hasattr(reader, "last")
+    assert not hasattr(reader, "other")
+
+
+class Drawing(random.Random):
+    """With an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.count = 0
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_generators_of_random_numbers_draw_what_they_would_have_drawn(where: dict[str, Any]) -> None:
+    model, drawing = torch.nn.Linear(8, 8), Drawing()
+    new, old, own = np.random.default_rng(1), np.random.RandomState(1), torch.Generator().manual_seed(1)
+    without_state = random.SystemRandom()
+
+    def draw() -> list[float]:
+        drawing.count += 1
+        return [drawing.random(), new.random(), old.rand(), *torch.rand(2, generator=own).tolist()]
+
+    def step(batch: torch.Tensor) -> None:
+        draw()
+        without_state.random()
+        own.manual_seed(5)
+        model(batch).sum().backward()
+
+    states = drawing.getstate(), new.bit_generator.state, old.get_state()[2], own.get_state()
+    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    assert (drawing.getstate(), new.bit_generator.state, old.get_state()[2]) == states[:3]
+    assert torch.equal(own.get_state(), states[3])
+    assert drawing.count == 0
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_arrays_have_the_contents_that_they_had(where: dict[str, Any]) -> None:
+    model = torch.nn.Linear(8, 8)
+    mean, objects, constant = np.full(8, np.nan), np.array([None, {}], dtype=object), np.broadcast_to(np.ones(1), 8)
+    part = np.zeros((8, 8))[::2, 1:]
+
+    def step(batch: torch.Tensor) -> None:
+        mean[:] = batch.numpy().mean(0)
+        part[0] += constant[1:]
+        objects[0] = model(batch).sum()
+        objects[1]["loss"] = objects[0]
+        objects[0].backward()
+
+    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    assert np.isnan(mean).all()
+    assert not part.any()
+    assert objects.tolist() == [None, {}]
+
+
+def test_arrays_are_not_copied_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "LARGEST_ARRAYS", 100)
+    first, second = np.zeros(10), np.zeros(10)
+    with keeping.Kept([first, second]):
+        first[0] = second[0] = 1
+    assert (first[0], second[0]) == (0, 1)

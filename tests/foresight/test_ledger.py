@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -106,3 +107,30 @@ def test_blocks_are_freed_once_and_only_what_lives_is_alive() -> None:
     assert min(timeline.curve) >= 0
     freed = [event.block for event in timeline.stream if type(event).__name__ == "Free"]
     assert len(freed) == len(set(freed)) == len(timeline.blocks)
+
+
+LINES = [np.ones(64, "f") for _ in range(128)]
+ARRAYS: dict[str, Callable[[], torch.Tensor]] = {
+    "from_numpy": lambda: torch.from_numpy(np.stack(LINES)),
+    "written to": lambda: torch.from_numpy(np.stack(LINES)).mul_(2),
+    "as_tensor": lambda: torch.as_tensor(np.stack(LINES)),
+    "as_tensor, cast": lambda: torch.as_tensor(np.stack(LINES), dtype=torch.float64).float(),
+    "tensor": lambda: torch.tensor(np.stack(LINES)),
+    "FloatTensor": lambda: torch.FloatTensor(np.stack(LINES)),
+    "stack": lambda: torch.stack([torch.from_numpy(line) for line in LINES]),
+    "double": lambda: torch.from_numpy(np.stack(LINES).astype("d")).float(),
+    "frombuffer": lambda: torch.frombuffer(bytearray(np.stack(LINES)), dtype=torch.float32).view(-1, 64),
+    "list": lambda: torch.tensor([line.tolist() for line in LINES]),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_memory_of_arrays_is_not_torchs(name: str) -> None:
+    model = nn.Linear(64, 4)
+
+    def step(batch: torch.Tensor) -> None:
+        model(ARRAYS[name]()).square().sum().backward()
+        model.zero_grad()
+
+    foreseen, measured = lowtide.foresee(model, step, None).timeline, lowtide.timeline(model, step, None)
+    assert foreseen.peak_bytes == measured.peak_bytes

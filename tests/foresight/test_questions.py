@@ -2,11 +2,12 @@
 
 import math
 import statistics
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -387,3 +388,32 @@ def test_packed_sequences_whose_lengths_depend_on_numbers_are_refused() -> None:
 
     with pytest.raises(lowtide.RehearsalError, match=r"test_questions.py:\d+"):
         lowtide.foresee(model, step, torch.randn(2, 6, 8))
+
+
+@pytest.fixture
+def halved() -> Iterator[Callable[[Tensor], Tensor]]:
+    """An operator of one's own that says nothing of its results."""
+    library = torch.library.Library("lowtide_tests", "DEF")
+    library.define("halved(Tensor x) -> Tensor")
+    library.impl("halved", lambda x: x / 2, "CPU")
+    yield torch.ops.lowtide_tests.halved
+    library._destroy()
+
+
+@pytest.mark.parametrize("where", [{}, {"device": "L4"}], ids=["here", "card"])
+def test_an_operator_without_a_kernel_for_fake_tensors_is_named_with_its_line(
+    where: dict[str, str], halved: Callable[[Tensor], Tensor]
+) -> None:
+    model = nn.Linear(8, 8)
+
+    def nested(batch: Tensor) -> None:
+        torch.nested.nested_tensor([model(batch), batch])
+
+    def own(batch: Tensor) -> None:
+        model(halved(batch)).sum().backward()
+
+    named = r"test_questions.py:\d+: aten::_nested_tensor_from_tensor_list is .*\n.*lowtide.timeline"
+    with pytest.raises(lowtide.RehearsalError, match=named):
+        lowtide.foresee(model, nested, torch.ones(4, 8), **where)
+    with pytest.raises(lowtide.RehearsalError, match=r"lowtide_tests::halved is .*\n.*register_fake"):
+        lowtide.foresee(model, own, torch.ones(4, 8), **where)

@@ -85,3 +85,55 @@ def test_a_gradient_that_grows_in_place_is_said_to_stay_as_it_was() -> None:
 
     foreseen = lowtide.foresee(model, step, torch.zeros(LINES, dtype=torch.long))
     assert any("stay as large as it was" in line for line in foreseen.assumed)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("padding", [None, 0], ids=["", "padded"])
+def test_bags_of_embeddings_have_the_measured_peak(
+    mode: str, is_sparse: bool, dtype: torch.dtype, padding: int | None
+) -> None:
+    if is_sparse and mode == "max":
+        pytest.skip("torch has none")
+    model = nn.EmbeddingBag(ROWS, WIDTH, mode=mode, sparse=is_sparse, padding_idx=padding)
+
+    def step(batch: Tensor) -> None:
+        model(batch).square().sum().backward()
+        model.zero_grad()
+
+    batch = torch.randint(1, ROWS, (LINES, 10)).to(dtype)
+    foreseen, measured = lowtide.foresee(model, step, batch), lowtide.timeline(model, step, batch)
+    assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
+    assert len(foreseen.assumed) == (padding == 0 and is_sparse)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_a_bag_with_weights_that_learn_has_the_measured_peak(is_sparse: bool) -> None:
+    model = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=is_sparse)
+    model.weights = nn.Parameter(torch.rand(LINES * 10))
+
+    def step(batch: Tensor) -> None:
+        model(batch, torch.arange(0, LINES * 10, 10), per_sample_weights=model.weights).sum().backward()
+        model.zero_grad()
+
+    batch = torch.randint(0, ROWS, (LINES * 10,))
+    foreseen, measured = lowtide.foresee(model, step, batch), lowtide.timeline(model, step, batch)
+    assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
+    assert lowtide.foresee(model, step, batch, device="L4").fits
+
+
+@pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adagrad"])
+def test_a_step_with_sparse_bags_has_the_measured_peak(name: str) -> None:
+    model = nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+    optimizer = optimizers(model)[name]
+
+    def step(batch: Tensor) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = torch.randperm(ROWS)[:LINES].view(-1, 10)
+    step(batch)
+    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-2)

@@ -1,24 +1,27 @@
 """Everything in Python that a step can reach, put back as it was: attributes, dictionaries, lists, closures.
 
 A step of fake tensors writes to no real one, but leaves fake ones behind: gradients, optimizer state, a gradient
-scaler's scale, a list of losses. So every object is noted that can be reached from the model, the step, the batch and
-the optimizers that step, one level of references at a time, and afterwards each holds what it held.
+scaler's scale, a list of losses. And it does to all else what a step does: it draws from generators of random numbers,
+and writes to arrays of NumPy. So every object is noted that can be reached from the model, the step, the batch and the
+optimizers that step, one level of references at a time, and afterwards each holds what it held.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._code import Named, is_opaque, origin, variables
-from lowtide.rehearsal.unchanged import RandomState
+from lowtide.rehearsal.unchanged import RandomState, state_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -26,21 +29,31 @@ if TYPE_CHECKING:
 LARGEST = 100_000
 """Containers with more entries are data, not state: they are left alone."""
 
+LARGEST_ARRAY = 2**24
+"""Arrays of NumPy with more bytes are data, too,"""
+
+LARGEST_ARRAYS = 2**28
+"""and so are all that are found when those before them have so many together."""
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
 
 class Kept:
     """While the `with` block runs anything may happen to what `roots` reach; at its end it is as it was.
 
-    Contents of real tensors are not copied: see that nothing writes to them. Random numbers are put back as well.
+    Contents of real tensors are not copied: see that nothing writes to them. Random numbers are put back as well, those
+    of generators that are reached included.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._named = Named()
+        self._array_bytes = LARGEST_ARRAYS
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -97,10 +110,16 @@ class Kept:
             return (thing.func, thing.args, thing.keywords)
         if isinstance(thing, types.CellType):
             return self._cell(thing)
-        attributes = getattr(thing, "__dict__", None)
-        if type(attributes) is not dict or is_opaque(type(thing)):
+        if isinstance(thing, np.ndarray):
+            return self._array(thing)
+        if isinstance(thing, _GENERATORS):
+            self._generator(thing)
+        if is_opaque(type(thing)):
             return ()
-        return (attributes, *self._named.thing(thing))
+        slots, attributes = self._slots(thing), getattr(thing, "__dict__", None)
+        if type(attributes) is not dict:
+            return slots
+        return (*slots, attributes, *self._named.thing(thing))
 
     def _gradient(self, tensor: torch.Tensor) -> Iterable[Any]:
         if tensor.is_leaf and not tensor.is_inference():
@@ -158,6 +177,60 @@ class Kept:
 
         self._restore.append(restore)
         return (content,)
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Iterable[Any]:
+        now = np.asarray(array)  # past methods of a class of its own
+        if now.nbytes > min(LARGEST_ARRAY, self._array_bytes) or not now.flags.writeable:
+            return ()
+        self._array_bytes -= now.nbytes
+        before = now.copy()
+
+        def restore() -> None:
+            if now.tobytes() != before.tobytes():  # NaN included; of objects that is where they are
+                now[...] = before
+
+        self._restore.append(restore)
+        return before.ravel().tolist() if before.dtype == object and before.size <= LARGEST else ()
+
+    def _generator(self, generator: Any) -> None:
+        if not isinstance(generator, random.SystemRandom):  # that one has no state
+            set_state, state = state_of(generator)
+            self._restore.append(functools.partial(set_state, state))
+
+    def _slots(self, thing: Any) -> Iterable[Any]:
+        """What an object has in `__slots__`; those of its dataclasses included, frozen or not."""
+        slots = [
+            slot
+            for kind in type(thing).__mro__
+            if "__slots__" in vars(kind)
+            for slot in vars(kind).values()
+            if isinstance(slot, types.MemberDescriptorType)
+        ]
+        before = [_content(slot, thing) for slot in slots]
+
+        def restore() -> None:
+            for slot, content in zip(slots, before, strict=True):
+                if _content(slot, thing) is content:
+                    continue
+                if content is _Empty:
+                    slot.__delete__(thing)
+                else:
+                    slot.__set__(thing, content)
+
+        if slots:
+            self._restore.append(restore)
+        return before
+
+
+class _Empty:
+    """What a slot without content has."""
+
+
+def _content(slot: types.MemberDescriptorType, thing: Any) -> Any:
+    try:
+        return slot.__get__(thing)
+    except AttributeError:
+        return _Empty
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -23,6 +23,7 @@ from lowtide.errors import RehearsalError
 from lowtide.foresight import sparse
 from lowtide.foresight.answers import Answers, detached_real
 from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE, PACKING
+from lowtide.foresight.lines import where
 from lowtide.foresight.packed import copies
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.twins import Twins, is_real
@@ -147,7 +148,10 @@ class Ledger(TorchDispatchMode, Recorder):
             args, kwargs, tensors = self._together(func, args, kwargs, tensors)
         answered, out = self._answers.before(func, args, kwargs, tensors)
         if not answered:
-            out = self._run(func, args, kwargs)
+            try:
+                out = self._run(func, args, kwargs)
+            except _torch.NO_FAKE_KERNEL as error:
+                raise _no_kernel(func) from error
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
         self._record(func, args, kwargs, tensors, sparse.parts(made))
         self._answers.after(func, args, kwargs, tensors, made)
@@ -155,9 +159,10 @@ class Ledger(TorchDispatchMode, Recorder):
 
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: it has just been allocated
+            is_torchs = not _torch.is_strided(tensor) or tensor.untyped_storage().resizable()
             twin = self._twins.of_new(tensor)
             self._answers.introduce(twin, tensor)
-            self._follow(twin, "aten::empty")
+            self._follow(twin, "aten::empty", n_bytes=None if is_torchs else 0)  # or of an array: it has NumPy's memory
             return twin
         return self.adopt(tensor)
 
@@ -168,10 +173,10 @@ class Ledger(TorchDispatchMode, Recorder):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is GROUPED:
             return self._grouped(*args, **kwargs)
+        if (assumed := sparse.assumed(func, args)) is not None:
+            self._answers.note(assumed)
         if (kernel := sparse.kernel(func, args, by_autograd=_taken_over)) is not None:
             return kernel(*args, **kwargs)
-        if sparse.grows(func, args):
-            self._answers.note(sparse.GROWS)
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
         except _torch.DATA_DEPENDENT as error:
@@ -225,7 +230,7 @@ class Ledger(TorchDispatchMode, Recorder):
     # --- storages
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        """Watch a tensor's storage from here to its end."""
+        """Watch a tensor's storage from here to its end. With `n_bytes` 0 it is known, and is no event."""
         if tensor.device.type != self.device or not _torch.is_strided(tensor):
             return
         storage = tensor.untyped_storage()
@@ -233,9 +238,11 @@ class Ledger(TorchDispatchMode, Recorder):
         if key in self._living:
             return
         size = storage.nbytes() if n_bytes is None else n_bytes
-        if not size:
+        if not (size or storage.nbytes()):
             return
-        if entry:
+        if not size:
+            living = _Living(0, 0)
+        elif entry:
             self._n_entry += 1
             living = _Living(-self._n_entry, size)
             self._entered.append(Allocate(living.block, size, key, op))
@@ -253,7 +260,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if self._given is not None and self._given[0] == key:
             self._given = None  # handed on indeed: its block goes on as the new storage's
             return
-        if self._recording:
+        if self._recording and living.bytes:
             self._events.append(Free(living.block, living.bytes))
 
     def _hand_on(self, old: Any, new: Tensor) -> bool:
@@ -343,6 +350,15 @@ def _leaves(out: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield out
+
+
+def _no_kernel(func: Any) -> RehearsalError:
+    remedy = "Measure this step instead (lowtide.timeline), or do there without it"
+    if func.namespace not in _torch.OWN_OPERATORS:
+        remedy = "Say what its results look like (torch.library.register_fake), or measure this step (lowtide.timeline)"
+    return RehearsalError(
+        f"{where()}: {func.name()} is an operator that torch can't run on tensors without memory.\n  {remedy}."
+    )
 
 
 def _taken_over() -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.foresight import bags
 from lowtide.foresight.trials import TRIED, Trials
 
 if TYPE_CHECKING:
@@ -148,6 +149,9 @@ RULES: dict[Any, Rule] = {
     aten.gelu_backward.default: _copied(0),
     aten.embedding.default: _copied(1),
     aten.embedding_dense_backward.default: _copied(0, 1),
+    **dict.fromkeys((aten._embedding_bag.default, aten._embedding_bag_forward_only.default), bags.forward),
+    bags.BACKWARD: bags.backward,
+    aten._embedding_bag_per_sample_weights_backward.default: bags.weights_backward,
     aten.upsample_nearest2d.default: _upsample,
     aten.upsample_nearest2d_backward.default: _upsample_backward,
     aten.upsample_bilinear2d_backward.default: _upsample_backward,

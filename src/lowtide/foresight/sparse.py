@@ -1,8 +1,8 @@
 """Sparse tensors: what they are made of when operators make them of others.
 
 Torch's own kernels for tensors without contents give sparse ones without elements (torch 2.13). Indices are taken to
-differ: what is made of a sparse tensor has as many elements. Not yet: a gradient that another one is added to in place,
-as by a second backward pass, stays as large as it was, which is said.
+differ, and not to be padding: what is made of a sparse tensor has as many elements. Not yet: a gradient that another
+one is added to in place, as by a second backward pass, stays as large as it was, which is said.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _torch
+from lowtide.foresight import bags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,9 @@ def parts(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def kernel(func: Any, args: Any, *, by_autograd: Callable[[], bool]) -> Callable[..., Tensor] | None:
-    """What gives the result of an operator; None where torch's own does, for it is given no sparse tensor."""
+    """What gives the result of an operator; None where torch's own does, for nothing there is sparse."""
+    if func is bags.BACKWARD and args[9]:
+        return _bag_backward
     if func not in KERNELS or not any(map(_is_sparse, args[:2])):
         return None
     if func is aten.clone.default and all(part.is_contiguous() for part in _torch.parts_of(args[0])) and by_autograd():
@@ -69,17 +72,26 @@ def _add(sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
     return _like(sparse, torch.cat([indices, more], 1), torch.cat([values, added]), coalesced=False)
 
 
+def _bag_backward(*args: Any) -> Tensor:
+    """One row of the table's gradient for each index."""
+    grad, indices, n_rows = args[0], args[1], args[6]
+    rows = indices.view(1, -1).to(torch.long, copy=bags.has_padding(args))
+    values = grad.new_empty((indices.numel(), grad.shape[1]))
+    return torch.sparse_coo_tensor(rows, values, (n_rows, grad.shape[1]), check_invariants=False)
+
+
 def _like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None = None) -> Tensor:
     is_coalesced = sparse.is_coalesced() if coalesced is None else coalesced
     return torch.sparse_coo_tensor(indices, values, sparse.shape, is_coalesced=is_coalesced, check_invariants=False)
 
 
-GROWS = "a sparse tensor that another one is added to is taken to stay as large as it was"
-
-
-def grows(func: Any, args: Any) -> bool:
-    """Whether a sparse tensor gets the elements of another one."""
-    return func is aten.add_.Tensor and all(map(_is_sparse, args[:2]))
+def assumed(func: Any, args: Any) -> str | None:
+    """What is taken to be so, where that changes how large a sparse tensor is."""
+    if func is aten.add_.Tensor and all(map(_is_sparse, args[:2])):
+        return "a sparse tensor that another one is added to is taken to stay as large as it was"
+    if func is bags.BACKWARD and args[9] and bags.has_padding(args):
+        return "no index of a bag is taken to be padding, of which a sparse gradient has nothing"
+    return None
 
 
 def _is_sparse(arg: Any) -> bool:

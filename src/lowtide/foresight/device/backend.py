@@ -26,6 +26,12 @@ class _Module(_torch.DeviceModule):
     def is_available(self) -> bool:
         return False  # fake tensors then initialize nothing
 
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        pass
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 

@@ -1,7 +1,7 @@
 """`torch.cuda`, as long as a card is rehearsed: the card is there, and "cuda" means it.
 
-Functions that ask are answered for the card; functions that wait, seed or empty the cache do nothing, nor do
-streams and events. Graphs of CUDA are not there: a step that records one is refused by torch itself.
+Functions that ask are answered for the card (`about.py`). Graphs of CUDA are not there: a step that records one is
+refused by torch itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
@@ -19,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide import _torch
 from lowtide.foresight.behaviours.autocast import forget_casts
-from lowtide.foresight.device.current import CAPABILITY_ASSUMED, CUDA, NAME
+from lowtide.foresight.device import about
+from lowtide.foresight.device.current import CUDA, NAME
 
 if TYPE_CHECKING:
     from lowtide.foresight.answers import Answers
@@ -90,6 +90,8 @@ class CudaMeans(TorchFunctionMode):
 _WRITING = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
 )
+CHECKPOINT = "torch.utils.checkpoint"
+
 _IS_CUDA = (_torch.IS_CUDA,)
 _TO_CUDA = (torch.Tensor.cuda,)
 _TO_PINNED = (torch.Tensor.pin_memory,)
@@ -103,87 +105,25 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
-class _Idle:
-    """A stream or an event on which nothing happens."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def elapsed_time(self, end: object) -> float:
-        """No time passes."""
-        return 0.0
-
-    def query(self) -> bool:
-        """All is done."""
-        return True
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
-
-
 @contextlib.contextmanager
 def cuda_is_there(
     card: Card, means: CudaMeans, ledger: CardLedger | None = None, answers: Answers | None = None
 ) -> Iterator[None]:
     """In this block `torch.cuda` is that of the card, and so is `torch.autocast` with `answers`."""
     importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
-    answered = {**_asked(card, ledger), **dict.fromkeys(_IDLE, _nothing), **dict.fromkeys(_STREAMS, _Idle)}
+
+    def level() -> int:
+        return 0 if ledger is None else ledger.level_bytes
+
     with contextlib.ExitStack() as stack:
-        for name, function in answered.items():
-            if hasattr(torch.cuda, name):
-                stack.enter_context(patch.object(torch.cuda, name, function))
+        for owner, name, function in about.answers(card, level):
+            stack.enter_context(patch.object(owner, name, function))
         if answers is not None:
             stack.enter_context(_torch.fake_devices_shown(lambda device: CUDA if device.type == NAME else device))
             stack.enter_context(_autocast_on_card(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(means)
         yield
-
-
-def _asked(card: Card, ledger: CardLedger | None) -> dict[str, Callable[..., Any]]:
-    """What there is to ask of a card."""
-    major, minor = card.capability or CAPABILITY_ASSUMED
-    properties = SimpleNamespace(name=card.name, total_memory=card.total_bytes, major=major, minor=minor)
-
-    def level(device: Any = None) -> int:
-        return 0 if ledger is None else ledger.level_bytes
-
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_name": lambda device=None: card.name,
-        "get_device_capability": lambda device=None: (major, minor),
-        "get_device_properties": lambda device=None: properties,
-        "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
-        "mem_get_info": lambda device=None: (card.total_bytes - level(), card.total_bytes),
-        **dict.fromkeys(_LEVELS, level),
-    }
-
-
-_STREAMS = ("Event", "Stream", "stream", "current_stream", "default_stream")
-_LEVELS = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-_IDLE = (
-    *("synchronize", "empty_cache", "set_device", "manual_seed", "manual_seed_all", "ipc_collect", "init"),
-    *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
-)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-CHECKPOINT = "torch.utils.checkpoint"
 
 
 @contextlib.contextmanager

@@ -31,8 +31,6 @@ aten = torch.ops.aten
 _ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default, aten._pack_padded_sequence.default})
 """Operators whose tensors may be on different devices."""
 
-_TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler"})
-
 _CPU = torch.device("cpu")
 
 
@@ -71,7 +69,7 @@ class CardLedger(Ledger):
         found = self._takes.inside(func, args, kwargs, made)
         held = [(self._open(inside, op), inside) for inside in found if inside.first]
         super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
-        if made and func.namespace not in _TORCHS_OWN:
+        if made and func.namespace not in _torch.OWN_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in found if not inside.first], op)
         self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]

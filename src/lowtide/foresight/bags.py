@@ -1,0 +1,75 @@
+"""Bags of embeddings on the CPU: what is summed up of rows of a table, and the gradient of that table.
+
+Read in aten/src/ATen/native/EmbeddingBag.cpp, measured with torch 2.13. Where a bag was left out, for it is empty or
+all padding, it is taken to be there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+BACKWARD = aten._embedding_bag_backward.default
+
+_SUM, _MEAN, _MAX = range(3)
+
+
+def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Where each index belongs is counted up into a second array, before the smaller results are there."""
+    if len(made) < 4 or not made[1].numel():  # a sum over bags as they are
+        return []
+    mode = args[4] if len(args) > 4 else kwargs.get("mode", _SUM)
+    later = sum(map(_bytes, made[2:]))
+    means = 2 * _bytes(made[2]) + made[0].shape[0] * made[0].element_size() if mode == _MEAN else 0
+    return [max(0, _bytes(made[1]) - later, means)]
+
+
+def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """The bag of each index, if it was not kept; and what the gradient is computed from."""
+    grad, indices, offsets, bag_of, bag_size = args[:5]
+    mode, is_sparse, weights = args[8:11]
+    n_bytes = torch.promote_types(indices.dtype, offsets.dtype).itemsize
+    counted = 0 if bag_of.numel() else (indices.numel() + 1) * n_bytes
+    if is_sparse:
+        return [counted, *_sparse(grad, indices, bag_size, mode, has_padding(args))]
+    copied = 0 if grad.is_contiguous() else _bytes(grad)
+    if mode == _MAX:
+        return [copied, _bytes(grad), args[5].numel() * n_bytes, bag_size.numel() * _INDEX]
+    weighed = 0 if weights is None else _bytes(weights)
+    unsorted = max(indices.numel() * _INDEX, indices.numel() * n_bytes + weighed)
+    return [counted, copied, indices.numel() * n_bytes, indices.numel() * _INDEX, unsorted]
+
+
+def has_padding(args: Any) -> bool:
+    """Whether the backward pass leaves out an index."""
+    return len(args) > 11 and args[11] >= 0
+
+
+def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: bool) -> list[int]:
+    """Without padding the gradient of each index is the result."""
+    each = indices.numel() * grad.element_size()
+    if padded:
+        return [each * grad.shape[1], indices.numel(), _bytes(indices)]
+    if mode != _MEAN:
+        return []
+    widened = 0 if indices.dtype == torch.long else indices.numel() * _INDEX  # a result that comes later
+    return [max(0, 2 * bag_size.numel() * grad.element_size() + each - widened)]
+
+
+def weights_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """The bag of each index, if it was not kept, is counted up into a second array."""
+    indices, bag_of = args[2], args[4]
+    return [] if bag_of.numel() else [2 * (indices.numel() + 1) * bag_of.element_size()]
+
+
+_INDEX = torch.long.itemsize
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
