@@ -314,6 +314,30 @@ def test_a_large_buffer_that_is_written_to_without_a_version():
     same_bits(model, step)
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_large_buffer_that_a_later_step_is_the_first_to_write_to(counted):
+    """As codes that are averaged after a warm-up. What was there before has not been copied."""
+
+    def averaging(m, x):
+        if m.warm:
+            with torch.no_grad():
+                (m.usage if counted else m.usage.data).lerp_(x.detach().mean(), 0.1)
+        return nonlinear(x * m.usage[:4])
+
+    model = Around(averaging, warm=False)
+    model.part.register_buffer("usage", torch.ones(BIG))
+
+    def step():
+        model(X).backward()
+
+    with in_force(model, "replay", Replayed):
+        step()
+        model.part.warm = True
+        with pytest.raises(ReplayMismatch, match="wrote to its buffer 'usage', as it did in no step before"):
+            step()
+        step()  # from here on it is copied
+
+
 def test_a_large_buffer_that_the_call_binds_anew():
     def remembering(m, x):
         y = nonlinear(x * m.state[:4])

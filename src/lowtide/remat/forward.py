@@ -160,6 +160,7 @@ class Pass:
         finally:
             self.frame = outer
             frame.close()
+        frame.check_buffers()
         if advance and (value := left_to_advance(frame, result, replayed=replay)) is not None:
             self.results.append(value)
         return result

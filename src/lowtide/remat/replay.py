@@ -99,6 +99,16 @@ class Frame:
         self.arguments.close()
         self.surroundings.learn()
 
+    def check_buffers(self) -> None:
+        """Raise ReplayMismatch if the call wrote to a large buffer as none before it: it can't be run again now."""
+        if (name := self.surroundings.written_late) is not None:
+            raise ReplayMismatch(
+                f"{self.seam} wrote to its buffer {name!r}, as it did in no step before: its plan runs it again in "
+                "backward, where it would find other contents. The step ends, and nothing is updated.\n"
+                "  Plan in a step in which it does: resume from a checkpoint, or have it write from the first step on.",
+                type(self.seam.module),
+            )
+
     def is_held_outside(self) -> bool:
         """Whether what its runs made, since `held` is noted, is referred to by something outside of them."""
         held = self.held or []

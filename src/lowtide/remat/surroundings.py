@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lowtide._torch import as_kind, is_fake, is_plain, tree_leaves
+from lowtide._torch import as_kind, bytes_of, is_fake, is_plain, tree_leaves
 from lowtide.remat.attributes import Attributes
 from lowtide.remat.sharding import units
 from lowtide.remat.values import changed_in_place
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 2**16
 """Buffers up to this size are copied for every call: batch norm writes to its own without autograd noticing."""
+
+LARGEST_SUMMED = 2**20
+"""Bytes of a larger buffer on the CPU up to which it is seen when something is written to its `.data`."""
 
 _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -73,6 +77,7 @@ class Surroundings:
         "python",
         "reach",
         "rng",
+        "sums",
         "training",
     )
 
@@ -97,6 +102,20 @@ class Surroundings:
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
         self.held = self._held()
+        self.sums = self._sums()
+
+    def _sums(self) -> list[int | None]:
+        """For each of `held` that is a buffer what its bytes add up to, as far as that is cheap."""
+        return [None if isinstance(t, torch.nn.Parameter) else _sum_of(t) for _, _, t, _ in self.held]
+
+    @property
+    def written_late(self) -> str | None:
+        """A buffer that the call that is now over wrote to, as the first one did not: it was not copied."""
+        for (_, name, tensor, version), before, now in zip(self.held, self.sums, self._sums(), strict=True):
+            if not isinstance(tensor, torch.nn.Parameter) and (tensor._version != version or before != now):
+                self.reach.forget()
+                return name
+        return None
 
     def _held(self) -> list[tuple[dict[str, Any], str, Tensor, int]]:
         """Parameters, and buffers that are not copied: the table where each is, its name there, itself, its version."""
@@ -136,6 +155,7 @@ class Surroundings:
                 if key not in reach.written and buffer.nbytes > SMALL_BYTES:
                     del self.buffers[key]
             self.held = self._held()
+            self.sums = self._sums()
         # Of each call: one that draws nothing may draw the next time.
         if random.getstate() == self.python:
             self.python = None
@@ -250,6 +270,12 @@ def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, T
         for name, buffer in module._buffers.items()
         if buffer is not None
     )
+
+
+def _sum_of(tensor: Tensor) -> int | None:
+    if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.untyped_storage().nbytes() > LARGEST_SUMMED:
+        return None
+    return zlib.crc32(bytes_of(tensor))
 
 
 def _equal(buffer: Tensor, content: Tensor) -> bool:
