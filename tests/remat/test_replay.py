@@ -1209,14 +1209,15 @@ def test_a_call_that_runs_backward_inside(way):
 class Attending(torch.autograd.Function):
     """Saves a seed that nobody has written into, as flash attention without dropout does."""
 
-    runs = 0
+    runs = threading.local()  # found by nobody who looks for what a call changes
+    runs.count = 0
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        Attending.runs += 1
+        Attending.runs.count += 1
         result = x.sin()
-        ctx.save_for_backward(x, torch.tensor([Attending.runs, 0]), result)
-        ctx.run = Attending.runs
+        ctx.save_for_backward(x, torch.tensor([Attending.runs.count, 0]), result)
+        ctx.run = Attending.runs.count
         return result
 
     @staticmethod
