@@ -236,6 +236,17 @@ def test_a_plan_that_was_made_before_goes_with_the_scripts_own_profiler(
     assert "the peak under the plan is not measured: CPU memory cannot be recorded: another profiler is" in done.err
 
 
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "90%")], ids=lambda command: command[0])
+def test_a_rehearsal_inside_of_the_scripts_own_profiler_is_refused_with_the_reason(
+    command: tuple[str, ...], script: Callable[[str], str], run: Run
+) -> None:
+    done = run(*command, script(TRAIN.replace("for step in", "with torch.profiler.profile():\n  for step in")))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("RehearsalError") == 1
+    assert "CPU memory cannot be recorded: another profiler is running" in done.err
+    assert "Traceback" not in done.err
+
+
 def test_a_plan_that_was_made_before_goes_with_updates_by_hand(
     script: Callable[[str], str], run: Run, tmp_path: Path
 ) -> None:
