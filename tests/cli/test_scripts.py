@@ -361,6 +361,35 @@ def test_a_script_that_trains_nothing_is_no_failure_but_for_who_wants_to_know_ab
     assert run("rehearse", train, *args).code == 2
 
 
+IN_BACKWARD = (
+    TRAIN.replace(
+        "optimizer = torch.optim.AdamW(model.parameters())\n",
+        """
+optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+def update(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+for p in optimizers:
+    p.register_post_accumulate_grad_hook(update)
+""",
+    )
+    .replace("    optimizer.zero_grad()\n", "")
+    .replace("    optimizer.step()\n", "")
+)
+
+
+@pytest.mark.parametrize("n_steps", ["3", "5"])
+def test_a_script_whose_optimizers_step_inside_of_backward_trains_to_the_same_bits(
+    n_steps: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    train, saved, steps = script(IN_BACKWARD), str(tmp_path / "plan.json"), ("--steps", n_steps)
+    plain = run_python(train, *steps).stdout
+    for within in (("--budget", "80%", "--save", saved), ("--plan", saved)):
+        done = run("run", *within, train, *steps)
+        assert (done.code, done.out) == (0, plain)
+        assert done.err.count("within the budget") == 1
+
+
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
 def test_updates_without_an_optimizer_of_torch_are_refused_early(
     command: tuple[str, ...], script: Callable[[str], str], run: Run

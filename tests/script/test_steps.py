@@ -114,6 +114,30 @@ def test_a_closure_runs_the_step_inside_of_the_update() -> None:
     assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends"]
 
 
+def test_a_step_with_updates_inside_of_backward_is_over_when_a_module_is_called_next() -> None:
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[arg-type]
+
+    crew = Notes()
+
+    def loop() -> None:
+        for _ in range(2):
+            model(X).sum().backward()
+            assert crew.log[-1].startswith("begins")
+        model.eval()
+        model(X)
+        assert crew.log[-1] == "ends"
+
+    assert watched(loop, crew).log == ["begins 0", "ends", "begins 4", "ends"]
+
+
 def test_a_step_is_over_when_every_optimizer_of_the_model_has_stepped() -> None:
     model = net()
     first, second = sgd(model[0]), sgd(model[2])

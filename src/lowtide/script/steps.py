@@ -2,8 +2,9 @@
 
 A step begins when a module with trainable parameters is called by nobody else's forward, in training mode and with
 gradients on; it is over when every parameter that got a gradient has been updated, by all optimizers there are for it.
-The model is the module whose parameters are updated; several, as an encoder and a decoder, are `Parts` of one. What is
-done with the steps is up to the `Crew`.
+Optimizers that step inside of backward (`register_post_accumulate_grad_hook`) update it in the middle of a step: that
+is over when a module is called next. The model is the module whose parameters are updated; several, as an encoder and a
+decoder, are `Parts` of one. What is done with the steps is up to the `Crew`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Crew(Protocol):
         """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
 
     def ends(self, model: nn.Module) -> None:
-        """The optimizer has updated the model. Called from its hook, so no hooks may be added or removed here."""
+        """The optimizer has updated the model. Called from its hook mostly: no hooks may be added or removed here."""
 
     def gives_up(self, model: nn.Module) -> None:
         """`model` began a step, but it is another one that is trained."""
@@ -99,6 +100,8 @@ class Steps:
         self._n_by_hand = 0
         """Times that these changed, and no optimizer had stepped so far."""
         self._is_open = False
+        self._is_late = False
+        """Whether updates were made inside of backward: the step may be over as soon as that is."""
         self._depth = 0
         self._where = (os.getpid(), threading.get_ident())
 
@@ -136,8 +139,15 @@ class Steps:
     def _replace_call(self, call: Callable[..., Any]) -> None:
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
+    def ended(self) -> None:
+        """The script has ended: so has a step that waited for the next call."""
+        if self._is_late and self.failed is None:
+            self._close_late()
+
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_late and not self._depth and self._is_here() and not in_backward():
+            self._close_late()
         begins = not self._depth and self._begins_training(module)
         if self._depth or not (begins or any(map(is_lazy, module.parameters()))):
             return plain(module, *args, **kwargs)
@@ -162,9 +172,14 @@ class Steps:
             and not any(is_lazy(p) for p in module.parameters())
         ):
             return False
-        is_here = (os.getpid(), threading.get_ident()) == self._where
+        is_here = self._is_here()
         self.in_other_thread |= not is_here
         return is_here
+
+    @never_compiled
+    def _is_here(self) -> bool:
+        """Whether this is the thread that is watched."""
+        return (os.getpid(), threading.get_ident()) == self._where
 
     @never_compiled
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
@@ -213,8 +228,9 @@ class Steps:
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
-        gradients = {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
-        if not gradients - self._updated() and self._all_stepped():
+        if in_backward():  # the gradients that are there are not all
+            self._is_late = True
+        elif not self._gradients() - self._updated() and self._all_stepped():
             with self._noting():
                 self._close()
 
@@ -240,8 +256,18 @@ class Steps:
             self.failed = error
             raise
 
+    def _close_late(self) -> None:
+        """Backward is over, inside of which there were updates: so is the step if it has no gradients left.
+
+        Not all optimizers need have stepped. There may be one for each parameter, and not each gets a gradient.
+        """
+        self._is_late = False
+        if self._is_open and (self._all_stepped() or not self._gradients() - self._updated()):
+            with self._noting():
+                self._close()
+
     def _close(self) -> None:
-        self._is_open = False
+        self._is_open = self._is_late = False
         updated = self._updated()
         trained = [module for module in self._called.values() if updated & _ids(module.parameters())]
         self._called.clear()
@@ -265,6 +291,10 @@ class Steps:
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether it is the model or one of its parts."""
         return self.model is not None and any(module is ours for ours in self.model.modules())
+
+    def _gradients(self) -> set[int]:
+        """Parameters that have one, of the modules that were called in this step."""
+        return {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
 
     def _updated(self) -> set[int]:
         return {p for optimizer in self._stepped.values() for p in _held_by(optimizer)}
