@@ -854,6 +854,21 @@ def test_a_script_that_transforms_functions_before_it_trains(
     assert "within the budget" in done.err
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_script_that_traces_its_model_before_and_while_it_trains(
+    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    text = TRAIN.replace("nn.Dropout(0.1)", "nn.Tanh()")  # whose trace would be compared with another draw
+    once = "torch.jit.trace(model, torch.randn(8, 64))"
+    text = f"import torch, warnings\nwarnings.simplefilter('error', torch.jit.TracerWarning)\n{text}"
+    train, saved = script(re.sub("for step in .*\n", f"{once}\n\\g<0>    {once}\n", text)), str(tmp_path / "plan.json")
+    plain = run_python(train).stdout
+    for within in (("--budget", "80%", "--save", saved), ("--plan", saved)):
+        done = run("run", *within, train)
+        assert (done.code, done.out) == (0, plain)
+        assert done.err.count("within the budget") == 1
+
+
 def test_a_module_is_run_by_its_name(
     script: Callable[[str], str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import in_backward, in_transform, is_fake, never_compiled, not_compiled_alone, parts_of
+from lowtide._torch import (
+    in_backward,
+    in_transform,
+    is_fake,
+    is_tracing,
+    never_compiled,
+    not_compiled_alone,
+    parts_of,
+)
 from lowtide.errors import LowtideError, RehearsalError
 
 if TYPE_CHECKING:
@@ -168,6 +176,7 @@ class Steps:
             and torch.is_grad_enabled()
             and not in_backward()
             and not in_transform()
+            and not is_tracing()
             and any(p.requires_grad for p in module.parameters())
             and not any(is_lazy(p) for p in module.parameters())
         ):
