@@ -620,6 +620,19 @@ def test_a_script_is_told_its_place_as_python_tells_it(
     assert run("rehearse", "train.py", "-x").out == run_python("train.py", "-x").stdout
 
 
+def test_a_script_behind_a_link_finds_what_is_beside_its_file(
+    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    real = script("import beside, sys; print(__file__, sys.argv, sys.path[0], beside.x)")
+    (tmp_path / "beside.py").write_text("x = 7", encoding="utf-8")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "same").symlink_to(tmp_path, target_is_directory=True)
+    link = tmp_path / "links" / "linked.py"
+    link.symlink_to(real)
+    for path in (str(link), str(tmp_path / "same" / "train.py")):
+        assert run("rehearse", path).out == run_python(path).stdout != ""
+
+
 def test_a_script_that_changes_its_folder(
     script: Callable[[str], str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ class Script:
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = builtins
         before, argv, path, current = sys.modules["__main__"], sys.argv, sys.path[:], os.getcwd()
-        folder = current if self.is_module else os.path.dirname(self._path)
+        folder = current if self.is_module else os.path.dirname(os.path.realpath(self._path))  # no link's, as in Python
         sys.modules["__main__"], sys.argv = main, [self.target, *self.args]
         sys.path.insert(0, folder)
         try:
