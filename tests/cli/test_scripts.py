@@ -633,6 +633,30 @@ def test_a_script_behind_a_link_finds_what_is_beside_its_file(
         assert run("rehearse", path).out == run_python(path).stdout != ""
 
 
+SAVES_AT_EXIT = "import atexit, io" + TRAIN.replace("model = nn.Sequential(", "model = Net(").replace(
+    "torch.manual_seed(0)\n",
+    """
+class Net(nn.Sequential):
+    pass
+def save():
+    torch.save(model, io.BytesIO())
+    print("saved")
+atexit.register(save)
+torch.manual_seed(0)
+""",
+    1,
+)
+
+
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "90%")], ids=lambda command: command[0])
+def test_a_script_is_the_main_program_until_its_last_handler_has_run(
+    command: tuple[str, ...], script: Callable[[str], str], run_python: RunPython
+) -> None:
+    done = run_python("-m", "lowtide", *command, script(SAVES_AT_EXIT))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert done.stdout.endswith("saved\n")
+
+
 def test_a_script_that_changes_its_folder(
     script: Callable[[str], str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
