@@ -496,6 +496,26 @@ def test_models_that_are_trained_after_the_first_are_said_to_have_no_plan(
     assert done.err.count("another model is trained now, without a plan") == 1
 
 
+@pytest.mark.parametrize("n_tried", [1, 2, 3])
+def test_a_script_that_tries_a_copy_of_its_model_first(
+    n_tried: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "plan.json")
+    head, loop = TRAIN.split("optimizer = ")
+    loop, tail = ("optimizer = " + loop).split("bits =")
+    loop = "".join(f"    {line}\n" for line in loop.splitlines()).replace("given.steps", "n_steps")
+    tries = f"{head}import copy\ndef train(model, n_steps):\n{loop}train(copy.deepcopy(model), {n_tried})\n"
+    train = script(f"{tries}train(model, 7)\nbits ={tail}")
+    within = [("--budget", "90%", "--save", saved), ("--plan", saved)]
+    for n, options in enumerate(within[: 1 if n_tried == 2 else 2]):  # that plan does not count what is beside the copy
+        done = run("run", *options, train)
+        assert (done.code, done.out) == (0, run_python(train).stdout)
+        assert done.err.count("within the budget") == 1
+        assert ("another model is trained now, without a plan" in done.err) == (n_tried == 3)
+        told = "the plan for that Sequential is given up: from here on another model is trained" in done.err
+        assert told == (n_tried == 2 and n == 0)
+
+
 GROWN = (
     "Sequential was given [300, 64] float32, and the plan is for [256, 64] float32: the peak may be above the budget"
 )

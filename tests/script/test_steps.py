@@ -247,6 +247,58 @@ def test_two_models_that_take_turns_are_not_mixed_up() -> None:
     assert crew.log.count("ends") == 3
 
 
+@pytest.mark.parametrize("n_first", [1, 2])
+def test_a_model_that_takes_the_place_of_another_is_the_one_from_its_third_step_on(n_first: int) -> None:
+    first, model = net(), net()
+
+    def train(model: nn.Module, n_steps: int) -> None:
+        optimizer = sgd(model)
+        for _ in range(n_steps):
+            model(X).sum().backward()
+            optimizer.step()
+
+    def loop() -> None:
+        train(first, n_first)
+        train(model, 4)
+
+    crew = watched(loop)
+    assert crew.log == [*["begins 0", "ends", "begins 1", "ends"][: 2 * n_first], "gives up", *["begins 1", "ends"] * 2]
+    assert crew.models == [*[first] * n_first, model, model]
+
+
+def test_modules_that_take_the_place_of_a_model_are_parts_of_one() -> None:
+    first, encoder, decoder = net(), net(), net()
+    optimizers = sgd(first), sgd(encoder), sgd(decoder)
+
+    def loop() -> None:
+        first(X).sum().backward()
+        optimizers[0].step()
+        for _ in range(4):
+            decoder(encoder(X)).sum().backward()
+            optimizers[1].step()
+            optimizers[2].step()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "ends", "gives up", "begins 2", "ends", "begins 2", "ends"]
+    assert list(crew.models[-1].children()) == [encoder, decoder]
+
+
+def test_models_that_are_trained_for_two_steps_each_in_turn_are_not_taken_in_turn() -> None:
+    models = net(), net()
+    optimizers = [sgd(model) for model in models]
+
+    def loop() -> None:
+        for step in range(16):
+            turn = step // 2 % 2
+            models[turn](X).sum().backward()
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+
+    crew = watched(loop)
+    assert crew.log.count("gives up") <= 1
+    assert crew.log.count("ends") >= 6
+
+
 @pytest.mark.parametrize("how", ["eval", "no_grad", "frozen", "nothing to train"])
 def test_calls_that_no_training_follows_begin_nothing(how: str) -> None:
     model = nn.Sequential(nn.GELU()) if how == "nothing to train" else net()

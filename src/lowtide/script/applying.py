@@ -40,6 +40,8 @@ class Applying:
         self._differences: tuple[str, ...] = ()
         self._model: nn.Module | None = None
         self._applied: Applied | None = None
+        self._gone: Applied | None = None
+        """In force on a model that was given up."""
         self._open: Measured | None = None
         self._is_planned = False
         """Whether this step is on a batch of the planned size."""
@@ -53,6 +55,9 @@ class Applying:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if this is its model, on a batch that is not larger than the planned one; measure."""
         planned, found = self._plan.fingerprint, fingerprint(model, batch)
+        if self._gone is not None:
+            self._gone.remove()
+            self._gone = None
         if self._applied is None:
             self._put_in_force(model, found)
         if self._applied is None:
@@ -99,8 +104,12 @@ class Applying:
         self._say(PASSED_OVER)
 
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one."""
+        """That model is not the one: the plan may be for what is trained instead."""
         self.leaves()
+        if self._applied is not None:
+            self._gone = self._applied  # until the next step: here no hooks may be removed
+        self._model = self._applied = None
+        self._peaks, self._most, self._n_others = [], 0, 0
 
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""

@@ -4,7 +4,8 @@ A step begins when a module with trainable parameters is called by nobody else's
 gradients on; it is over when every parameter that got a gradient has been updated, by all optimizers there are for it.
 Optimizers that step inside of backward (`register_post_accumulate_grad_hook`) update it in the middle of a step: that
 is over when a module is called next. The model is the module whose parameters are updated; several, as an encoder and a
-decoder, are `Parts` of one. What is done with the steps is up to the `Crew`.
+decoder, are `Parts` of one. Where another one is updated twice and the model is not called meanwhile, that one is it
+from there on. What is done with the steps is up to the `Crew`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Crew(Protocol):
         """The optimizer has updated the model. Called from its hook mostly: no hooks may be added or removed here."""
 
     def gives_up(self, model: nn.Module) -> None:
-        """`model` began a step, but it is another one that is trained."""
+        """`model` began a step, but it is another one that is trained, or is trained from here on."""
 
     def loses_track(self, why: RehearsalError) -> None:
         """Where a step ends can't be known: raise `why`, or be done without that."""
@@ -97,6 +98,12 @@ class Steps:
         self._called: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
+        self._aside: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        """Other modules that were called by nobody, in training, since the model was."""
+        self._n_aside: Counter[int] = Counter()
+        """Updates of these, by their optimizers."""
+        self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models that were given up for such others: models that take turns are not taken in turn."""
         self.in_other_thread = False
         """Whether a model was trained in a thread that is not watched."""
         self._watched: list[weakref.ref[nn.Module]] = []
@@ -207,11 +214,29 @@ class Steps:
             self._is_open = False
         if not self.n_updates and module is self.model:
             self._look_for_updates_by_hand(module)
+        if not self._is_open and not self._is_ours(module):
+            self._called_aside(module)
         if not self._is_open and self._is_ours(module):
+            self._aside.clear()
+            self._n_aside.clear()
             self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
             self._is_open = True
         if self._is_open:
             self._called[id(module)] = module
+
+    def _called_aside(self, module: nn.Module) -> None:
+        """Another module is called: the model's place is its own if it was trained for two steps by now."""
+        self._aside[id(module)] = module
+        optimizers = [self._optimizers[key] for key, n in self._n_aside.items() if n > 1]
+        updated = {p for optimizer in optimizers for p in _held_by(optimizer)}
+        trained = [aside for aside in self._aside.values() if updated & _ids(aside.parameters())]
+        if trained and not any(aside in self._left for aside in trained):
+            assert self.model is not None
+            self._left.update(self.model.modules())
+            self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}  # the others' state may go
+            self._aside.clear()
+            self._n_aside.clear()
+            self._give_up(whole(trained))
 
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
         """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
@@ -234,6 +259,8 @@ class Steps:
             self._look_elsewhere(optimizer)
             return
         self._optimizers[id(optimizer)] = optimizer
+        if not self._is_open and any(_held_by(optimizer) & _ids(aside.parameters()) for aside in self._aside.values()):
+            self._n_aside[id(optimizer)] += 1
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
