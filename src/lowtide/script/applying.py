@@ -12,7 +12,7 @@ from lowtide.fitting import over_budget
 from lowtide.identity import fingerprint
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
-from lowtide.script.measured import PASSED_OVER, Measured, smaller_only
+from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +102,10 @@ class Applying:
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""
         self._say(PASSED_OVER)
+
+    def outgrows(self, more_bytes: int) -> None:
+        """Say that the plan does not count that."""
+        self._say(outgrown(more_bytes))
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one: the plan may be for what is trained instead."""

@@ -14,7 +14,7 @@ from lowtide.identity import fingerprint
 from lowtide.planner import plan
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
-from lowtide.script.measured import PASSED_OVER, Measured, smaller_only
+from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
 from lowtide.script.rehearsing import Rehearsing
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
@@ -114,6 +114,10 @@ class Fitting:
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""
         self._say(PASSED_OVER)
+
+    def outgrows(self, more_bytes: int) -> None:
+        """Say that the plan does not count that."""
+        self._say(outgrown(more_bytes))
 
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""

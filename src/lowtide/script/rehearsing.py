@@ -83,6 +83,9 @@ class Rehearsing:
     def passes_over(self) -> None:
         """Nothing: another model was not asked for."""
 
+    def outgrows(self, more_bytes: int) -> None:
+        """Nothing: nor was another optimizer."""
+
     def finish(self) -> None:
         """The largest size that came often enough is what was rehearsed, if none was before."""
         if self._observed is not None and not self.done:

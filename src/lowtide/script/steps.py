@@ -34,6 +34,7 @@ from lowtide._torch import (
     parts_of,
 )
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.identity import tensors_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -73,6 +74,12 @@ class Crew(Protocol):
     def passes_over(self) -> None:
         """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
 
+    def outgrows(self, more_bytes: int) -> None:
+        """Nothing is left to do, and another optimizer updates the model, so that there are `more_bytes` of state.
+
+        Called from its hook, once.
+        """
+
     def finish(self) -> None:
         """The script has ended, and nothing failed: make do with what there is."""
 
@@ -109,7 +116,9 @@ class Steps:
         self._watched: list[weakref.ref[nn.Module]] = []
         """The model's modules, when the crew is done: nothing is held any longer."""
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Its optimizers that were seen since."""
+        """Its optimizers, those that were seen since included."""
+        self._state_bytes: int | None = None
+        """Of their state when the crew was done; None if there was none of them, or more has been said."""
         self._ends: list[str] = []
         """The last number of each parameter, when the model was called last."""
         self._n_by_hand = 0
@@ -146,6 +155,9 @@ class Steps:
         self._replace_call(self._plain_call)
         if self.crew.done and self.model is not None:
             self._watched = [weakref.ref(module) for module in self.model.modules()]
+            mine = _ids(self.model.parameters())
+            self._known.update(o for o in self._optimizers.values() if mine & _held_by(o))
+            self._state_bytes = _state_bytes(self._known) if self._known else None
             self.model = None
             self._called.clear()
             self._optimizers.clear()
@@ -271,12 +283,15 @@ class Steps:
                 self._close()
 
     def _look_elsewhere(self, optimizer: Optimizer) -> None:
-        """Say once if what it updates is not of the model, which alone was watched."""
+        """Say once if what it updates is not of the model, which alone was watched, and once if its state is more."""
         if not self._watched or optimizer in self._known:
             return
         there = [module for reference in self._watched if (module := reference()) is not None]
         if any(_held_by(optimizer) & _ids(module.parameters(recurse=False)) for module in there):
             self._known.add(optimizer)
+            if self._state_bytes is not None and (more_bytes := _state_bytes(self._known) - self._state_bytes) > 0:
+                self._state_bytes = None
+                self.crew.outgrows(more_bytes)
         else:
             self._watched.clear()
             self.crew.passes_over()
@@ -368,6 +383,12 @@ def _ids(parameters: Iterable[nn.Parameter]) -> set[int]:
 
 def _n_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Of the tensors in their state, but for counters."""
+    found = (t for o in optimizers for entry in o.state.values() for t in tensors_in(entry) if t.dim())
+    return sum(part.nbytes for tensor in found for part in parts_of(tensor))
 
 
 def _held_by(optimizer: Optimizer) -> set[int]:
