@@ -437,6 +437,19 @@ def test_forward_mode_is_seen() -> None:
     assert not _torch.in_forward_mode()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_trace_is_seen() -> None:
+    found: list[bool] = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        found.append(_torch.is_tracing())
+        return x + 1
+
+    torch.jit.trace(traced, torch.zeros(2), check_trace=False)
+    traced(torch.zeros(2))
+    assert found == [True, False]
+
+
 def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
     engine = getattr(torch.autograd, _torch.ENGINE)

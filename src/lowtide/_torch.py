@@ -401,6 +401,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` runs in this thread. 2.13, since 1.0."""
+    return torch._C._is_tracing()
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread. 2.13."""
     return backward_number() != -1

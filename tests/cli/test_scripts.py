@@ -236,6 +236,17 @@ def test_a_plan_that_was_made_before_goes_with_the_scripts_own_profiler(
     assert "the peak under the plan is not measured: CPU memory cannot be recorded: another profiler is" in done.err
 
 
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "90%")], ids=lambda command: command[0])
+def test_a_rehearsal_inside_of_the_scripts_own_profiler_is_refused_with_the_reason(
+    command: tuple[str, ...], script: Callable[[str], str], run: Run
+) -> None:
+    done = run(*command, script(TRAIN.replace("for step in", "with torch.profiler.profile():\n  for step in")))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("RehearsalError") == 1
+    assert "CPU memory cannot be recorded: another profiler is running" in done.err
+    assert "Traceback" not in done.err
+
+
 def test_a_plan_that_was_made_before_goes_with_updates_by_hand(
     script: Callable[[str], str], run: Run, tmp_path: Path
 ) -> None:
@@ -350,6 +361,35 @@ def test_a_script_that_trains_nothing_is_no_failure_but_for_who_wants_to_know_ab
     assert run("rehearse", train, *args).code == 2
 
 
+IN_BACKWARD = (
+    TRAIN.replace(
+        "optimizer = torch.optim.AdamW(model.parameters())\n",
+        """
+optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+def update(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+for p in optimizers:
+    p.register_post_accumulate_grad_hook(update)
+""",
+    )
+    .replace("    optimizer.zero_grad()\n", "")
+    .replace("    optimizer.step()\n", "")
+)
+
+
+@pytest.mark.parametrize("n_steps", ["3", "5"])
+def test_a_script_whose_optimizers_step_inside_of_backward_trains_to_the_same_bits(
+    n_steps: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    train, saved, steps = script(IN_BACKWARD), str(tmp_path / "plan.json"), ("--steps", n_steps)
+    plain = run_python(train, *steps).stdout
+    for within in (("--budget", "80%", "--save", saved), ("--plan", saved)):
+        done = run("run", *within, train, *steps)
+        assert (done.code, done.out) == (0, plain)
+        assert done.err.count("within the budget") == 1
+
+
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
 def test_updates_without_an_optimizer_of_torch_are_refused_early(
     command: tuple[str, ...], script: Callable[[str], str], run: Run
@@ -454,6 +494,37 @@ def test_models_that_are_trained_after_the_first_are_said_to_have_no_plan(
     assert done.code == 0
     assert done.err.count("within the budget") == 1
     assert done.err.count("another model is trained now, without a plan") == 1
+
+
+@pytest.mark.parametrize("n_tried", [1, 2, 3])
+def test_a_script_that_tries_a_copy_of_its_model_first(
+    n_tried: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "plan.json")
+    head, loop = TRAIN.split("optimizer = ")
+    loop, tail = ("optimizer = " + loop).split("bits =")
+    loop = "".join(f"    {line}\n" for line in loop.splitlines()).replace("given.steps", "n_steps")
+    tries = f"{head}import copy\ndef train(model, n_steps):\n{loop}train(copy.deepcopy(model), {n_tried})\n"
+    train = script(f"{tries}train(model, 7)\nbits ={tail}")
+    within = [("--budget", "90%", "--save", saved), ("--plan", saved)]
+    for n, options in enumerate(within[: 1 if n_tried == 2 else 2]):  # that plan does not count what is beside the copy
+        done = run("run", *options, train)
+        assert (done.code, done.out) == (0, run_python(train).stdout)
+        assert done.err.count("within the budget") == 1
+        assert ("another model is trained now, without a plan" in done.err) == (n_tried == 3)
+        told = "the plan for that Sequential is given up: from here on another model is trained" in done.err
+        assert told == (n_tried == 2 and n == 0)
+
+
+def test_another_optimizer_with_more_state_is_said_once(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:
+    once = "    if step in (4, 6):\n        optimizer = torch.optim.Adam(model.parameters())\n    x = torch"
+    saved, text = str(tmp_path / "plan.json"), TRAIN.replace("AdamW(model.parameters())", "SGD(model.parameters())")
+    train, n_bytes = script(text.replace("    x = torch", once)), 2 * 4 * 4 * (2 * 64 * 128 + 64 + 128)
+    for within in (("--budget", "90%", "--save", saved), ("--plan", saved)):
+        done = run("run", *within, train, "--steps", "8")
+        assert done.code == 0
+        assert done.err.count("another optimizer updates the model from here on") == 1
+        assert f"has {format_bytes(n_bytes)} more state than is in the plan" in done.err
 
 
 GROWN = (
@@ -578,6 +649,43 @@ def test_a_script_is_told_its_place_as_python_tells_it(
     script("import sys; print(__file__, sys.argv, (lambda: 0).__code__.co_filename, sys.path[0])")
     monkeypatch.chdir(tmp_path)
     assert run("rehearse", "train.py", "-x").out == run_python("train.py", "-x").stdout
+
+
+def test_a_script_behind_a_link_finds_what_is_beside_its_file(
+    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    real = script("import beside, sys; print(__file__, sys.argv, sys.path[0], beside.x)")
+    (tmp_path / "beside.py").write_text("x = 7", encoding="utf-8")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "same").symlink_to(tmp_path, target_is_directory=True)
+    link = tmp_path / "links" / "linked.py"
+    link.symlink_to(real)
+    for path in (str(link), str(tmp_path / "same" / "train.py")):
+        assert run("rehearse", path).out == run_python(path).stdout != ""
+
+
+SAVES_AT_EXIT = "import atexit, io" + TRAIN.replace("model = nn.Sequential(", "model = Net(").replace(
+    "torch.manual_seed(0)\n",
+    """
+class Net(nn.Sequential):
+    pass
+def save():
+    torch.save(model, io.BytesIO())
+    print("saved")
+atexit.register(save)
+torch.manual_seed(0)
+""",
+    1,
+)
+
+
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "90%")], ids=lambda command: command[0])
+def test_a_script_is_the_main_program_until_its_last_handler_has_run(
+    command: tuple[str, ...], script: Callable[[str], str], run_python: RunPython
+) -> None:
+    done = run_python("-m", "lowtide", *command, script(SAVES_AT_EXIT))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert done.stdout.endswith("saved\n")
 
 
 def test_a_script_that_changes_its_folder(
@@ -839,6 +947,21 @@ def test_a_script_that_transforms_functions_before_it_trains(
     done = run("run", "--budget", "90%", script(TRANSFORMED))
     assert (done.code, done.out) == (0, plain)
     assert "within the budget" in done.err
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_script_that_traces_its_model_before_and_while_it_trains(
+    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    text = TRAIN.replace("nn.Dropout(0.1)", "nn.Tanh()")  # whose trace would be compared with another draw
+    once = "torch.jit.trace(model, torch.randn(8, 64))"
+    text = f"import torch, warnings\nwarnings.simplefilter('error', torch.jit.TracerWarning)\n{text}"
+    train, saved = script(re.sub("for step in .*\n", f"{once}\n\\g<0>    {once}\n", text)), str(tmp_path / "plan.json")
+    plain = run_python(train).stdout
+    for within in (("--budget", "80%", "--save", saved), ("--plan", saved)):
+        done = run("run", *within, train)
+        assert (done.code, done.out) == (0, plain)
+        assert done.err.count("within the budget") == 1
 
 
 def test_a_module_is_run_by_its_name(

@@ -39,6 +39,9 @@ class Notes:
     def passes_over(self) -> None:
         self.log.append("passes over")
 
+    def outgrows(self, more_bytes: int) -> None:
+        self.log.append(f"outgrows {more_bytes}")
+
     def leaves(self) -> None:
         self.log.append("leaves")
 
@@ -112,6 +115,30 @@ def test_a_closure_runs_the_step_inside_of_the_update() -> None:
             optimizer.step(closure)
 
     assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends"]
+
+
+def test_a_step_with_updates_inside_of_backward_is_over_when_a_module_is_called_next() -> None:
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[arg-type]
+
+    crew = Notes()
+
+    def loop() -> None:
+        for _ in range(2):
+            model(X).sum().backward()
+            assert crew.log[-1].startswith("begins")
+        model.eval()
+        model(X)
+        assert crew.log[-1] == "ends"
+
+    assert watched(loop, crew).log == ["begins 0", "ends", "begins 4", "ends"]
 
 
 def test_a_step_is_over_when_every_optimizer_of_the_model_has_stepped() -> None:
@@ -223,6 +250,58 @@ def test_two_models_that_take_turns_are_not_mixed_up() -> None:
     assert crew.log.count("ends") == 3
 
 
+@pytest.mark.parametrize("n_first", [1, 2])
+def test_a_model_that_takes_the_place_of_another_is_the_one_from_its_third_step_on(n_first: int) -> None:
+    first, model = net(), net()
+
+    def train(model: nn.Module, n_steps: int) -> None:
+        optimizer = sgd(model)
+        for _ in range(n_steps):
+            model(X).sum().backward()
+            optimizer.step()
+
+    def loop() -> None:
+        train(first, n_first)
+        train(model, 4)
+
+    crew = watched(loop)
+    assert crew.log == [*["begins 0", "ends", "begins 1", "ends"][: 2 * n_first], "gives up", *["begins 1", "ends"] * 2]
+    assert crew.models == [*[first] * n_first, model, model]
+
+
+def test_modules_that_take_the_place_of_a_model_are_parts_of_one() -> None:
+    first, encoder, decoder = net(), net(), net()
+    optimizers = sgd(first), sgd(encoder), sgd(decoder)
+
+    def loop() -> None:
+        first(X).sum().backward()
+        optimizers[0].step()
+        for _ in range(4):
+            decoder(encoder(X)).sum().backward()
+            optimizers[1].step()
+            optimizers[2].step()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "ends", "gives up", "begins 2", "ends", "begins 2", "ends"]
+    assert list(crew.models[-1].children()) == [encoder, decoder]
+
+
+def test_models_that_are_trained_for_two_steps_each_in_turn_are_not_taken_in_turn() -> None:
+    models = net(), net()
+    optimizers = [sgd(model) for model in models]
+
+    def loop() -> None:
+        for step in range(16):
+            turn = step // 2 % 2
+            models[turn](X).sum().backward()
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+
+    crew = watched(loop)
+    assert crew.log.count("gives up") <= 1
+    assert crew.log.count("ends") >= 6
+
+
 @pytest.mark.parametrize("how", ["eval", "no_grad", "frozen", "nothing to train"])
 def test_calls_that_no_training_follows_begin_nothing(how: str) -> None:
     model = nn.Sequential(nn.GELU()) if how == "nothing to train" else net()
@@ -267,6 +346,25 @@ def test_several_optimizers_of_the_model_are_its_own() -> None:
                 optimizer.step()
 
     assert "passes over" not in watched(loop, Once()).log
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_another_optimizer_of_the_model_is_said_once_where_it_brings_more_state(keeps: bool) -> None:
+    model = net()
+    n_bytes = sum(p.nbytes for p in model.parameters())
+
+    def loop() -> None:
+        kept: list[torch.optim.Optimizer] = []
+        for kind in (torch.optim.SGD, torch.optim.SGD, torch.optim.Adam, torch.optim.Adam):
+            momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+            optimizer = kind(model.parameters(), lr=0.1, **momentum)
+            for _ in range(3):
+                model(X).sum().backward()
+                optimizer.step()
+            if keeps:
+                kept.append(optimizer)
+
+    assert watched(loop, Once()).log == ["begins 0", "ends", f"outgrows {n_bytes}"]
 
 
 def test_nothing_is_watched_once_the_crew_is_done() -> None:

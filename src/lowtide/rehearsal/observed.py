@@ -98,9 +98,10 @@ class Observed:
             self._seen.clear()
         static, addresses = static_bytes(self.model, batch, optimizers, others)
         known, best = self._audited.get(_form(found)), self._best
-        self._watch = watch = _Watch(found, static, addresses, place)
+        watch = _Watch(found, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
+        self._watch = watch  # not before: what can't be recorded has no end
         if known is None or _size(found) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True)
             watch.leave.enter_context(watch.audit.running())

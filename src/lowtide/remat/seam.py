@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import CALL, is_compiled, own_call, without_function_mode
+from lowtide._torch import CALL, is_compiled, is_tracing, own_call, without_function_mode
 from lowtide.remat.noting import Noting
 from lowtide.remat.surroundings import Reach
 
@@ -95,7 +95,7 @@ class Seam:
         return self._reach
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
             return self.inner(*args, **kwargs)
         now = self.engine.here.now
         if now is not None:
@@ -135,7 +135,7 @@ class Front:
         self.around = _pass_on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
             return self.inner(*args, **kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")

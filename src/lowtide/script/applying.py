@@ -12,7 +12,7 @@ from lowtide.fitting import over_budget
 from lowtide.identity import fingerprint
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
-from lowtide.script.measured import PASSED_OVER, Measured, smaller_only
+from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Applying:
         self._differences: tuple[str, ...] = ()
         self._model: nn.Module | None = None
         self._applied: Applied | None = None
+        self._gone: Applied | None = None
+        """In force on a model that was given up."""
         self._open: Measured | None = None
         self._is_planned = False
         """Whether this step is on a batch of the planned size."""
@@ -53,6 +55,9 @@ class Applying:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if this is its model, on a batch that is not larger than the planned one; measure."""
         planned, found = self._plan.fingerprint, fingerprint(model, batch)
+        if self._gone is not None:
+            self._gone.remove()
+            self._gone = None
         if self._applied is None:
             self._put_in_force(model, found)
         if self._applied is None:
@@ -98,9 +103,17 @@ class Applying:
         """Say that there is no plan for what is trained."""
         self._say(PASSED_OVER)
 
+    def outgrows(self, more_bytes: int) -> None:
+        """Say that the plan does not count that."""
+        self._say(outgrown(more_bytes))
+
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one."""
+        """That model is not the one: the plan may be for what is trained instead."""
         self.leaves()
+        if self._applied is not None:
+            self._gone = self._applied  # until the next step: here no hooks may be removed
+        self._model = self._applied = None
+        self._peaks, self._most, self._n_others = [], 0, 0
 
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""

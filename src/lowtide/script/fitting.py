@@ -14,7 +14,7 @@ from lowtide.identity import fingerprint
 from lowtide.planner import plan
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
-from lowtide.script.measured import PASSED_OVER, Measured, smaller_only
+from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
 from lowtide.script.rehearsing import Rehearsing
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
@@ -36,6 +36,8 @@ class Fitting:
         self._budget, self._say = budget, say
         self._rehearsing = Rehearsing(stop=False, levers=levers)
         self._applied: Applied | None = None
+        self._gone: Applied | None = None
+        """In force on a model that was given up."""
         self._over: list[int] = []
         """Peaks that were measured under plans, and were over the budget."""
         self._most = 0
@@ -56,6 +58,9 @@ class Fitting:
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
+        if self._gone is not None:
+            self._gone.remove()
+            self._gone = None
         if self.plan is None:
             self._rehearsing.begins(model, batch, optimizers)
             return
@@ -86,8 +91,16 @@ class Fitting:
             self._judge(self.plan, step.peak_bytes())
 
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one."""
+        """That model is not the one: what is trained instead is rehearsed anew."""
+        self.leaves()
         self._rehearsing.gives_up(model)
+        if self.plan is not None:
+            name = type(model).__name__
+            self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
+        if self._applied is not None:
+            self._gone = self._applied  # until the next step: here no hooks may be removed
+        self.plan = self._applied = self._open = None
+        self._over, self._most, self._passed_over = [], 0, 0
 
     def loses_track(self, why: RehearsalError) -> None:
         """Without the end of a step there is no rehearsal."""
@@ -101,6 +114,10 @@ class Fitting:
     def passes_over(self) -> None:
         """Say that there is no plan for what is trained."""
         self._say(PASSED_OVER)
+
+    def outgrows(self, more_bytes: int) -> None:
+        """Say that the plan does not count that."""
+        self._say(outgrown(more_bytes))
 
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""

@@ -116,6 +116,9 @@ class Foreseeing:
     def passes_over(self) -> None:
         """Nothing: by then the script has ended."""
 
+    def outgrows(self, more_bytes: int) -> None:
+        """Nothing, as there."""
+
     def finish(self) -> None:
         """Nothing: two steps are needed."""
 

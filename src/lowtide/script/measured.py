@@ -27,6 +27,15 @@ PASSED_OVER = (
 )
 
 
+def outgrown(more_bytes: int) -> str:
+    """What is said of another optimizer, whose state is `more_bytes` larger than that of the one in the plan."""
+    return (
+        f"another optimizer updates the model from here on, and has {format_bytes(more_bytes)} more state than is in "
+        "the plan: the peak may be above the budget. Run what comes before in a process of its own, or call "
+        "lowtide.fit in the script"
+    )
+
+
 class Measured:
     """A step that begins now. Raises RehearsalError where its memory can't be recorded, ReplayMismatch in backward."""
 

@@ -72,9 +72,9 @@ class Rehearsing:
             raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one form.\n{ONE_FORM}")
 
     def gives_up(self, model: nn.Module) -> None:
-        """That model is not the one."""
+        """That model is not the one, and what was found out about it is not wanted."""
         self.leaves()
-        self._observed = None
+        self.done, self.profile, self._observed = False, None, None
 
     def loses_track(self, why: RehearsalError) -> None:
         """Without the end of a step there is no rehearsal."""
@@ -82,6 +82,9 @@ class Rehearsing:
 
     def passes_over(self) -> None:
         """Nothing: another model was not asked for."""
+
+    def outgrows(self, more_bytes: int) -> None:
+        """Nothing: nor was another optimizer."""
 
     def finish(self) -> None:
         """The largest size that came often enough is what was rehearsed, if none was before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import importlib.util
@@ -90,16 +91,46 @@ class Script:
     def _as_main(self) -> Iterator[ModuleType]:
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = builtins
-        before, argv, path, current = sys.modules["__main__"], sys.argv, sys.path[:], os.getcwd()
-        folder = current if self.is_module else os.path.dirname(self._path)
+        _LAST.clear()  # nobody holds what an earlier one left
+        before = _Program()
+        real = os.path.realpath(self._path)  # what is beside a link is not found by Python
+        folder = os.getcwd() if self.is_module else os.path.dirname(real)
         sys.modules["__main__"], sys.argv = main, [self.target, *self.args]
         sys.path.insert(0, folder)
         try:
             yield main
         finally:
-            sys.modules["__main__"], sys.argv, sys.path[:] = before, argv, path
-            with contextlib.suppress(OSError):  # it is gone
-                os.chdir(current)
+            _LAST.append(_Program())
+            before.comes_back()
+            atexit.unregister(_last_comes_back)
+            atexit.register(_last_comes_back)  # after those of the script, so it runs before them
+
+
+class _Program:
+    """What a process has one of, and a program takes for its own; as it is now."""
+
+    def __init__(self) -> None:
+        self._main, self._argv, self._path = sys.modules["__main__"], sys.argv, sys.path[:]
+        self._folder: str | None = None
+        with contextlib.suppress(OSError):  # it is gone
+            self._folder = os.getcwd()
+
+    def comes_back(self) -> None:
+        """Have it all as it was."""
+        sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._argv, self._path
+        with contextlib.suppress(OSError):
+            if self._folder is not None:
+                os.chdir(self._folder)
+
+
+_LAST: list[_Program] = []
+"""The script that ended last, if any."""
+
+
+def _last_comes_back() -> None:
+    """At exit, Python calls what the script registered for that: there the script is the main program, as ever."""
+    for script in _LAST:
+        script.comes_back()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 A step begins when a module with trainable parameters is called by nobody else's forward, in training mode and with
 gradients on; it is over when every parameter that got a gradient has been updated, by all optimizers there are for it.
-The model is the module whose parameters are updated; several, as an encoder and a decoder, are `Parts` of one. What is
-done with the steps is up to the `Crew`.
+Optimizers that step inside of backward (`register_post_accumulate_grad_hook`) update it in the middle of a step: that
+is over when a module is called next. The model is the module whose parameters are updated; several, as an encoder and a
+decoder, are `Parts` of one. Where another one is updated twice and the model is not called meanwhile, that one is it
+from there on. What is done with the steps is up to the `Crew`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import in_backward, in_transform, is_fake, never_compiled, not_compiled_alone, parts_of
+from lowtide._torch import (
+    in_backward,
+    in_transform,
+    is_fake,
+    is_tracing,
+    never_compiled,
+    not_compiled_alone,
+    parts_of,
+)
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.identity import tensors_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -52,16 +63,22 @@ class Crew(Protocol):
         """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
 
     def ends(self, model: nn.Module) -> None:
-        """The optimizer has updated the model. Called from its hook, so no hooks may be added or removed here."""
+        """The optimizer has updated the model. Called from its hook mostly: no hooks may be added or removed here."""
 
     def gives_up(self, model: nn.Module) -> None:
-        """`model` began a step, but it is another one that is trained."""
+        """`model` began a step, but it is another one that is trained, or is trained from here on."""
 
     def loses_track(self, why: RehearsalError) -> None:
         """Where a step ends can't be known: raise `why`, or be done without that."""
 
     def passes_over(self) -> None:
         """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
+
+    def outgrows(self, more_bytes: int) -> None:
+        """Nothing is left to do, and another optimizer updates the model, so that there are `more_bytes` of state.
+
+        Called from its hook, once.
+        """
 
     def finish(self) -> None:
         """The script has ended, and nothing failed: make do with what there is."""
@@ -88,17 +105,27 @@ class Steps:
         self._called: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
+        self._aside: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        """Other modules that were called by nobody, in training, since the model was."""
+        self._n_aside: Counter[int] = Counter()
+        """Updates of these, by their optimizers."""
+        self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models that were given up for such others: models that take turns are not taken in turn."""
         self.in_other_thread = False
         """Whether a model was trained in a thread that is not watched."""
         self._watched: list[weakref.ref[nn.Module]] = []
         """The model's modules, when the crew is done: nothing is held any longer."""
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Its optimizers that were seen since."""
+        """Its optimizers, those that were seen since included."""
+        self._state_bytes: int | None = None
+        """Of their state when the crew was done; None if there was none of them, or more has been said."""
         self._ends: list[str] = []
         """The last number of each parameter, when the model was called last."""
         self._n_by_hand = 0
         """Times that these changed, and no optimizer had stepped so far."""
         self._is_open = False
+        self._is_late = False
+        """Whether updates were made inside of backward: the step may be over as soon as that is."""
         self._depth = 0
         self._where = (os.getpid(), threading.get_ident())
 
@@ -128,6 +155,9 @@ class Steps:
         self._replace_call(self._plain_call)
         if self.crew.done and self.model is not None:
             self._watched = [weakref.ref(module) for module in self.model.modules()]
+            mine = _ids(self.model.parameters())
+            self._known.update(o for o in self._optimizers.values() if mine & _held_by(o))
+            self._state_bytes = _state_bytes(self._known) if self._known else None
             self.model = None
             self._called.clear()
             self._optimizers.clear()
@@ -136,8 +166,15 @@ class Steps:
     def _replace_call(self, call: Callable[..., Any]) -> None:
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
+    def ended(self) -> None:
+        """The script has ended: so has a step that waited for the next call."""
+        if self._is_late and self.failed is None:
+            self._close_late()
+
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_late and not self._depth and self._is_here() and not in_backward():
+            self._close_late()
         begins = not self._depth and self._begins_training(module)
         if self._depth or not (begins or any(map(is_lazy, module.parameters()))):
             return plain(module, *args, **kwargs)
@@ -158,13 +195,19 @@ class Steps:
             and torch.is_grad_enabled()
             and not in_backward()
             and not in_transform()
+            and not is_tracing()
             and any(p.requires_grad for p in module.parameters())
             and not any(is_lazy(p) for p in module.parameters())
         ):
             return False
-        is_here = (os.getpid(), threading.get_ident()) == self._where
+        is_here = self._is_here()
         self.in_other_thread |= not is_here
         return is_here
+
+    @never_compiled
+    def _is_here(self) -> bool:
+        """Whether this is the thread that is watched."""
+        return (os.getpid(), threading.get_ident()) == self._where
 
     @never_compiled
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
@@ -183,11 +226,29 @@ class Steps:
             self._is_open = False
         if not self.n_updates and module is self.model:
             self._look_for_updates_by_hand(module)
+        if not self._is_open and not self._is_ours(module):
+            self._called_aside(module)
         if not self._is_open and self._is_ours(module):
+            self._aside.clear()
+            self._n_aside.clear()
             self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
             self._is_open = True
         if self._is_open:
             self._called[id(module)] = module
+
+    def _called_aside(self, module: nn.Module) -> None:
+        """Another module is called: the model's place is its own if it was trained for two steps by now."""
+        self._aside[id(module)] = module
+        optimizers = [self._optimizers[key] for key, n in self._n_aside.items() if n > 1]
+        updated = {p for optimizer in optimizers for p in _held_by(optimizer)}
+        trained = [aside for aside in self._aside.values() if updated & _ids(aside.parameters())]
+        if trained and not any(aside in self._left for aside in trained):
+            assert self.model is not None
+            self._left.update(self.model.modules())
+            self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}  # the others' state may go
+            self._aside.clear()
+            self._n_aside.clear()
+            self._give_up(whole(trained))
 
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
         """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
@@ -210,21 +271,27 @@ class Steps:
             self._look_elsewhere(optimizer)
             return
         self._optimizers[id(optimizer)] = optimizer
+        if not self._is_open and any(_held_by(optimizer) & _ids(aside.parameters()) for aside in self._aside.values()):
+            self._n_aside[id(optimizer)] += 1
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
-        gradients = {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
-        if not gradients - self._updated() and self._all_stepped():
+        if in_backward():  # the gradients that are there are not all
+            self._is_late = True
+        elif not self._gradients() - self._updated() and self._all_stepped():
             with self._noting():
                 self._close()
 
     def _look_elsewhere(self, optimizer: Optimizer) -> None:
-        """Say once if what it updates is not of the model, which alone was watched."""
+        """Say once if what it updates is not of the model, which alone was watched, and once if its state is more."""
         if not self._watched or optimizer in self._known:
             return
         there = [module for reference in self._watched if (module := reference()) is not None]
         if any(_held_by(optimizer) & _ids(module.parameters(recurse=False)) for module in there):
             self._known.add(optimizer)
+            if self._state_bytes is not None and (more_bytes := _state_bytes(self._known) - self._state_bytes) > 0:
+                self._state_bytes = None
+                self.crew.outgrows(more_bytes)
         else:
             self._watched.clear()
             self.crew.passes_over()
@@ -240,8 +307,18 @@ class Steps:
             self.failed = error
             raise
 
+    def _close_late(self) -> None:
+        """Backward is over, inside of which there were updates: so is the step if it has no gradients left.
+
+        Not all optimizers need have stepped. There may be one for each parameter, and not each gets a gradient.
+        """
+        self._is_late = False
+        if self._is_open and (self._all_stepped() or not self._gradients() - self._updated()):
+            with self._noting():
+                self._close()
+
     def _close(self) -> None:
-        self._is_open = False
+        self._is_open = self._is_late = False
         updated = self._updated()
         trained = [module for module in self._called.values() if updated & _ids(module.parameters())]
         self._called.clear()
@@ -265,6 +342,10 @@ class Steps:
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether it is the model or one of its parts."""
         return self.model is not None and any(module is ours for ours in self.model.modules())
+
+    def _gradients(self) -> set[int]:
+        """Parameters that have one, of the modules that were called in this step."""
+        return {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
 
     def _updated(self) -> set[int]:
         return {p for optimizer in self._stepped.values() for p in _held_by(optimizer)}
@@ -302,6 +383,12 @@ def _ids(parameters: Iterable[nn.Parameter]) -> set[int]:
 
 def _n_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Of the tensors in their state, but for counters."""
+    found = (t for o in optimizers for entry in o.state.values() for t in tensors_in(entry) if t.dim())
+    return sum(part.nbytes for tensor in found for part in parts_of(tensor))
 
 
 def _held_by(optimizer: Optimizer) -> set[int]:

@@ -20,6 +20,7 @@ def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] 
     with Steps(crew) as steps, contextlib.suppress(Enough):
         code = script.run()
         if code == 0 and steps.failed is None:
+            steps.ended()
             crew.finish()
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
