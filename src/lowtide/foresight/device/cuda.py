@@ -119,7 +119,7 @@ def cuda_is_there(
         for owner, name, function in about.answers(card, level):
             stack.enter_context(patch.object(owner, name, function))
         if answers is not None:
-            stack.enter_context(_torch.fake_devices_shown(lambda device: CUDA if device.type == NAME else device))
+            stack.enter_context(_torch.fake_devices_shown(torch.device(NAME, 0), CUDA))
             stack.enter_context(_autocast_on_card(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(means)
