@@ -99,11 +99,11 @@ class Script:
         sys.path.insert(0, folder)
         try:
             yield main
-        finally:
-            _LAST.append(_Program())
-            before.comes_back()
+            _LAST.append(_Program())  # not of one that was ended early: it shall not save what it trained so far
             atexit.unregister(_last_comes_back)
             atexit.register(_last_comes_back)  # after those of the script, so it runs before them
+        finally:
+            before.comes_back()
 
 
 class _Program:
