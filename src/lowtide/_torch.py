@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -791,6 +792,11 @@ _WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Fa
 def on_real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Operators in this block run past all dispatch modes. 2.13, since 1.13."""
     return torch._C._DisableTorchDispatch()
+
+
+def as_written(thing: Any) -> Any:
+    """The function that `torch.compile` was given, where `thing` is what it gave for one; else `thing`. 2.13."""
+    return vars(thing).get("_torchdynamo_orig_callable", thing) if isinstance(thing, FunctionType) else thing
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lowtide._code import is_users
-from lowtide._torch import bytes_of, is_plain
+from lowtide._torch import as_written, bytes_of, is_plain
 from lowtide.rehearsal.reached import Reached, content_now, in_slots
 
 if TYPE_CHECKING:
@@ -51,6 +51,12 @@ class OwnState(Reached):
 
     def _is_of_interest(self, thing: Any) -> bool:
         return id(thing) not in self._put_back and type(thing).__module__.partition(".")[0] != "lowtide"
+
+    def _look_at(self, thing: Any) -> Iterable[Any]:
+        if (written := as_written(thing)) is not thing:
+            return (written,)  # what its compiler keeps to itself changes at any time
+        is_private = type(thing).__module__.startswith("torch._") and not isinstance(thing, Tensor)
+        return () if is_private else super()._look_at(thing)
 
     def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
         found = list(entries)
