@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -824,11 +824,17 @@ def default_device() -> torch.device | None:
     return _device.CURRENT_DEVICE
 
 
+def is_own(frame: FrameType) -> bool:
+    """Whether it runs code of torch or this package."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith(("torch.", "lowtide.")) or name == "torch"
+
+
 @contextlib.contextmanager
 def fake_devices_shown(true: torch.device, shown: torch.device) -> Iterator[None]:
     """In this block fake tensors on one device show another one, but to torch and this package.
 
-    2.13: a property in Python, which torch itself asks for at every step: it is one frame here as well.
+    2.13: a property in Python, which torch itself asks for at every step.
     """
     meta, asked = torch.device("meta"), vars(FakeTensor)["device"]
 
@@ -836,15 +842,10 @@ def fake_devices_shown(true: torch.device, shown: torch.device) -> Iterator[None
         if self.fake_mode.in_kernel_invocation:
             return meta
         found: torch.device = self._fake_device
-        if found == true and not sys._getframe(1).f_globals.get("__name__", "").startswith(_OWN):
-            return shown
-        return found
+        return found if found != true or is_own(sys._getframe(1)) else shown
 
     with patch.object(FakeTensor, "device", property(device, asked.fset)):
         yield
-
-
-_OWN = ("torch.", "lowtide.")
 
 
 @contextlib.contextmanager
@@ -863,7 +864,7 @@ def function_modes_in_backward() -> Iterator[None]:
         try:
             for mode in off:  # not entered: a device's would take itself for the one around it
                 overrides._push_mode(mode)  # type: ignore[no-untyped-call]
-            return run(*args, **kwargs)
+            done = run(*args, **kwargs)
         except SystemError:
             if _taken_on_the_way:
                 raise _taken_on_the_way.pop() from None
@@ -871,6 +872,9 @@ def function_modes_in_backward() -> Iterator[None]:
         finally:
             for _ in off:
                 overrides._pop_mode()  # type: ignore[no-untyped-call]
+        if _taken_on_the_way:  # an interrupt that came just there
+            raise _taken_on_the_way.pop()
+        return done
 
     with patch.object(torch.autograd, "_engine_run_backward", run_under_modes):
         yield

@@ -397,8 +397,8 @@ def ask():
     torch.cuda.reset_max_memory_allocated(), torch.cuda.reset_max_memory_cached(), torch.cuda.reset_peak_memory_stats()
     assert torch.cuda.max_memory_cached() == torch.cuda.memory_cached() == torch.cuda.max_memory_reserved()
     known = torch.cuda.get_device_properties("cuda")
-    assert (known.multi_processor_count, known.warp_size, known.max_threads_per_multi_processor) == (128, 32, 1536)
-    assert known.shared_memory_per_block_optin == 99 * 1024 and str(known.uuid) and known.L2_cache_size == 0
+    assert known.multi_processor_count > 0 and known.warp_size == 32 and known.max_threads_per_multi_processor > 0
+    assert known.shared_memory_per_block_optin > 0 and str(known.uuid) and known.L2_cache_size == 0
     tensor.record_stream(torch.cuda.current_stream())
     torch.cuda.Stream().synchronize()
     torch.cuda.nvtx.range_push("forward"), torch.cuda.nvtx.mark("here"), torch.cuda.nvtx.range_pop()

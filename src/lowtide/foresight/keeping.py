@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._code import Named, is_opaque, origin, variables
+from lowtide.rehearsal.reached import GENERATORS, slots_of
 from lowtide.rehearsal.unchanged import RandomState, state_of
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ LARGEST_ARRAY = 2**24
 
 LARGEST_ARRAYS = 2**28
 """and so are all that are found when those before them have so many together."""
-
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
@@ -112,7 +111,7 @@ class Kept:
             return self._cell(thing)
         if isinstance(thing, np.ndarray):
             return self._array(thing)
-        if isinstance(thing, _GENERATORS):
+        if isinstance(thing, GENERATORS):
             self._generator(thing)
         if is_opaque(type(thing)):
             return ()
@@ -198,14 +197,8 @@ class Kept:
             self._restore.append(functools.partial(set_state, state))
 
     def _slots(self, thing: Any) -> Iterable[Any]:
-        """What an object has in `__slots__`; those of its dataclasses included, frozen or not."""
-        slots = [
-            slot
-            for kind in type(thing).__mro__
-            if "__slots__" in vars(kind)
-            for slot in vars(kind).values()
-            if isinstance(slot, types.MemberDescriptorType)
-        ]
+        """What an object has in slots, frozen or not."""
+        slots = slots_of(thing)
         before = [_content(slot, thing) for slot in slots]
 
         def restore() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+from lowtide._torch import is_own
 from lowtide.errors import RehearsalError
 
 
@@ -16,8 +17,7 @@ def where() -> str:
     """`file:line` of the innermost Python code that is neither torch's nor this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "lowtide.")) and name != "torch":
+        if not is_own(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "(no line)"
@@ -27,10 +27,9 @@ def asked_by_loader() -> bool:
     """Whether torch's data loaders and samplers ask, for which rows to take."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("torch.utils.data"):
+        if frame.f_globals.get("__name__", "").startswith("torch.utils.data"):
             return True
-        if not name.startswith(("torch.", "lowtide.")) and name != "torch":
+        if not is_own(frame):
             return False
         frame = frame.f_back
     return False

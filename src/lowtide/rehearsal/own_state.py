@@ -85,10 +85,8 @@ def _now(thing: Any) -> Any:
         return _sum(thing)
     if isinstance(thing, dict):
         return _Same(tuple(dict.values(thing)))
-    if isinstance(thing, list | tuple | deque):
+    if isinstance(thing, list | tuple | deque | set | frozenset):
         return _Same(tuple(thing))
-    if isinstance(thing, set | frozenset):
-        return len(thing)
     if isinstance(thing, type):
         return _Same(tuple(vars(thing).values()))
     return _Same(tuple(in_slots(thing))) if not hasattr(thing, "__dict__") else None

@@ -35,6 +35,8 @@ dicts with more entries only tensors and modules are looked at."""
 LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _DATA = {"datasets", "multiprocessing", "queue"}
@@ -101,7 +103,7 @@ class Reached:
             return (thing.func, thing.args, thing.keywords)
         if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
             return ()
-        if isinstance(thing, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+        if isinstance(thing, GENERATORS):
             self.generators.append(thing)
             return ()
         attributes = getattr(thing, "__dict__", None)
@@ -124,13 +126,17 @@ class Reached:
         return [x for _, x in found]
 
 
+def slots_of(thing: Any) -> list[types.MemberDescriptorType]:
+    """The slots of an object, those of dataclasses included; built-in attributes are none."""
+    kinds = (vars(kind) for kind in type(thing).__mro__ if "__slots__" in vars(kind))
+    return [slot for table in kinds for slot in table.values() if isinstance(slot, types.MemberDescriptorType)]
+
+
 def in_slots(thing: Any) -> Iterator[Any]:
     """What an object has in slots."""
-    for kind in type(thing).__mro__:
-        names = vars(kind).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            with contextlib.suppress(AttributeError):
-                yield getattr(thing, name)
+    for slot in slots_of(thing):
+        with contextlib.suppress(AttributeError):  # empty
+            yield slot.__get__(thing)
 
 
 def is_state(tensor: Tensor) -> bool:

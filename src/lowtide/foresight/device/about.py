@@ -20,23 +20,8 @@ from lowtide import _torch
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED, CUDA
 from lowtide.memory.cards import Card
 
-MULTIPROCESSORS = {
-    **{"RTX 4060": 24, "RTX 3060": 28, "T4": 40, "V100-16": 80, "L4": 58, "RTX 4090": 128, "RTX 3090": 82},
-    **{"RTX 5090": 170, "A100-40": 108, "L40S": 142, "RTX A6000": 84, "A100-80": 108, "H100-80": 132, "H200-141": 132},
-}
-"""By name, from NVIDIA's data sheets; an H100 for PCIe has 114."""
-
-MULTIPROCESSORS_ASSUMED = 100
-"""Of a card of which only the memory was given."""
-
-_KIB = 2**10
-
-_EACH = {
-    **{(7, 0): (2048, 96), (7, 5): (1024, 64), (8, 0): (2048, 164), (8, 6): (1536, 100), (8, 9): (1536, 100)},
-    **{(9, 0): (2048, 228), (12, 0): (1536, 100)},
-}
-"""Threads and KiB of shared memory of a multiprocessor (CUDA C++ Programming Guide, "Technical Specifications per
-Compute Capability")."""
+MULTIPROCESSORS_ASSUMED, THREADS_ASSUMED, SHARED_BYTES_ASSUMED = 100, 1536, 100 * 2**10
+"""Of any card, and of each multiprocessor: nothing here depends on them."""
 
 Level = Callable[[], int]
 """Bytes of tensors on the card, now."""
@@ -73,26 +58,24 @@ class Idle:
 def properties(card: Card) -> SimpleNamespace:
     """As `torch.cuda.get_device_properties` gives them.
 
-    Known are name, memory and capability, and from these what each multiprocessor has. Clocks, caches, buses and the
-    identity of the card are not known: they are 0.
+    Known are name, memory and capability. What code may divide by is assumed; clocks, caches, buses and the identity of
+    the card are 0.
     """
-    major, minor = capability = card.capability or CAPABILITY_ASSUMED
-    threads, shared = _EACH.get(capability, _EACH[CAPABILITY_ASSUMED])
-    optin = shared if major == 7 else shared - 1
+    major, minor = card.capability or CAPABILITY_ASSUMED
     return SimpleNamespace(
         name=card.name,
         gcnArchName=card.name,
         total_memory=card.total_bytes,
         major=major,
         minor=minor,
-        multi_processor_count=MULTIPROCESSORS.get(card.name, MULTIPROCESSORS_ASSUMED),
+        multi_processor_count=MULTIPROCESSORS_ASSUMED,
         warp_size=32,
-        regs_per_multiprocessor=64 * _KIB,
-        max_threads_per_multi_processor=threads,
+        regs_per_multiprocessor=2**16,
+        max_threads_per_multi_processor=THREADS_ASSUMED,
         max_threads_per_block=1024,
-        shared_memory_per_block=48 * _KIB,
-        shared_memory_per_block_optin=optin * _KIB,
-        shared_memory_per_multiprocessor=shared * _KIB,
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_block_optin=SHARED_BYTES_ASSUMED,
+        shared_memory_per_multiprocessor=SHARED_BYTES_ASSUMED,
         is_integrated=0,
         is_multi_gpu_board=0,
         uuid=uuid.UUID(int=0),
@@ -242,7 +225,6 @@ def _unless_torch_asks(true: Callable[..., Any], told: Callable[..., Any]) -> Ca
     """Torch itself goes on to pin memory and to set up threads for what it is told."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return (true if caller.partition(".")[0] in ("torch", "lowtide") else told)(*args, **kwargs)
+        return (true if _torch.is_own(sys._getframe(1)) else told)(*args, **kwargs)
 
     return ask

@@ -37,8 +37,7 @@ class AskedForCuda(CudaMeans):
         given = [*args, *kwargs.values()]
         is_there = bool(self._there) and any(map(self._holds, given))
         if is_there and func in _ANSWERS:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            return func(*args) if caller.partition(".")[0] == "torch" else _ANSWERS[func]  # checkpoints compare these
+            return func(*args) if _torch.is_own(sys._getframe(1)) else _ANSWERS[func]  # checkpoints compare these
         place = _place(func, args, kwargs)
         goes_there = is_there if place is None else self._holds(place) or place == "cuda"
         out = super().__torch_function__(func, types, args, kwargs)

@@ -56,9 +56,8 @@ class CudaMeans(TorchFunctionMode):
             args = tuple(self._translate(arg) for arg in args)
         if self._ledger is None:
             return func(*args, **kwargs)
-        if (func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]) or self._is_written_to(
-            func, args
-        ):
+        asks_for_gradients = func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]
+        if asks_for_gradients or self._is_written_to(func, args):
             self._ledger.put_on_card(args[0])
         out = func(*args, **kwargs)
         if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
@@ -90,6 +89,8 @@ class CudaMeans(TorchFunctionMode):
 _WRITING = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
 )
+"""Methods that write to what they are called of, besides those whose names end so."""
+
 CHECKPOINT = "torch.utils.checkpoint"
 
 _IS_CUDA = (_torch.IS_CUDA,)
