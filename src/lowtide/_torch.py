@@ -954,12 +954,13 @@ class _DeviceGuard(backend_registration._DummyDeviceGuard):
     """Is asked for its type also while C++ code leaves a node of a graph with an error. 2.13.
 
     Python code must not return while an error is on its way: that would end the process. So the error is taken off the
-    way here, and put on it again where backward was called (`function_modes_in_backward`).
+    way here, and put on it again where backward was called (`function_modes_in_backward`). Nothing may be looked up
+    before: looking for an attribute in a class that does not have it loses an error that is on its way.
     """
 
-    def type_(self) -> Any:
+    def type_(self, occurred: Callable[[], Any] = ctypes.pythonapi.PyErr_Occurred) -> Any:
         try:
-            ctypes.pythonapi.PyErr_Occurred()  # raises what is on its way
+            occurred()  # raises what is on its way
         except BaseException as error:
             _taken_on_the_way.append(error)
         return super().type_()  # type: ignore[no-untyped-call]
