@@ -466,6 +466,23 @@ def test_what_is_measured_has_no_others_beside_it() -> None:
     other.remove()
 
 
+def test_a_plan_of_another_model_has_no_say_in_what_a_step_is_measured_to_need() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 4)), torch.randn(512, 64)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+
+    alone = lowtide.rehearse(model, step, x)
+    other = Written()
+    beside = lowtide.rehearse(model, step, x)
+    verdict = lowtide.verify(model, step, x, lowtide.plan(beside, "100%"))
+    assert other.nodes == []
+    other.remove()
+    assert beside.measured_plain_peak_bytes == alone.measured_plain_peak_bytes
+    assert verdict.measured_peak_bytes == verdict.predicted_peak_bytes == alone.measured_plain_peak_bytes
+
+
 def test_what_nobody_refers_to_is_in_force_no_longer() -> None:
     nodes = Written().nodes
     gc.collect()

@@ -15,9 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._clock import accelerator_in_use
 from lowtide._torch import is_plain, parts_of
-from lowtide.identity import tensors_in
+from lowtide.identity import place_of, tensors_in
 from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, has_graph, put_back, states
+from lowtide.remat.in_place import InPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,7 @@ class Unchanged:
     Usable several times over inside the block with `restore()`; the end of the block restores too, whatever happened.
     Copies live in host memory. Optimizers need not be named: one that steps inside the block is noticed before it does.
     Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards. No other process of
-    the training takes part meanwhile (`processes.py`).
+    the training takes part meanwhile (`processes.py`), and no plan of another model writes gradients in place.
     """
 
     def __init__(
@@ -52,6 +53,14 @@ class Unchanged:
         self._step = step
 
     def __enter__(self) -> Self:
+        self._in_place = InPlace(place_of(self._model).type, alone=True)
+        try:
+            return self._entered()
+        except BaseException:
+            self._in_place.remove()
+            raise
+
+    def _entered(self) -> Self:
         found = Reached(self._step)
         modules = list({id(m): m for root in (self._model, *found.modules) for m in root.modules()}.values())
         self.modules = tuple(modules)
@@ -145,6 +154,7 @@ class Unchanged:
             self._put_back()
         finally:
             self._alone.end()
+            self._in_place.remove()
 
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._n_updates += 1
