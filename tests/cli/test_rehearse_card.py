@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
+import lowtide
 from lowtide import cli
 from lowtide.identity import tensors_in
 from lowtide.script import foreseeing
@@ -88,6 +90,54 @@ def test_a_sweep_gives_what_the_script_does_at_those_sizes(rehearse) -> None:
         _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-", args=("--rows", str(found["batch"])))
         (by_itself,) = json.loads(alone)
         assert found["peak_requested_bytes"] == pytest.approx(by_itself["peak_requested_bytes"], rel=0.02)
+
+
+ON_CARD = """
+import sys, torch
+from torch import nn
+
+rows = int(sys.argv[1])
+model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 10)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+images, labels = torch.randn(4 * rows, 1024), torch.randint(0, 10, (4 * rows,))
+for i in range(4):
+    chosen = slice(i * rows, (i + 1) * rows)
+    x, y = images[chosen].cuda(), labels[chosen].cuda()
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    del x, y
+"""
+
+
+def test_a_sweep_to_far_smaller_sizes_has_nothing_of_the_large_one(rehearse) -> None:
+    found = {}
+    for rows, options in ((8192, ("--batch", "512")), (64, ("--batch", "512")), (512, ())):
+        _, out, _ = rehearse("--device", "T4", "--json", "-", *options, text=ON_CARD, args=(str(rows),))
+        (found[rows],) = json.loads(out)
+    for name in ("peak_requested_bytes", "peak_reserved_bytes"):
+        assert found[8192][name] == found[64][name] == found[512][name]
+
+
+def test_the_first_batch_is_gone_when_the_script_lets_go_of_it(rehearse) -> None:
+    rows = 2048
+    model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(batch):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    batch = torch.randn(rows, 1024), torch.randint(0, 10, (rows,))
+    foreseen = lowtide.foresee(model, step, batch, device="T4", optimizer=optimizer)
+    code, out, _ = rehearse("--device", "T4", "--json", "-", text=ON_CARD, args=(str(rows),))
+    assert code == 0
+    (found,) = json.loads(out)
+    assert found["peak_requested_bytes"] == foreseen.peak_requested_bytes
+    assert found["peak_reserved_bytes"] == foreseen.peak_reserved_bytes
 
 
 def test_a_sweep_looks_for_tensors_in_the_script_and_not_around_it(rehearse, monkeypatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -51,6 +51,8 @@ class Foreseeing:
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
+        self._given: int | None = None
+        """How long the batch was that the script gave, if it is to have another size."""
         self.asked = AskedForCuda()
         self.answers: Answers | None = None
         """Since the first forward."""
@@ -60,32 +62,35 @@ class Foreseeing:
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """From here on nothing is computed; or the second step begins."""
         given = None if self._size is None else size_of(batch, 0)
-        nearby = [] if given is None else [*tensors_in(batch), *_data_at_hand()]
+        nearby = [] if given is None else _of_size(given, [*tensors_in(batch), *_data_at_hand()])
         self._optimizers = optimizers
         if self._rehearsal is None:
             if _torch.saved_tensor_hooks() is not None:  # a checkpoint has begun without a card: it has to end so
                 return
-            self._enter(model, [] if given else batch)
-        else:
-            if model is not self._model:
-                self._rehearsal.turn_to(model)
-            if self._n_steps == 1:
-                self._rehearsal.second()
+            self._enter(model, batch, nearby)
+        elif model is not self._model:
+            self._rehearsal.turn_to(model)
         assert self._rehearsal is not None
-        self._model = model
         if given is not None and self._size is not None:
             size = self._size
+            self._given = given
+            self._rehearsal.take_for(None)
             self._rehearsal.put(nearby, lambda tensor: resized(tensor, 0, given, size))
+        if self._n_steps == 1:
+            self._rehearsal.second(batch)
+        self._model = model
 
-    def _enter(self, model: nn.Module, batch: Any) -> None:
+    def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
+        """`resizing`: what is put there afterwards, of another size."""
         found = Reached(*at_hand())
+        batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
         reached = (self._optimizers, found.modules)
         rehearsal = OnCard(self._card, model, batch, reached, alone=True, is_there=self.asked.has)
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
         there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
-        rehearsal.put(there, lambda tensor: tensor)
+        rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def ends(self, model: nn.Module) -> None:
         """After the second step everything real is put back, and the script ended."""
@@ -101,6 +106,8 @@ class Foreseeing:
             self.leaves()
             self.foresight, self.done = rehearsal.foresight(), True
             raise Enough
+        if self._given is not None and self._size is not None:
+            self._rehearsal.take_for((self._given, self._size))
 
     def gives_up(self, model: nn.Module) -> None:
         """It is another one that was trained since; its tensors are on the card as well, for all are that are reached.
@@ -178,6 +185,15 @@ def _before(card: Card, crew: Foreseeing) -> Iterator[None]:
             stack.enter_context(cuda_is_there(card, crew.asked))
             stack.enter_context(_torch.function_modes_in_backward())
         yield
+
+
+def _of_size(size: int, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those whose first dimension is that long."""
+    return [tensor for tensor in tensors if tensor.dim() and tensor.shape[0] == size]
+
+
+def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
+    return any(tensor is one for one in tensors)
 
 
 def _data_at_hand() -> Iterator[Tensor]:

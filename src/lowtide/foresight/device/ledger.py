@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,11 +58,18 @@ class CardLedger(Ledger):
         """Blocks of which only bounds are known, by number."""
         self.unbounded: dict[str, str] = {}
         """Operators of which nothing is known inside, in words, by name."""
+        self.lengths: tuple[int, int] | None = None
+        """What is as long as the first is to count as if it were as long as the second."""
 
     @property
     def level_bytes(self) -> int:
         """Bytes of tensors on the card, now."""
         return sum(living.bytes for living in self._living.values())
+
+    def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
+        if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
+            n_bytes = tensor.untyped_storage().nbytes() * self.lengths[1] // self.lengths[0]
+        super()._follow(tensor, op, entry=entry, n_bytes=n_bytes)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         if (host := ON_HOST.get(func)) is not None:
@@ -102,6 +111,25 @@ class CardLedger(Ledger):
             return args, kwargs, tensors
         args, kwargs = tree_map(self.on_card, (args, kwargs))
         return args, kwargs, tensors_of(args, kwargs)[0]
+
+    @contextlib.contextmanager
+    def corrected(self) -> Iterator[None]:
+        """The tensor that is made in this block was there from the beginning, and not the one that ends in it.
+
+        Nothing is corrected where it is not one each.
+        """
+        n_before = len(self._events)
+        yield
+        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
+        ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
+        left = [made[block] for block in made if block not in ended]
+        gone = [block for block in ended if block not in made]
+        if len(left) == len(gone) == 1:
+            for place, event in enumerate(self._events[:n_before]):
+                if isinstance(event, Allocate) and event.block == gone[0]:
+                    self._events[place : place + 1] = left
+                    del self._events[n_before:]
+                    return
 
     def put_on_card(self, tensor: Tensor) -> None:
         """Have a tensor that the step made on the CPU, and is no result of a graph, on the card from here on."""

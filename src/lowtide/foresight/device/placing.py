@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,20 +24,23 @@ if TYPE_CHECKING:
 class Placed:
     """Tensors that `put` has put on the device of `twins` are fake ones there until this block ends.
 
-    `is_there`: whether a real tensor is on a card already. Of others, pieces of larger memory come alone.
+    `is_there`: whether a real tensor is on a card already. Of others, pieces of larger memory come alone. With
+    `let_go` one that nobody else refers to any longer is on the card no longer.
     """
 
-    def __init__(self, twins: Twins, answers: Answers, is_there: Callable[[Tensor], bool]) -> None:
-        self._twins, self._answers, self._is_there = twins, answers, is_there
-        self._done: list[tuple[Tensor, Tensor]] = []
+    def __init__(
+        self, twins: Twins, answers: Answers, is_there: Callable[[Tensor], bool], *, let_go: bool = False
+    ) -> None:
+        self._twins, self._answers, self._is_there, self._let_go = twins, answers, is_there, let_go
+        self._done: list[tuple[Callable[[], Tensor | None], Tensor]] = []
 
     def has(self, tensor: Tensor) -> bool:
         """Whether it was put there."""
-        return any(tensor is placed for placed, _ in self._done)
+        return any(tensor is placed() for placed, _ in self._done)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         """Exchange leaves for fake ones, gradients included. Raises RehearsalError for those that torch can't."""
-        done = {id(tensor) for tensor, _ in self._done}
+        done = {id(placed()) for placed, _ in self._done}
         for tensor in {id(t): t for t in tensors}.values():
             if id(tensor) in done or not tensor.is_leaf or _torch.is_fake(tensor):
                 continue
@@ -51,7 +55,13 @@ class Placed:
             if tensor.grad is not None:
                 fake.grad = self._twins.of(tensor.grad)
             swap(tensor, fake)
-            self._done.append((tensor, fake))
+            real = fake if shown is tensor else shown  # they have changed places
+            self._done.append((self._reference(tensor, real), fake))
+
+    def _reference(self, tensor: Tensor, real: Tensor) -> Callable[[], Tensor | None]:
+        if not self._let_go:
+            return lambda: tensor
+        return weakref.ref(tensor, lambda _: self._twins.let_go(real))
 
     def _comes_alone(self, tensor: Tensor) -> bool:
         is_piece = _torch.is_strided(tensor) and tensor.nbytes < tensor.untyped_storage().nbytes()
@@ -65,9 +75,10 @@ class Placed:
     ) -> None:
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # a failed step's frames hold graphs that hold parameters
-        for tensor, fake in reversed(self._done):
-            tensor.grad = None
-            swap(tensor, fake)
+        for placed, fake in reversed(self._done):
+            if (tensor := placed()) is not None:
+                tensor.grad = None
+                swap(tensor, fake)
         self._done.clear()
 
 

@@ -58,7 +58,8 @@ class OnCard:
     """In this block the model, the batch, and what else `reached` leads to are on `card`, and every operator is fake.
 
     Take one step, say `second`, take another one, say `finish`. At the end of the block everything is as it was.
-    `alone`: the process is there for nothing else. `is_there`: whether a real tensor is on CUDA already.
+    `alone`: the process is there for nothing else, and a batch on the card only as long as the script has it.
+    `is_there`: whether a real tensor is on CUDA already.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class OnCard:
         self._fakes = _torch.fake_mode(run_on_zeros=False)
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
-        self._kept = Kept(model, *reached, batch)
-        self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there)
+        self._kept = Kept(model, *reached, *([] if alone else [batch]))
+        self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there, let_go=alone)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
 
@@ -88,6 +89,8 @@ class OnCard:
             stack.enter_context(self._kept)
             stack.enter_context(card_in_use(self._card))
             at_entry = belongings(self._model, self._batch, self._kept.reached)
+            if self._alone:
+                self._batch = None
             stack.enter_context(self._placed)
             self._placed.put(at_entry)
             stack.enter_context(cuda_is_there(self._card, CudaMeans(NAME, self._ledger), self._ledger, self.answers))
@@ -115,10 +118,18 @@ class OnCard:
             (fakes if _torch.is_fake(tensor) else real).append(tensor)
         with _torch.without_function_modes():
             for tensor in fakes:
-                if not self._placed.has(tensor) and (other := resized(tensor)) is not tensor:
-                    swap(tensor, other)
+                if not self._placed.has(tensor):
+                    with self._ledger.corrected():
+                        _exchange(tensor, resized(tensor))
             with _torch.without_modes():
                 self._placed.put(real, resized)
+            adopt(self._ledger, real)
+
+    def take_for(self, lengths: tuple[int, int] | None) -> None:
+        """From here on tensors that are as long as the first of `lengths` count as if they were as long as the second:
+        a batch that is yet to be `put` so.
+        """
+        self._ledger.lengths = lengths
 
     @property
     def has_updated(self) -> bool:
@@ -130,10 +141,11 @@ class OnCard:
         self._running.close()
         self._model, self._engine = model, planned(model, self._batch, None)
 
-    def second(self) -> None:
-        """The first step is over; the one that counts begins."""
+    def second(self, batch: Any = None) -> None:
+        """The first step is over; the one that counts begins, with another batch if one is given."""
         with _torch.without_function_modes():
-            self._static = static_of(self._ledger, self._model, self._batch, self._kept)
+            batch = self._batch if batch is None else batch
+            self._static = static_of(self._ledger, self._model, batch, self._kept)
         self._ledger.begin()
         self._names = Names(self._engine, self._ledger.mark)
         self._running.enter_context(self._names.running())
@@ -165,6 +177,12 @@ class OnCard:
             verdict=outcome.on(self._card),
             smallest_card=outcome.smallest(self._card),
         )
+
+
+def _exchange(tensor: Tensor, other: Tensor) -> None:
+    """What `tensor` was ends with this call."""
+    if other is not tensor:
+        swap(tensor, other)
 
 
 def _about(card: Card) -> Iterator[str]:
