@@ -4,7 +4,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,10 +40,16 @@ def run_python() -> RunPython:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_there_stays() -> None:
-    """Recordings collect garbage and look at all objects, but not at what was imported or is left of other modules."""
+def _what_is_there_stays() -> Iterator[None]:
+    """Recordings collect garbage and look at all objects, but not at what was imported or is left of other modules.
+
+    A script that was run stays the main program, and its model's plan in force, which is not to outlive the module.
+    """
     gc.collect()
     gc.freeze()
+    main = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = main
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
