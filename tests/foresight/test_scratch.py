@@ -41,6 +41,22 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flash, short": (FLASH, attention(64, 64)),
     "flash, long": (FLASH, attention(800, 100)),
     "convolution": (aten.convolution.default, (t(4, 3, 32, 32), t(20, 3, 3, 3), *CONVOLVED)),
+    "product": (aten.mm.default, (t(64, 48), t(80, 48).t())),
+    "product with what was broadcast": (aten.mm.default, (t(64, 1).expand(64, 48), t(1).expand(48, 80))),
+    "product with pieces": (aten.addmm.default, (t(80), t(64, 100)[:, :48], t(48, 160)[:, ::2])),
+    "product with a column": (aten.mm.default, (t(1, 48).expand(64, 48), t(48, 1))),
+    "products of a batch": (aten.bmm.default, (t(64, 48, 4).permute(2, 0, 1), t(4, 48, 80))),
+    "sums of products": (aten.baddbmm.default, (t(4, 64, 80), t(4, 64, 48), t(4, 1, 80).expand(4, 48, 80))),
+    "products of a batch, small": (aten.bmm.default, (t(8, 4, 4).permute(2, 0, 1), t(4, 4, 8))),
+    "product with a vector": (aten.mv.default, (t(64, 1).expand(64, 48), t(48))),
+    "product of integers": (
+        aten.mm.default,
+        (t(64, 1, dtype=torch.int64).expand(64, 48), t(48, 80, dtype=torch.int64)),
+    ),
+    "products of integers": (
+        aten.bmm.default,
+        (t(4, 64, 1, dtype=torch.int64).expand(4, 64, 48), t(4, 48, 80, dtype=torch.int64)),
+    ),
     "bfloat16 product": (aten.mm.default, (t(256, 96, dtype=torch.bfloat16), t(96, 64, dtype=torch.bfloat16))),
 }  # fmt: skip
 

@@ -122,6 +122,28 @@ def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
     return min(rows, length), min(512, key.shape[2])
 
 
+def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """BLAS multiplies with what has its rows or its columns one after the other; of all else copies are made.
+
+    Those are of whole matrices, and of one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). BLAS has no part
+    in products of a batch of small ones (bmm_out_or_baddbmm_).
+    """
+    factors, result = args[-2:], made[0]
+    if result.dim() == 3 and factors[0].shape[2] * result.shape[1] * result.shape[2] < _SMALLEST_OF_BLAS:
+        return []
+    matrices = [factor for factor in factors if factor.dim() > 1 and not _is_taken(factor)]
+    return [matrix.shape[-2] * matrix.shape[-1] * matrix.element_size() for matrix in matrices]
+
+
+_SMALLEST_OF_BLAS = 400
+"""Multiplications in each product of a batch."""
+
+
+def _is_taken(factor: Tensor) -> bool:
+    (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -133,6 +155,13 @@ RULES: dict[Any, Rule] = {
             *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.maximum.default),
         ),
         _promoted,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+            *(aten.mv.default, aten.addmv.default),
+        ),
+        _factors,
     ),
     aten.cumsum.default: _cast_input,
     aten._safe_softmax.default: _safe_softmax,
