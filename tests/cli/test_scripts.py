@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -601,13 +603,24 @@ class Saved:
 Saved()
 began = time.monotonic()
 try:
-    time.sleep(60)
+    time.sleep(20)
 finally:
-    print("slept on" if time.monotonic() - began > 59 else "awake")
+    print("slept on" if time.monotonic() - began > 19 else "awake")
 """
 
 
-def test_an_interrupt_that_python_drops_comes_again(script: Callable[[str], str], run: Run) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupt_that_python_drops_comes_again(
+    busy: bool, script: Callable[[str], str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:  # as where other processes are to run meanwhile
+        start(thread)
+        time.sleep(0.3)
+
+    if busy:
+        monkeypatch.setattr(threading.Thread, "start", slow)
     done = run("rehearse", script(DROPS))
     assert (done.code, done.out) == (130, "awake\n")
     assert "line 9, in <module>\n" in done.err

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -143,8 +144,8 @@ def _no_interrupt_lost() -> Iterator[None]:
     own = sys.unraisablehook
 
     def dropped(what: sys.UnraisableHookArgs) -> None:
-        if what.exc_type is KeyboardInterrupt:
-            threading.Timer(0.01, _interrupt).start()  # not here: this is such a place, too
+        if what.exc_type is KeyboardInterrupt:  # not here: this is such a place, too
+            threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
         else:
             own(what)
 
@@ -156,13 +157,23 @@ def _no_interrupt_lost() -> Iterator[None]:
             sys.unraisablehook = own
 
 
-def _interrupt() -> None:
-    """Interrupt the main thread, also where it waits: a signal to another one would only be noticed after that."""
+def _interrupt_out_of(code: CodeType) -> None:
+    """Interrupt the main thread once it does not run `code` any longer.
+
+    Also where it waits: a signal to another thread would only be noticed after that.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        time.sleep(0.01)
+        frame = sys._current_frames().get(main)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is None:
+            break
     if sys.platform == "win32":
         signal.raise_signal(signal.SIGINT)
     else:
-        main = threading.main_thread().ident
-        assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
 
 
