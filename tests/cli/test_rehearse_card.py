@@ -157,7 +157,7 @@ def test_a_script_that_fails_has_exit_code_2(rehearse) -> None:
     code, _, err = rehearse("--device", "RTX 3060", text="raise ValueError('no data')")
     assert code == 2
     assert "no data" in err
-    decides = TRAIN.replace("optimizer.zero_grad()", "assert loss.item() < 100")
+    decides = TRAIN.replace("optimizer.zero_grad()", "loss.item() < 100 and optimizer.zero_grad()")
     code, _, err = rehearse("--device", "RTX 3060", text=decides)
     assert code == 2
     assert "train.py:" in err

@@ -51,7 +51,7 @@ def test_what_is_decided_by_an_unknown_number_is_refused_with_its_line(model, de
         loss = model(batch).square().mean()
         loss.backward()
         if decide(loss):
-            raise AssertionError
+            batch.clone()
 
     assert "test_questions.py:" in refused(model, step)
 
@@ -74,7 +74,7 @@ def test_a_tensor_of_unknown_numbers_is_unknown(model, tensor_of):
         known[0] = 2.0
         assert known.sum() == 2
         if tensor_of(loss.item()) < 3:
-            raise AssertionError
+            known.clone()
 
     assert "test_questions.py:" in refused(model, step)
 

@@ -3,8 +3,8 @@
 A model decides things by contents: whether a mask is all ones, which positions are padding, how many steps the
 optimizer took. What comes from the batch, from buffers and from constants alone is **known**: small operators on known
 tensors run on real ones beside. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is
-NaN or infinite and a gradient scaler finds no overflow, as in every step worth rehearsing; and a router sends equally
-many tokens to each expert. Anything else is refused with its line.
+NaN or infinite, a gradient scaler finds no overflow and checks pass, as in every step worth rehearsing; and a router
+sends equally many tokens to each expert. Anything else is refused with its line.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch
 from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
 from lowtide.foresight import contents
+from lowtide.foresight.checks import is_assigning, passing
 from lowtide.foresight.kinds import (
     ALL_OR_ANY,
     BY_INTEGERS,
     BY_SHAPE,
     CHOICES,
+    COMPARING,
     EMPTY,
     GATHERING,
     INDEXING,
@@ -84,7 +86,10 @@ class Answers:
         with _torch.on_real_tensors():
             value = contents.writable(tensor)
             if value is None and not contents.is_known(tensor):
-                raise self.refusal("it asks for the contents of a tensor")
+                if not is_assigning():
+                    raise self.refusal("it asks for the contents of a tensor")
+                self.note("what is assigned by costs is assigned as if all cost the same")
+                return func(torch.zeros(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
             self._note_assumed(tensor)
             if value is not None:
                 return func(value, *args, **kwargs)
@@ -128,6 +133,8 @@ class Answers:
         """Whether an operator is answered without running it, and with what."""
         if func is aten._local_scalar_dense.default:
             return True, self._number(args[0])
+        if func in COMPARING:
+            return True, self._comparison(func, args, kwargs, tensors)
         if torch.Tag.dynamic_output_shape not in func.tags and func not in BY_INTEGERS:
             return False, None
         if func in INDEXING:
@@ -138,8 +145,7 @@ class Answers:
             if contents.is_known(tensor):
                 self._note_assumed(tensor)
             elif not (func in BY_INTEGERS and tensor.dtype.is_floating_point):
-                is_size = func._schema.returns[0].type.kind() != "BoolType"  # as of `equal`
-                raise self.refusal(f"{'the size of ' * is_size}what {_name(func)} gives depends on contents")
+                raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
         real = self._run(func, args, kwargs)
         device = tensors[0].device
 
@@ -154,6 +160,13 @@ class Answers:
             return fake
 
         return True, tree_map(made, real)
+
+    def _comparison(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+        if not all(map(contents.is_known, tensors)):
+            return self.truth("it compares tensors")
+        for tensor in tensors:
+            self._note_assumed(tensor)
+        return bool(self._run(func, args, kwargs))
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Indexing by a mask gives as many rows as the mask has: as an index by numbers, if these are known."""
@@ -302,8 +315,18 @@ class Answers:
 
     # --- questions
 
+    def truth(self, why: str) -> bool:
+        """The answer to a question for yes or no that nothing is known of: a check passes. `why` as for `refusal`."""
+        found = passing()
+        if found is None:
+            raise self.refusal(why)
+        self.note("a check is taken to pass")
+        return found
+
     def _number(self, tensor: Tensor) -> Any:
         value = self.value(tensor)
+        if value is None and tensor.dtype is torch.bool:
+            return self.truth("it asks for a number that depends on contents")
         if value is None:
             raise self.refusal("it asks for a number that depends on contents")
         self._note_assumed(tensor)

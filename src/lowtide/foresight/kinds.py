@@ -38,6 +38,8 @@ PACKING = aten._pack_padded_sequence.default
 """The only operator that gives a tensor on the CPU beside one on a card."""
 BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor, PACKING})
 """Operators whose results' shapes depend on contents, but not on those of floating-point arguments."""
+COMPARING = frozenset({aten.equal.default, aten.allclose.default})
+"""Operators that give yes or no."""
 BY_SHAPE = frozenset(
     {
         *(aten.ones_like.default, aten.zeros_like.default, aten.full_like.default),

@@ -1,7 +1,7 @@
 """Where Python asks for the contents of tensors: `.item()`, `if`, `float`, `tolist`.
 
 A number that was only asked for, as `loss.item()` is for a log, can be printed, averaged and passed on. What is decided
-by it is refused with its line.
+by it is refused with its line, unless it is only checked (`checks.py`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Questions(TorchFunctionMode):
             return Unknown(self._answers)
         if asked == "float":
             return float(Unknown(self._answers))
+        if asked == "bool":
+            return self._answers.truth("it decides by the contents of a tensor")
         raise self._answers.refusal("it decides by the contents of a tensor")
 
     def _exchange(self, tensor: Tensor, data: Tensor) -> None:
@@ -89,8 +91,11 @@ def _is_unknown(thing: Any, depth: int = 3) -> bool:
     return depth > 0 and type(thing) in (list, tuple) and any(_is_unknown(item, depth - 1) for item in thing)
 
 
+_BY_NUMBER = "it decides by a number from a tensor"
+
+
 class Unknown(float):
-    """A number that nobody knows, taken as 1. It may be printed, averaged and passed on; to compare it is refused."""
+    """A number that nobody knows, taken as 1. It may be printed, averaged, passed on, and compared in checks."""
 
     _answers: Answers
     _last: ClassVar[Answers]
@@ -105,25 +110,28 @@ class Unknown(float):
         return self
 
     def _decided(self, *_: object) -> NoReturn:
-        raise self._answers.refusal("it decides by a number from a tensor")
+        raise self._answers.refusal(_BY_NUMBER)
 
     def _compared(self, *_: object) -> bool:
         """Adafactor bounds its step by the size of a parameter: that changes numbers, no memory."""
         if sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.optim", "transformers.optimization")):
             self._answers.note("a number that an optimizer compares is taken as small")
             return False
-        self._decided()
+        return self._answers.truth(_BY_NUMBER)
 
     __lt__ = __le__ = __gt__ = __ge__ = _compared
-    __bool__ = __int__ = __index__ = _decided
+    __int__ = __index__ = _decided
     __floor__ = __ceil__ = __trunc__ = _decided
     __hash__ = float.__hash__
 
     def __eq__(self, other: object) -> bool:
-        return True if other is self else self._decided()
+        return True if other is self else self._answers.truth(_BY_NUMBER)
 
     def __ne__(self, other: object) -> bool:
-        return False if other is self else self._decided()
+        return False if other is self else self._answers.truth(_BY_NUMBER)
+
+    def __bool__(self) -> bool:
+        return self._answers.truth(_BY_NUMBER)
 
     def __float__(self) -> float:
         self._answers.note("a number from a tensor is taken as 1.0")

@@ -1,0 +1,232 @@
+"""What is only checked is taken to pass, and noted with its line; what is decided otherwise is refused."""
+
+import logging
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import distributions, nn
+from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+import lowtide
+
+BATCH = torch.randn(32, 16)
+log = logging.getLogger(__name__)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def foreseen(model, ask, **options):
+    def step(batch):
+        found = model(batch)
+        loss = found.square().mean()
+        ask(found > 0, loss.item())
+        loss.backward()
+
+    return lowtide.foresee(model, step, BATCH, **options)
+
+
+def negated(q, n):
+    if not q.all():
+        raise ValueError
+
+
+def asserted(q, n):
+    assert q.any() and not q[0].any(), "both"  # noqa: PT018
+    assert n < 100
+    assert bool(q.all())
+    assert torch.equal(q, q)
+    assert torch.allclose(q.float(), q.double().float())
+
+
+def compared(q, n):
+    if n > 1e4:
+        message = f"the loss is {n}"
+        raise ValueError(message)
+
+
+def over_lines(q, n):
+    if n != n or not q.all() or q.all().item():
+        raise ValueError(
+            "several lines",
+        )
+
+
+def told(q, n):
+    if q.any():
+        warnings.warn("some are positive", stacklevel=1)
+    if n > 3:
+        log.info("large")
+
+
+def each(q, n):
+    assert all(row.any() for row in q)
+    if any(row.any() for row in q):
+        raise ValueError
+
+
+def otherwise(q, n):
+    if n is None:
+        raise TypeError
+    elif q.any():
+        raise ValueError
+    if q.all():
+        pass
+    else:
+        raise ValueError
+
+
+def of_distributions(q, n):
+    scale = q.float().exp()
+    distributions.Normal(scale, scale).rsample()
+    distributions.MultivariateNormal(scale, torch.diag_embed(scale)).log_prob(scale)
+    distributions.Categorical(logits=scale).log_prob(q[:, 0].long())
+
+
+PASSING = [negated, asserted, compared, over_lines, told, each, otherwise, of_distributions]
+
+
+@pytest.mark.parametrize("device", [None, "T4"])
+@pytest.mark.parametrize("ask", PASSING, ids=lambda ask: ask.__name__)
+def test_a_check_passes_and_its_line_is_noted(model, ask, device):
+    notes = [note for note in foreseen(model, ask, device=device).assumed if "a check is taken to pass" in note]
+    first = ask.__code__.co_firstlineno
+    n_lines = max(line for *_, line in ask.__code__.co_lines() if line) - first
+    assert notes
+    for note in notes:
+        assert f"{__name__.rpartition('.')[2]}.py:" in note
+        assert first < int(note.partition(".py:")[2].partition(":")[0]) <= first + n_lines
+
+
+def branch(q, n):
+    if q.any():
+        n += 1
+
+
+def loop(q, n):
+    while n < 3:
+        n += 1
+
+
+def skip(q, n):
+    if n > 10:
+        return
+
+
+def choice(q, n):
+    return 1 if q.all() else 2
+
+
+def inside_of_one(q, n):
+    if n is None or isinstance(n, str):
+        raise TypeError
+    if isinstance(n, float):
+        if n > 1:
+            n += 1
+        raise KeyError
+
+
+def made_of(q, n):
+    if bool(q.all()) == bool(n > 3):
+        raise ValueError
+
+
+def compares(q, n):
+    if torch.equal(q, q.roll(1)):
+        n += 1
+
+
+def kept(q, n):
+    return not q.all()
+
+
+@pytest.mark.parametrize(
+    "ask", [branch, loop, skip, choice, inside_of_one, made_of, compares, kept], ids=lambda ask: ask.__name__
+)
+def test_all_else_is_decided_by_nobody_knows_what(model, ask):
+    with pytest.raises(lowtide.Unforeseeable, match=r"test_checks.py:\d+: it (decides by|compares)"):
+        foreseen(model, ask)
+
+
+def test_code_without_a_source_is_refused(model):
+    names = {}
+    exec("def ask(q, n):\n    assert q.all()\n", names)
+    with pytest.raises(lowtide.Unforeseeable):
+        foreseen(model, names["ask"])
+
+
+@pytest.mark.parametrize("device", [None, "T4"])
+def test_known_tensors_are_compared(model, device):
+    def ask(q, n):
+        ones = torch.ones(4, device=q.device)
+        assert torch.equal(ones, ones.clone())
+        assert not torch.equal(ones, ones.roll(1) * 2)
+        assert not torch.allclose(ones, ones + 1)
+        (torch.ones(2) if torch.allclose(ones, ones + 1e-9) else torch.ones(3)).view(2)
+
+    assert not any("check" in note for note in foreseen(model, ask, device=device).assumed)
+
+
+def test_a_check_that_fails_for_what_is_known_fails(model):
+    def ask(q, n):
+        assert (BATCH.long() > 10**6).all(), "known"
+
+    with pytest.raises(AssertionError, match="known"):
+        foreseen(model, ask)
+
+
+@pytest.mark.parametrize("device", [None, "T4"])
+def test_an_assignment_gives_as_many_pairs_as_any_costs(model, device):
+    def ask(q, n):
+        for costs in (q.float(), q.float().cpu().numpy):
+            rows, columns = linear_sum_assignment(costs if isinstance(costs, torch.Tensor) else costs())
+            assert (len(rows), len(columns)) == (4, 4)
+            assert q[torch.as_tensor(rows), torch.as_tensor(columns)].shape == (4,)
+
+    notes = foreseen(model, ask, device=device).assumed
+    assert any("as if all cost the same" in note for note in notes)
+
+
+def test_contents_for_anything_else_are_refused(model):
+    with pytest.raises(lowtide.Unforeseeable, match="asks for the contents"):
+        foreseen(model, lambda q, n: np.sort(q.numpy()))
+
+
+def test_a_detector_needs_what_it_is_measured_to_need() -> None:
+    torch.manual_seed(0)
+    backbone = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[1] * 4, out_features=["stage4"]
+    )  # fmt: skip
+    detector = DetrForObjectDetection(
+        DetrConfig(
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            backbone=None,
+            backbone_config=backbone,
+            d_model=64,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_ffn_dim=128,
+            decoder_ffn_dim=128,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            num_queries=20,
+            num_labels=80,
+        )
+    )
+    objects = [
+        {"class_labels": torch.randint(0, 80, (n,)), "boxes": torch.rand(n, 4) * 0.4 + 0.3} for n in (3, 5)
+    ]  # fmt: skip
+
+    def step(batch):
+        detector(pixel_values=batch[0], labels=batch[1]).loss.backward()
+
+    batch = torch.randn(2, 3, 128, 128), objects
+    measured = lowtide.timeline(detector, step, batch).peak_bytes
+    assert lowtide.foresee(detector, step, batch).timeline.peak_bytes == pytest.approx(measured, rel=0.01)
