@@ -134,7 +134,7 @@ def verify(
 
     Raises StalePlan if the plan is for another model, batch or device.
     """
-    check(model, step)
+    check(model, step, batch)
     if differences := plan.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import lowtide
 from budgets import step_of, within
 from lowtide.errors import RehearsalError
+from lowtide.planner import smallest_peak
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 from models import MODELS, Case, build, same, state
@@ -416,6 +417,55 @@ def test_what_can_not_be_rehearsed_is_refused_in_words():
     assert "torch.nn.Module" in _refused(lambda batch: batch, _step_of(model), batch)
     frozen = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
     assert "requires a gradient" in _refused(frozen, _step_of(frozen), batch)
+
+
+class Chain(nn.Sequential):
+    """A frozen model, through which a gradient goes."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        parts = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        super().__init__(*parts)
+        self.requires_grad_(False)
+
+
+def _of_a_prompt(model):
+    prompt = torch.randn(8, 64, requires_grad=True)
+    optimizer = torch.optim.Adam([prompt])
+
+    def step(batch):
+        loss = model(prompt + batch[:, None]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, torch.randn(32, 64)
+
+
+def _of_the_batch(model):
+    return _step_of(model), torch.randn(256, 64, requires_grad=True)
+
+
+def _said_in_the_step(model):
+    def step(batch):
+        loss = model(batch.clone().requires_grad_()).square().mean()
+        loss.backward()
+        return loss
+
+    return step, torch.randn(256, 64)
+
+
+@pytest.mark.parametrize("what", [_of_a_prompt, _of_the_batch, _said_in_the_step])
+def test_a_gradient_may_go_through_a_model_that_is_frozen(what):
+    model = Chain()
+    step, batch = what(model)
+    profile = lowtide.rehearse(model, step, batch)
+    verdict = lowtide.verify(model, step, batch, lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes))
+    assert verdict.identical
+    assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes < profile.measured_plain_peak_bytes
+    assert lowtide.foresee(model, step, batch).peak_bytes == profile.measured_plain_peak_bytes
+    assert lowtide.foresee(model, step, batch, device="T4").verdict == "fits"
 
 
 def test_a_step_that_differs_each_time_is_refused():

@@ -118,7 +118,7 @@ def foresee(
     Raises Unforeseeable, with the line, for a step that decides by what is in other tensors; RehearsalError for a step
     that can't be rehearsed; StalePlan for a plan of another model.
     """
-    check(model, step)
+    check(model, step, batch)
     if device is not None:
         from lowtide.foresight.device.rehearsing import foresee_on  # only who asks for a card needs one
 

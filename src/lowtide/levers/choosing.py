@@ -214,7 +214,7 @@ def _can_be_pulled(site: Site, lever: Lever) -> bool:
 
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
     """The one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
-    check(model, step)
+    check(model, step, batch)
     with Unchanged(model, batch, step=step) as unchanged:
         step(batch)
         mine = {id(parameter) for parameter in model.parameters()}

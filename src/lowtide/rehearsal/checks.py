@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._code import names_in, users_functions
 from lowtide._torch import Convolution, is_compiled
 from lowtide.errors import RehearsalError
+from lowtide.identity import tensors_in
 from lowtide.rehearsal.processes import check_sharding
+from lowtide.rehearsal.reached import Reached
 
 if TYPE_CHECKING:
     from lowtide.rehearsal.audit import Audit
@@ -20,7 +23,7 @@ SEVERAL_STREAMS = (
 )
 
 
-def check(model: Any, step: Any, optimizer: Any = None) -> None:
+def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     """Refuse what can't be rehearsed. Raises RehearsalError."""
     if not isinstance(model, torch.nn.Module):
         raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
@@ -42,12 +45,20 @@ def check(model: Any, step: Any, optimizer: Any = None) -> None:
         raise RehearsalError(
             f"{type(model).__name__} is in eval mode: its plan would not hold in training. Call model.train() first."
         )
-    if not any(p.requires_grad for p in model.parameters()):
+    if not any(p.requires_grad for p in model.parameters()) and not _is_gone_through(step, batch):
         raise RehearsalError(
-            f"no parameter of {type(model).__name__} requires a gradient: there is no backward to plan."
+            f"no parameter of {type(model).__name__} requires a gradient, and nothing else that the step has: there is "
+            "no backward to plan."
         )
     check_one_device(model)
     check_sharding(model.modules())
+
+
+def _is_gone_through(step: Any, batch: Any) -> bool:
+    """Whether something before a frozen model may be trained: a prompt, an image, what the step says to be."""
+    tensors = (*tensors_in(batch), *Reached(step).tensors)
+    says = any("requires_grad" in name for function in users_functions(step) for name in names_in(function.__code__))
+    return says or any(tensor.requires_grad for tensor in tensors)
 
 
 def check_one_device(model: torch.nn.Module) -> None:

@@ -40,7 +40,7 @@ def timeline(
     second time is shown (when the optimizer has its state), and afterwards everything is as it was. Raises
     RehearsalError for a step that can't be rehearsed, StalePlan for a plan of another model.
     """
-    check(model, step)
+    check(model, step, batch)
     if plan is not None:
         found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch)
         if differences := plan.fingerprint.differences(found):
