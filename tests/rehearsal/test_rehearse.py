@@ -443,6 +443,20 @@ def _of_a_prompt(model):
     return step, torch.randn(32, 64)
 
 
+def _of_a_prompt_by_hand(model):
+    prompt = torch.randn(8, 64, requires_grad=True)
+
+    def step(batch):
+        loss = model(prompt + batch[:, None]).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            prompt.sub_(prompt.grad)
+        prompt.grad = None
+        return loss
+
+    return step, torch.randn(32, 64)
+
+
 def _of_the_batch(model):
     return _step_of(model), torch.randn(256, 64, requires_grad=True)
 
@@ -456,7 +470,7 @@ def _said_in_the_step(model):
     return step, torch.randn(256, 64)
 
 
-@pytest.mark.parametrize("what", [_of_a_prompt, _of_the_batch, _said_in_the_step])
+@pytest.mark.parametrize("what", [_of_a_prompt, _of_a_prompt_by_hand, _of_the_batch, _said_in_the_step])
 def test_a_gradient_may_go_through_a_model_that_is_frozen(what):
     model = Chain()
     step, batch = what(model)

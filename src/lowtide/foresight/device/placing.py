@@ -85,7 +85,8 @@ class Placed:
 def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Tensor]:
     """What is on the card when a step begins, in the order in which a script puts it there.
 
-    The model, other modules, parameters and state of optimizers that the step reaches, the batch.
+    The model, other modules, parameters and state of optimizers that the step reaches, others that it trains by itself,
+    the batch.
     """
     found: list[Tensor] = []
     _module(model, found)
@@ -98,6 +99,7 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
     for optimizer in optimizers:
         found += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
         found += _state(optimizer)
+    found += (t for t in reached if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
     return found + tensors_in(batch)
 
 
