@@ -58,6 +58,34 @@ def test_the_largest_batch(setting):
     assert measured == pytest.approx(found.foresight.peak_bytes, rel=0.001)
 
 
+@pytest.mark.parametrize("kind", ["arrays", "labels in a list", "entries of rows"])
+def test_what_is_no_tensor_gets_longer_too(setting, kind):
+    model, step = setting
+    batch = {"x": torch.randn(16, 64), "y": torch.arange(16) % 10}
+    expected = lowtide.largest(model, step, batch, budget="2MiB")
+
+    def other_step(batch):
+        x, y = batch
+        if kind == "entries of rows":
+            y = [row["label"] for row in y]
+        step({"x": torch.as_tensor(x, dtype=torch.float32), "y": torch.as_tensor(y)})
+
+    labels = [int(label) for label in batch["y"]]
+    x, y = {
+        "arrays": (batch["x"].numpy(), batch["y"].numpy()),
+        "labels in a list": (batch["x"], labels),
+        "entries of rows": (batch["x"], [{"label": label, "size": torch.ones(2)} for label in labels]),
+    }[kind]
+    found = lowtide.largest(model, other_step, (x, y), budget="2MiB")
+    assert found.size == pytest.approx(expected.size, rel=0.1)  # an array is not counted, but what is made of it
+
+
+def test_a_batch_without_tensors_is_refused(setting):
+    model, step = setting
+    with pytest.raises(lowtide.RehearsalError, match="no tensor or array of the batch has a dimension 0"):
+        lowtide.largest(model, step, ["a text", 3], budget="2MiB")
+
+
 def test_the_longest_sequence_up_to_what_the_model_takes(setting):
     model, step = setting
     batch = {"x": torch.randn(4, 8, 64), "y": torch.zeros(4, 8, dtype=torch.long)}

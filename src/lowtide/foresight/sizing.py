@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from lowtide._torch import tree_map
 from lowtide.errors import BudgetError, Infeasible, RehearsalError
 from lowtide.foresight.foreseeing import Foresight, foresee
 from lowtide.identity import tensors_in, with_tensors
@@ -58,10 +60,10 @@ def largest(
 ) -> Largest:
     """The largest size of `batch` along `batch_dim` at which the step's predicted peak is within `budget` bytes.
 
-    Every tensor of `batch` that is as long along `batch_dim` as the first one is made longer or shorter: integers and
-    booleans by repeating what is there. `batch_dim=1` finds the longest sequence; say the `most` that the model takes,
-    such as its number of positions. With `plan` the step runs under it, and on larger batches than those it is for
-    under the most saving one, as it would in training.
+    Every tensor and array of `batch` that is as long along `batch_dim` as the first one is made longer or shorter:
+    integers and booleans by repeating what is there, as in lists with one entry a row. `batch_dim=1` finds the longest
+    sequence; say the `most` that the model takes, such as its number of positions. With `plan` the step runs under it,
+    and on larger batches than those it is for under the most saving one, as it would in training.
 
     With `device`, a card as `foresee` takes it, the peak is the most that the allocator can reserve there, and without
     a `budget` it has to be there beside the largest CUDA context, so that the cache never has to be emptied.
@@ -78,7 +80,7 @@ def largest(
 
     def peak(size: int) -> int:
         if size not in tried:
-            other = with_tensors(batch, lambda tensor: resized(tensor, batch_dim, given, size))
+            other = _resized(batch, batch_dim, given, size)
             if card is None:
                 tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
                 peaks[size] = tried[size].peak_bytes
@@ -133,11 +135,47 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
 
 
 def size_of(batch: Any, dim: int) -> int:
-    """The size of the first tensor of `batch` that has dimension `dim`. Raises RehearsalError if there is none."""
-    for tensor in tensors_in(batch):
-        if tensor.dim() > dim:
-            return int(tensor.shape[dim])
-    raise RehearsalError(f"no tensor of the batch has a dimension {dim} whose size could be changed.")
+    """The size of the first tensor or array of `batch` that has dimension `dim`. Raises RehearsalError without one."""
+    for thing in tensors_in(tree_map(_tensor, batch)):
+        if thing.dim() > dim:
+            return int(thing.shape[dim])
+    raise RehearsalError(
+        f"no tensor or array of the batch has a dimension {dim} whose size could be changed.\n"
+        "  Give the batch as the step takes it, with tensors, or a batch_dim that they have."
+    )
+
+
+def _tensor(leaf: Any) -> Any:
+    """An array as a tensor; anything else as it is."""
+    return torch.empty(leaf.shape, device="meta") if isinstance(leaf, np.ndarray) else leaf
+
+
+def _resized(part: Any, dim: int, given: int, size: int, *, is_whole: bool = True) -> Any:
+    """A batch, or a part of one, whose size along `dim` is `size` where it was `given`."""
+
+    def other(inside: Any) -> Any:
+        return _resized(inside, dim, given, size, is_whole=False)
+
+    if isinstance(part, torch.Tensor):
+        return resized(part, dim, given, size)
+    if isinstance(part, np.ndarray):
+        is_long = part.ndim > dim and part.shape[dim] == given
+        return part.take(np.arange(size) % given, axis=dim) if is_long else part
+    if type(part) is dict:
+        return {key: other(inside) for key, inside in part.items()}
+    if isinstance(part, list | tuple):
+        parts = [other(inside) for inside in part]
+        if hasattr(part, "_fields"):
+            return type(part)(*parts)
+        if not (is_whole or dim) and len(part) == given and not any(_is_long(inside, given) for inside in part):
+            return type(part)(part[i % given] for i in range(size))
+        return type(part)(parts)
+    return with_tensors(part, lambda tensor: resized(tensor, dim, given, size))
+
+
+def _is_long(thing: Any, given: int) -> bool:
+    """Whether it has rows of its own, and is not the entry of one row."""
+    return isinstance(thing, torch.Tensor | np.ndarray) and thing.ndim > 0 and thing.shape[0] == given
 
 
 def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
