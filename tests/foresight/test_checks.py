@@ -84,9 +84,10 @@ def otherwise(q, n):
 
 def of_distributions(q, n):
     scale = q.float().exp()
-    distributions.Normal(scale, scale).rsample()
-    distributions.MultivariateNormal(scale, torch.diag_embed(scale)).log_prob(scale)
-    distributions.Categorical(logits=scale).log_prob(q[:, 0].long())
+    look = {"validate_args": True}  # torch's compiler turns it off
+    distributions.Normal(scale, scale, **look).rsample()
+    distributions.MultivariateNormal(scale, torch.diag_embed(scale), **look).log_prob(scale)
+    distributions.Categorical(logits=scale, **look).log_prob(q[:, 0].long())
 
 
 PASSING = [negated, asserted, compared, over_lines, told, each, otherwise, of_distributions]
