@@ -80,10 +80,8 @@ def _asking() -> FrameType | None:
 def _span(frame: FrameType) -> _Span | None:
     """Where in the source that is which a frame runs just now, or what it made just before it jumps or not."""
     place = frame.f_lasti // 2
-    if (
-        "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    ):  # the place of which is that of the statement, or none
-        place -= 1
+    if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
+        place -= 1  # the jump itself has the place of the whole statement, or any
     found = next(itertools.islice(frame.f_code.co_positions(), place, None))
     return None if None in found else found  # type: ignore[return-value]
 
