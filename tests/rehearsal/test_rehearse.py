@@ -419,6 +419,30 @@ def test_what_can_not_be_rehearsed_is_refused_in_words():
     assert "requires a gradient" in _refused(frozen, _step_of(frozen), batch)
 
 
+@pytest.mark.parametrize("when", ["before the forward", "before backward", "after the update"])
+def test_gradients_that_go_are_gradients_no_longer(when):
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)  # whose temporaries are the peak
+
+    def step(batch):
+        if when == "before the forward":
+            optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        if when == "before backward":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if when == "after the update":
+            optimizer.zero_grad()
+
+    batch = torch.randn(16, 64)
+    step(batch)
+    parts = predict(lowtide.rehearse(model, step, batch, optimizer=optimizer), Decisions()).parts
+    n_bytes = sum(p.nbytes for p in model.parameters())
+    assert parts["parameters"] == parts["gradients"] == n_bytes
+    assert n_bytes < parts["temporaries"] < 2.1 * n_bytes
+
+
 class Chain(nn.Sequential):
     """A frozen model, through which a gradient goes."""
 

@@ -118,7 +118,7 @@ class Simulator:
     def _parts(self, sweep: Sweep, position: int) -> dict[str, int]:
         static, gradients = self.profile.static, self.profile.gradient_bytes[position]
         temporaries = self.profile.base_bytes[position] - gradients
-        freed = max(0, -temporaries)  # of what was there at entry, by zero_grad
+        freed = max(0, -temporaries)  # of what was there at entry
         return {
             "parameters": static.parameters,
             "gradients": static.gradients + gradients - freed,

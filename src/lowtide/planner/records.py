@@ -185,7 +185,7 @@ class Profile(Record):
     base_bytes: tuple[int, ...]
     """For each position the most bytes live at once beyond `static` that no slot holds and no remake made."""
     gradient_bytes: tuple[int, ...]
-    """The part of `base_bytes` that is gradients."""
+    """The part of `base_bytes` that is gradients: less than none where some went that `static` has."""
     phases: dict[str, int]
     """First position of `forward`, `backward` and `after backward` (of the first model call)."""
     storages: tuple[Storage, ...]

@@ -99,6 +99,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         kept=trace.kept,
         replayed=engine.decisions.replay,
         stream=recorder.stream,
+        entry=recorder.entry_addresses,
         fingerprint=fingerprint(model, batch),
         static=with_left(static, addresses, recorder),
         step_ms=step_ms,

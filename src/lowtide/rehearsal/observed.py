@@ -251,6 +251,7 @@ class _Traced:
             kept=self._trace.kept,
             replayed=self._decisions.replay,
             stream=self._watch.recorder.stream,
+            entry=self._watch.recorder.entry_addresses,
             fingerprint=self.fingerprint,
             static=self._watch.seen_static,
             step_ms=step_ms,

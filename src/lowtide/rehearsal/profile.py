@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
@@ -26,6 +26,7 @@ def assemble(
     kept: set[int],
     replayed: frozenset[str],
     stream: EventStream,
+    entry: Mapping[int, int],
     fingerprint: Fingerprint,
     static: Static,
     step_ms: float,
@@ -37,11 +38,11 @@ def assemble(
 ) -> Profile:
     """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls.
 
-    `given` has for each call of the model from outside what it was given, in words; `written_over` are the
-    gradients that were written in place.
+    `entry` has the address of each block that was there before, `given` for each call of the model from outside what it
+    was given, in words; `written_over` are the gradients that were written in place.
     """
     values = _upstream_first(values, slots, calls)
-    seen = watch(stream)
+    seen = watch(stream, entry)
     noted = blocks_of(values, seen)
     withdraw_gone(values, slots, seen)
     end = len(stream.events)

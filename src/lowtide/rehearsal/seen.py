@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
@@ -43,8 +43,10 @@ class Seen:
     """Event, kind of node and bytes of each gradient that was written over another one."""
 
 
-def watch(stream: EventStream) -> Seen:
+def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
+    """`entry` has the address of each block that was there before."""
     seen = Seen()
+    before = {where: block for block, where in entry.items()}
     at: dict[int, int] = {}
     addresses: dict[int, int] = {}
     made: set[int] = set()
@@ -67,7 +69,7 @@ def watch(stream: EventStream) -> Seen:
                     if where in at:
                         seen.alone.setdefault(at[where], (last_mark, i))
                 continue
-            _note(seen, at, i, event.label, event.data)
+            _note(seen, before if event.label == "gradients at entry" else at, i, event.label, event.data)
             last_mark = i
             making += {"making": 1, "made": -1}.get(event.label, 0)
     seen.copies |= made & seen.dies.keys()  # what stays is a library's own, such as what cuBLAS computes in
@@ -104,7 +106,7 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
             seen.leave[call] = i
         case "in place", (str(node), int(n_bytes)):
             seen.in_place.append((i, node, n_bytes))
-        case "gradients", tuple(found):
+        case "gradients" | "gradients at entry", tuple(found):
             seen.gradients.update(at[where] for where in found if where in at)
 
 
@@ -141,7 +143,7 @@ class Levels:
     most: tuple[int, ...]
     """At once."""
     gradients: tuple[int, ...]
-    """How many of these are gradients."""
+    """How many of these are gradients: fewer than none, where some went that were there before."""
     first: tuple[int, ...]
     """How many there are when it begins."""
     written: tuple[tuple[int, int, tuple[str, int]], ...]

@@ -69,7 +69,8 @@ class Trace(Probe):
     something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
     number of the pass, address of the memory that a graph made by backward, or compiled code, may hold), `noted` (call,
     address of the memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`,
-    `gradients` (their addresses), `in place` (kind of node, bytes of its gradient, which has none of its own).
+    `gradients` and `gradients at entry` (their addresses), `in place` (kind of node, bytes of its gradient, which has
+    none of its own).
     """
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
@@ -98,6 +99,7 @@ class Trace(Probe):
         )
         self.engine.install()
         values.probe = self
+        self._gradients("gradients at entry")
         try:
             yield
             self._gradients()
@@ -119,9 +121,9 @@ class Trace(Probe):
         self._gradients()
         self.mark("optimizer", what)
 
-    def _gradients(self) -> None:
+    def _gradients(self, label: str = "gradients") -> None:
         gradients = (p.grad for p in self.engine.model.parameters())
-        self.mark("gradients", tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g)))
+        self.mark(label, tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g)))
 
     def _address(self, tensor: Tensor) -> int:
         return address(tensor)
