@@ -565,6 +565,27 @@ def test_a_loop_in_another_thread_is_said_not_to_be_watched(script: Callable[[st
 FAILS = TRAIN.replace("    print(step", "    if step == 0:\n        raise KeyError('mine')\n    print(step")
 
 
+REENTRANT = """
+import torch
+from torch.utils.checkpoint import checkpoint
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(3):
+    checkpoint(model, torch.randn(8, 64, requires_grad=True), use_reentrant=True).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "60%"), ("rehearse", "--device", "T4")])
+def test_a_model_inside_of_a_reentrant_checkpoint_is_said(
+    command: tuple[str, ...], script: Callable[[str], str], run: Run
+) -> None:
+    done = run(*command, script(REENTRANT))
+    assert done.code == 2
+    assert "inside of a reentrant checkpoint" in done.err
+    assert "use_reentrant=False" in done.err
+
+
 def test_a_scripts_own_error_is_shown_as_python_shows_it(
     script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:

@@ -113,6 +113,8 @@ class Steps:
         """Models that were given up for such others: models that take turns are not taken in turn."""
         self.in_other_thread = False
         """Whether a model was trained in a thread that is not watched."""
+        self.in_backward_only = False
+        """Whether a model was called with gradients on in backward passes, and else with gradients off."""
         self._watched: list[weakref.ref[nn.Module]] = []
         """The model's modules, when the crew is done: nothing is held any longer."""
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -193,12 +195,14 @@ class Steps:
         if not (
             module.training
             and torch.is_grad_enabled()
-            and not in_backward()
             and not in_transform()
             and not is_tracing()
             and any(p.requires_grad for p in module.parameters())
             and not any(is_lazy(p) for p in module.parameters())
         ):
+            return False
+        if in_backward():
+            self.in_backward_only |= self.model is None
             return False
         is_here = self._is_here()
         self.in_other_thread |= not is_here

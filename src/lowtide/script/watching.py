@@ -42,6 +42,11 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
             f"{ended}; it trains in another thread, where nothing was watched.\n  Let the script call its training "
             "loop in the main thread."
         )
+    if steps.model is None and steps.in_backward_only:
+        return (
+            f"{ended}; the whole model is inside of a reentrant checkpoint, which runs it without gradients first.\n"
+            "  Say use_reentrant=False there, or do without: plans keep what pays."
+        )
     if steps.model is None:
         return (
             f"{ended}, and {_UNTRAINED}.\n"
