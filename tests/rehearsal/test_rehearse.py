@@ -419,6 +419,28 @@ def test_what_can_not_be_rehearsed_is_refused_in_words():
     assert "requires a gradient" in _refused(frozen, _step_of(frozen), batch)
 
 
+@pytest.mark.parametrize("call", ["rehearse", "timeline", "fit", "foresee"])
+def test_a_batch_is_no_leaf_to_differentiate_by_afterwards_unless_it_was_one(call):
+    model, plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(256, 64)
+    leaf = torch.randn(256, 64, requires_grad=True)
+    gradient = leaf.grad = torch.ones(256, 64)
+
+    def step(batch):
+        model(batch[0].requires_grad_() + batch[1]).square().mean().backward()
+        model[0].bias.requires_grad_(False)
+
+    more = {"budget": "95%"} if call == "fit" else {}
+    found = getattr(lowtide, call)(model, step, (plain, leaf), **more)
+    if call == "fit":
+        found.remove()
+    assert not plain.requires_grad
+    assert plain.grad is None
+    assert leaf.requires_grad
+    assert leaf.grad is gradient
+    assert torch.equal(gradient, torch.ones(256, 64))
+    assert model[0].bias.requires_grad
+
+
 @pytest.mark.parametrize("when", ["before the forward", "before backward", "after the update"])
 def test_gradients_that_go_are_gradients_no_longer(when):
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))

@@ -66,11 +66,13 @@ class Unchanged:
         self.modules = tuple(modules)
         """The model's and all others that the step's code refers to."""
         parameters = [p for m in modules for p in m._parameters.values() if p is not None and not p.is_meta]
-        leaves = _unique([*parameters, *found.tensors])
+        given = tensors_in(self._batch)
+        content = _unique([*parameters, *found.tensors, *given])
+        leaves = [t for t in content if t.is_leaf and not t.is_inference()]
         buffers = {id(b) for module in modules for b in module._buffers.values()}
-        content = _unique([*leaves, *tensors_in(self._batch)])
         self._tensors = [_Content(t) for t in content if id(t) not in buffers]
         self._gradients = [(p, None if p.grad is None else _Content(p.grad)) for p in leaves]
+        self._required = [(t, t.requires_grad) for t in leaves if t.is_floating_point() or t.is_complex()]
         self._buffers = [
             (module, name, None if buffer is None else _Content(buffer))
             for module in modules
@@ -128,6 +130,9 @@ class Unchanged:
                 parameter.grad = None if gradient is None else gradient.tensor
                 if gradient is not None:
                     gradient.restore()
+            for tensor, requires in self._required:
+                if tensor.requires_grad != requires:
+                    tensor.requires_grad_(requires)
             for bound in self._bound:
                 bound.restore()
             for attributes in self._attributes:
