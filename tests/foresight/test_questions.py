@@ -45,6 +45,30 @@ def test_a_number_may_be_logged_averaged_and_passed_on(model):
     assert all("taken as 1.0" in note for note in foreseen.assumed)
 
 
+@pytest.mark.parametrize("device", [None, "T4"])
+def test_a_tensor_in_a_text_is_the_number_that_it_is_or_some_number(device):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleDict({f"expert_{n}": nn.Linear(16, 4 * (n + 1)) for n in range(3)})
+
+        def forward(self, x, chosen):
+            return sum(self.experts[f"expert_{n}"](x[chosen == n]).square().mean() for n in chosen.unique())
+
+    def step(batch):
+        loss = model(*batch)
+        loss.backward()
+        count = (batch[0].mm(batch[0].T) > loss).sum()
+        text = f"loss {loss:.4f} or {loss}, {loss.detach():>8.2f}, {count} and {count:05d}"
+        if text != "loss 1.0000 or 1.0,     1.00, 1 and 00001":
+            raise AssertionError(text)
+        with pytest.raises(TypeError):
+            f"{batch[0]:.3f}"
+
+    model = Chosen()
+    lowtide.foresee(model, step, (torch.randn(4, 16), torch.tensor([0, 2, 2, 0])), device=device)
+
+
 @pytest.mark.parametrize("decide", [lambda loss: loss.item() > 2, lambda loss: loss > 2, lambda loss: int(loss)])
 def test_what_is_decided_by_an_unknown_number_is_refused_with_its_line(model, decide):
     def step(batch):

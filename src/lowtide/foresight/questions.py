@@ -46,6 +46,8 @@ class Questions(TorchFunctionMode):
             return self._answers.array(tensor, func, args[1:], kwargs or {})
         if asked == "list":
             return self._answers.numbers(tensor)
+        if asked == "text":
+            return func(tensor, *args[1:]) if tensor.dim() else self._shown(tensor).__format__(*args[1:])
         value = self._answers.value(tensor)
         if value is not None:
             return func(tensor)  # what it assumes is noted there
@@ -56,6 +58,12 @@ class Questions(TorchFunctionMode):
         if asked == "bool":
             return self._answers.truth("it decides by the contents of a tensor")
         raise self._answers.refusal("it decides by the contents of a tensor")
+
+    def _shown(self, tensor: Tensor) -> Any:
+        """A number as it is put into a text."""
+        if self._answers.value(tensor) is not None:
+            return tensor.item()
+        return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _exchange(self, tensor: Tensor, data: Tensor) -> None:
         """`tensor.data = data` for a real tensor: its twin has the data from here on, and it stays what it is."""
@@ -79,6 +87,7 @@ _QUESTIONS = {
     torch.Tensor.__int__: "int",
     torch.Tensor.__index__: "int",
     torch.Tensor.tolist: "list",
+    torch.Tensor.__format__: "text",
     torch.Tensor.numpy: "array",
     torch.Tensor.__array__: "array",  # NumPy asks for it itself
 }
