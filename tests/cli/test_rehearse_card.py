@@ -120,6 +120,37 @@ def test_a_sweep_to_far_smaller_sizes_has_nothing_of_the_large_one(rehearse) -> 
         assert found[8192][name] == found[64][name] == found[512][name]
 
 
+TAKING_TURNS = """
+import sys, torch
+from torch import nn
+
+rows = int(sys.argv[1])
+generator, critic = nn.Linear(64, 3072).cuda(), nn.Sequential(nn.Linear(3072, 512), nn.LeakyReLU()).cuda()
+optimizers = [torch.optim.Adam(m.parameters()) for m in (generator, critic)]
+for i in range(4):
+    x, z = torch.randn(rows, 3072).cuda(), torch.randn(rows, 64).cuda()
+    fake = generator(z)
+    optimizers[1].zero_grad()
+    (critic(x) - critic(fake.detach())).pow(2).mean().backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    critic(fake).mean().backward()
+    optimizers[0].step()
+    del x, z, fake
+    print(i)
+"""
+
+
+@pytest.mark.parametrize("rows", [64, 16, 256])
+def test_a_sweep_leaves_what_was_computed_its_graph(rehearse, rows) -> None:
+    found = []
+    for options, given in (((), 64), (("--batch", "64"), rows)):
+        _, out, err = rehearse("--device", "T4", "--json", "-", *options, text=TAKING_TURNS, args=(str(given),))
+        (one,) = json.loads(out)
+        found.append((one["peak_requested_bytes"], one["peak_reserved_bytes"], err.count("0")))
+    assert found[0] == found[1]
+
+
 def test_the_first_batch_is_gone_when_the_script_lets_go_of_it(rehearse) -> None:
     rows = 2048
     model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 10))

@@ -29,6 +29,9 @@ class Notes:
         self.models.append(model)
         self.log.append(f"begins {len(optimizers)}")
 
+    def goes_on(self, batch: Any) -> None:
+        """Nothing."""
+
     def ends(self, model: nn.Module) -> None:
         assert model is self.models[-1]
         self.log.append("ends")

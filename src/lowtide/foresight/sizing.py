@@ -180,7 +180,7 @@ def _is_long(thing: Any, given: int) -> bool:
 
 def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
     """A tensor whose size along `dim` is `given` with another one; any other as it is."""
-    if tensor.dim() <= dim or tensor.shape[dim] != given:
+    if tensor.dim() <= dim or tensor.shape[dim] != given or given == size:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         shape = [*tensor.shape]

@@ -73,6 +73,9 @@ class Applying:
         elif self._n_others >= PATIENCE:
             self._finish()
 
+    def goes_on(self, batch: Any) -> None:
+        """Nothing."""
+
     def ends(self, model: nn.Module) -> None:
         """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
         if self._applied is None:

@@ -76,6 +76,9 @@ class Fitting:
         elif self._passed_over >= PATIENCE:
             self._keep(self.plan)
 
+    def goes_on(self, batch: Any) -> None:
+        """Nothing."""
+
     def ends(self, model: nn.Module) -> None:
         """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
         if self.plan is None:

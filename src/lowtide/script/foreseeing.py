@@ -61,24 +61,44 @@ class Foreseeing:
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """From here on nothing is computed; or the second step begins."""
-        given = None if self._size is None else size_of(batch, 0)
-        nearby = [] if given is None else _of_size(given, [*tensors_in(batch), *_data_at_hand()])
+        resizing = self._of_other_size(batch)
         self._optimizers = optimizers
         if self._rehearsal is None:
             if _torch.saved_tensor_hooks() is not None:  # a checkpoint has begun without a card: it has to end so
                 return
-            self._enter(model, batch, nearby)
+            self._enter(model, batch, resizing)
         elif model is not self._model:
             self._rehearsal.turn_to(model)
+        self._resize(resizing)
         assert self._rehearsal is not None
-        if given is not None and self._size is not None:
-            size = self._size
-            self._given = given
-            self._rehearsal.take_for(None)
-            self._rehearsal.put(nearby, lambda tensor: resized(tensor, 0, given, size))
         if self._n_steps == 1:
             self._rehearsal.second(batch)
         self._model = model
+
+    def goes_on(self, batch: Any) -> None:
+        """Models that take turns may have the next batch before all have had theirs."""
+        self._resize(self._of_other_size(batch))
+
+    def _of_other_size(self, batch: Any) -> list[Tensor]:
+        """What is as long as a batch that the script gave, and is to be as long as was asked for.
+
+        Not what was computed: a generator's images have its graph, and are as long by now.
+        """
+        if self._size is None:
+            return []
+        self._given = self._given or size_of(batch, 0)
+        lengths = {self._given, *(t.shape[0] for t in tensors_in(batch)[:1] if t.is_leaf and t.dim())} - {self._size}
+        near = (*tensors_in(batch), *_data_at_hand())
+        return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
+
+    def _resize(self, tensors: list[Tensor]) -> None:
+        if self._size is not None and self._rehearsal is not None:
+            size = self._size
+            for given in {int(tensor.shape[0]) for tensor in tensors}:
+                note = f"what is {given} long in its first dimension is the batch, and taken to be {size} long"
+                self._rehearsal.answers.notes[note] = None
+            self._rehearsal.take_for(None)
+            self._rehearsal.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
         """`resizing`: what is put there afterwards, of another size."""
@@ -185,11 +205,6 @@ def _before(card: Card, crew: Foreseeing) -> Iterator[None]:
             stack.enter_context(cuda_is_there(card, crew.asked))
             stack.enter_context(_torch.function_modes_in_backward())
         yield
-
-
-def _of_size(size: int, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those whose first dimension is that long."""
-    return [tensor for tensor in tensors if tensor.dim() and tensor.shape[0] == size]
 
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:

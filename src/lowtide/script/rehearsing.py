@@ -55,6 +55,9 @@ class Rehearsing:
             self._on = _put_on(model, self._levers)
         self._observed.begin(batch, optimizers, models_at_hand())
 
+    def goes_on(self, batch: Any) -> None:
+        """Nothing."""
+
     def ends(self, model: nn.Module) -> None:
         """See whether that was enough. Raises RehearsalError where it will never be."""
         assert self._observed is not None

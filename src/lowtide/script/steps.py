@@ -62,6 +62,9 @@ class Crew(Protocol):
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
 
+    def goes_on(self, batch: Any) -> None:
+        """A module that nobody calls is about to be called with `batch` in a step that has begun."""
+
     def ends(self, model: nn.Module) -> None:
         """The optimizer has updated the model. Called from its hook mostly: no hooks may be added or removed here."""
 
@@ -232,7 +235,9 @@ class Steps:
             self._look_for_updates_by_hand(module)
         if not self._is_open and not self._is_ours(module):
             self._called_aside(module)
-        if not self._is_open and self._is_ours(module):
+        if self._is_open:
+            self.crew.goes_on(batch)
+        elif self._is_ours(module):
             self._aside.clear()
             self._n_aside.clear()
             self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
