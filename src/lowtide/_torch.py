@@ -831,10 +831,11 @@ def is_own(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def fake_devices_shown(true: torch.device, shown: torch.device) -> Iterator[None]:
+def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable[[], bool]) -> Iterator[None]:
     """In this block fake tensors on one device show another one, but to torch and this package.
 
-    2.13: a property in Python, which torch itself asks for at every step.
+    Nor `inside` of operators, where fake kernels of others make tensors on the device that they see. 2.13: a property
+    in Python, which torch itself asks for at every step.
     """
     meta, asked = torch.device("meta"), vars(FakeTensor)["device"]
 
@@ -842,7 +843,7 @@ def fake_devices_shown(true: torch.device, shown: torch.device) -> Iterator[None
         if self.fake_mode.in_kernel_invocation:
             return meta
         found: torch.device = self._fake_device
-        return found if found != true or is_own(sys._getframe(1)) else shown
+        return found if found != true or is_own(sys._getframe(1)) or inside() else shown
 
     with patch.object(FakeTensor, "device", property(device, asked.fset)):
         yield

@@ -274,6 +274,30 @@ def test_an_error_out_of_a_saved_tensor_is_the_steps_error() -> None:
         lowtide.foresee(model, step, torch.randn(4, 8), device="L4")
 
 
+@torch.library.custom_op("lowtide_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def test_fake_kernels_of_others_make_tensors_where_their_arguments_are() -> None:
+    model = nn.Linear(8, 8)
+
+    def step(batch):
+        assert batch.device.type == "cuda"
+        doubled(model(batch)).sum().backward()
+
+    foreseen = lowtide.foresee(model, step, torch.randn(4, 8), device="L4")
+    assert "lowtide_tests::doubled" in " ".join(foreseen.unknown)
+
+
 def test_a_piece_of_something_larger_comes_alone() -> None:
     model, table = nn.Linear(64, 10), torch.randn(10_000, 64)
 

@@ -119,8 +119,9 @@ def cuda_is_there(
     with contextlib.ExitStack() as stack:
         for owner, name, function in about.answers(card, level):
             stack.enter_context(patch.object(owner, name, function))
-        if answers is not None:
-            stack.enter_context(_torch.fake_devices_shown(torch.device(NAME, 0), CUDA))
+        if answers is not None and ledger is not None:
+            shown = _torch.fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
+            stack.enter_context(shown)
             stack.enter_context(_autocast_on_card(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(means)

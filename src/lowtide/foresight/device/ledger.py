@@ -58,6 +58,8 @@ class CardLedger(Ledger):
         """Blocks of which only bounds are known, by number."""
         self.unbounded: dict[str, str] = {}
         """Operators of which nothing is known inside, in words, by name."""
+        self.is_inside = False
+        """Whether an operator is just being run."""
         self.lengths: tuple[int, int] | None = None
         """What is as long as the first is to count as if it were as long as the second."""
 
@@ -153,11 +155,14 @@ class CardLedger(Ledger):
         return found
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.is_inside, before = True, self.is_inside
         try:
             out = super()._run(func, args, kwargs)
             return LAYOUTS[func](args, out) if func in LAYOUTS else out
         except _torch.NO_FAKE_KERNEL:
             return self._run_on_cpu(func, args, kwargs)
+        finally:
+            self.is_inside = before
 
     def _run_on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator without a kernel for fake tensors: on the CPU, on zeros, to see the shapes of its results."""
