@@ -62,6 +62,31 @@ def test_what_a_second_call_is_known_to_keep_is_no_surprise():
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_other_nodes_give_to_a_second_call_is_no_surprise():
+    torch.manual_seed(0)
+    model, before = nn.Sequential(*[_Block() for _ in range(3)]), nn.Linear(64, 64)
+
+    def step(x: Tensor) -> None:
+        (model(before(x)).square().mean() + model(before(x) * 2 + 1).mean()).backward()
+        model.zero_grad()
+
+    _, plan, verdict = within(model, step, torch.randn(16, 32, 64), 0)
+    assert any("@" in address for address in plan.mixed)
+    assert verdict.identical
+    assert not verdict.drifted
+    assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
+
+
 def test_of_several_nodes_at_an_address_the_larger_is_decided_about():
     def slot(address: str, value: int) -> SlotDraft:
         return SlotDraft(address=address, label="", value=value, call=0)

@@ -96,7 +96,7 @@ def plan(
         levers=profile.levers,
         given=profile.given,
         larger=None if larger == decisions else Decided(**_decided(profile, larger)),
-        mixed=tuple(sorted((decisions.remake | larger.remake) & _kept_somewhere(profile))),
+        mixed=tuple(sorted((decisions.remake | larger.remake) & _differing(profile))),
         notes=profile.notes,
     )
 
@@ -151,9 +151,17 @@ def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     }
 
 
-def _kept_somewhere(profile: Profile) -> set[str]:
-    """Addresses at which some call of the model saves what has no recipe."""
-    return {s.address for s in profile.slots if not s.is_input and profile.values[s.value].recipe is None}
+def _differing(profile: Profile) -> set[str]:
+    """Addresses at which one call of the model saves, or is given, what another node made than in another call.
+
+    Or at which one saves what has no recipe.
+    """
+    nodes: dict[str, set[str]] = {}
+    for slot in profile.slots:
+        value = profile.values[slot.value]
+        nodes.setdefault(slot.address, set()).add(value.node if value.recipe is not None else "")
+    without = {s.address for s in profile.slots if not s.is_input and profile.values[s.value].recipe is None}
+    return without | {address for address, found in nodes.items() if len(found) > 1}
 
 
 def with_free(simulator: Simulator, decisions: Decisions) -> Decisions:

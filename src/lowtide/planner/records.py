@@ -308,7 +308,7 @@ class Plan(Decided):
     given: tuple[str, ...] = ()
     """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
     mixed: tuple[str, ...] = ()
-    """Addresses at which what is to be remade is something that is kept in some call of the model."""
+    """Addresses at which what is to be remade is something else, or is kept, in some call of the model."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
