@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType
@@ -23,6 +24,7 @@ from torch import overrides
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -378,6 +380,68 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """The innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
+
+
+class _OffInTransforms(threading.local):
+    """Saved-tensor hooks that transforms of torch.func find off, those of each thread; what torch asks for that."""
+
+    _lock, _n_blocks, _torchs = threading.Lock(), 0, staticmethod(graph.disable_saved_tensors_hooks)
+
+    def __init__(self) -> None:
+        self._hooks: list[tuple[Any, Callable[[], contextlib.AbstractContextManager[None]]]] = []
+
+    @contextlib.contextmanager
+    def block(
+        self, unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        kind = type(self)
+        self._hooks.append((unpack, apart))
+        with kind._lock:  # threads may come and go in any order
+            kind._n_blocks += 1
+            graph.disable_saved_tensors_hooks = self._disabled
+        try:
+            yield
+        finally:
+            self._hooks.pop()
+            with kind._lock:
+                kind._n_blocks -= 1
+                if not kind._n_blocks:
+                    graph.disable_saved_tensors_hooks = kind._torchs
+
+    @contextlib.contextmanager
+    def _disabled(self, error_message: str) -> Iterator[None]:
+        aside: list[tuple[Any, Any]] = []
+        with contextlib.ExitStack() as stack:
+            for unpack, apart in reversed(self._hooks):
+                top = saved_tensor_hooks()
+                if top is None or top[1] is not unpack:
+                    break  # somebody else's: it is as it would be without ours
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+                aside.append(top)
+                stack.enter_context(apart())
+            try:
+                with self._torchs(error_message):
+                    yield
+            finally:
+                for hooks in reversed(aside):
+                    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+_off_in_transforms = _OffInTransforms()
+
+
+@contextlib.contextmanager
+def hooks_but_in_transforms(
+    pack: Callable[[torch.Tensor], Any],
+    unpack: Callable[[Any], torch.Tensor],
+    apart: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Saved-tensor hooks that are off where code in this block uses a transform of torch.func, which refuses hooks.
+
+    While it runs `apart` is entered. 2.13, since 2.0: transforms ask `graph.disable_saved_tensors_hooks` for that.
+    """
+    with graph.saved_tensors_hooks(pack, unpack), _off_in_transforms.block(unpack, apart):
+        yield
 
 
 def in_function_transform() -> bool:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ from lowtide.remat import remake
 from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from parts import WIDTH, Block, Language, LoRA, Swish
-from remat.plans import WAYS, Ops, differences, in_force, outcome
+from remat.plans import WAYS, Ops, differences, in_force, outcome, step_of
 
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -584,3 +585,36 @@ def test_vmap_inside_of_the_model(way):
 
     model = nn.Sequential(nn.Linear(4, 4), Mapped(), nn.GELU())
     same(model, lambda: model(torch.ones(2, 4)).square().sum().backward(), way, Mapped)
+
+
+class OfItsOwnGradient(nn.Module):
+    """A block that differentiates something inside of its forward, with transforms of torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.energy = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        score = torch.func.grad(lambda y: (y.sin() * y).sum())(x.detach())
+        force = torch.func.vmap(torch.func.grad(lambda row: self.energy(row).tanh().sum()))(x.detach())
+        flow = torch.func.jacrev(lambda y: self.energy(y).tanh().sum())(x)
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.1) + 0.1 * (score + force.detach() + flow)
+
+
+@ways
+def test_transforms_inside_of_a_model_are_as_without_a_plan(way):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[OfItsOwnGradient() for _ in range(3)]), torch.randn(16, 64)
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+    plain = outcome(model, lambda: step_of(model)(x))
+    with in_force(model, way, OfItsOwnGradient):
+        planned = outcome(model, lambda: step_of(model)(x))
+        threads = [Thread(target=lambda: model(x).sum()) for _ in range(2 * (way == "keep"))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert differences(plain, planned) == []
+    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
+    with pytest.raises(RuntimeError, match="saved tensor hooks"), torch.autograd.graph.save_on_cpu():
+        model(x)  # hooks of others are refused as ever

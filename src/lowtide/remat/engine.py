@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch import CALL, in_backward, in_function_transform, never_compiled, saved_tensor_hooks
+from lowtide._torch import (
+    CALL,
+    hooks_but_in_transforms,
+    in_backward,
+    in_function_transform,
+    never_compiled,
+    saved_tensor_hooks,
+)
 from lowtide.errors import LowtideError
 from lowtide.identity import place_of
 from lowtide.remat import values
@@ -274,11 +280,16 @@ class Engine:
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         now = Pass(self, plan)
-        with saved_tensors_hooks(pack_into(now), unpack), self.now(now), self._alone(seam):
+        hooked = hooks_but_in_transforms(pack_into(now), unpack, self.apart)
+        with hooked, self.now(now), self._alone(seam):
             try:
                 return now.call(seam, args, kwargs)
             finally:
                 now.departures.close()
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Calls of modules in this thread are as without a plan."""
+        return self.now(Aside())
 
     @contextlib.contextmanager
     def _alone(self, seam: Seam) -> Iterator[None]:

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch import never_compiled, storage_id
+from lowtide._torch import hooks_but_in_transforms, never_compiled, storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
@@ -213,7 +212,7 @@ class Frame:
             stack.enter_context(self.surroundings.again())
             stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
             stack.enter_context(seam.engine.now(rerun))
-            stack.enter_context(saved_tensors_hooks(rerun.pack, rerun.unpack))
+            stack.enter_context(hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart))
             stack.callback(rerun.end)
             return seam.inner(*args, **kwargs)
 
