@@ -175,6 +175,22 @@ def test_recurrent_layers_are_one_operator(kind: type[nn.RNNBase]) -> None:
     assert foreseen.static.parameters == sum(p.numel() * 4 for p in model.parameters())
 
 
+def test_a_step_of_a_gru_by_itself_keeps_five_numbers_a_unit() -> None:
+    model, x = nn.GRUCell(32, 64), torch.randn(128, 32)
+
+    def step(batch: torch.Tensor) -> None:
+        state = None
+        for _ in range(3):
+            state = model(batch, state)
+        assert state is not None
+        state.sum().backward()
+
+    foreseen = lowtide.foresee(model, step, x, device="L4")
+    kept = [e.bytes for e in foreseen.whole if type(e) is Allocate and e.op == "aten::_thnn_fused_gru_cell"]
+    assert sorted(kept) == 6 * [128 * 64 * 4] + 6 * [128 * 5 * 64 * 4]
+    assert sum(e.bytes for e in foreseen.timeline.stream if type(e) is Allocate) > 3 * 128 * 6 * 64 * 4
+
+
 def test_every_behaviour_has_a_source_and_every_kernel_is_an_operator_of_torch() -> None:
     assert len({row.name for row in BEHAVIOURS}) == len(BEHAVIOURS) >= 20
     assert all(row.does and ("torch" in row.source or "NVIDIA" in row.source) for row in BEHAVIOURS)

@@ -298,6 +298,29 @@ def test_fake_kernels_of_others_make_tensors_where_their_arguments_are() -> None
     assert "lowtide_tests::doubled" in " ".join(foreseen.unknown)
 
 
+def test_a_module_that_is_moved_in_its_forward_stays_on_the_card() -> None:
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chooses = nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.chooses = self.chooses.to(torch.float32)
+            return self.chooses(x)
+
+    model = Router()
+    weight = model.chooses.weight
+    before = weight.detach().clone()
+
+    def step(batch):
+        model(batch).sum().backward()
+        model.zero_grad()
+
+    assert lowtide.foresee(model, step, torch.randn(4, 8), device="L4").verdict == "fits"
+    assert model.chooses.weight is weight
+    assert torch.equal(weight, before)
+
+
 def test_a_piece_of_something_larger_comes_alone() -> None:
     model, table = nn.Linear(64, 10), torch.randn(10_000, 64)
 

@@ -25,6 +25,12 @@ ROWS = (
         "_cudnn_rnn_backward_weight, torch at commit 357b8267a5eb",
         exact=False,
     ),
+    Behaviour(
+        name="a step of a GRU by itself",
+        does="keeps five numbers for each hidden unit, where a CPU keeps each gate as a tensor of its own",
+        source="aten/src/ATen/native/cuda/RNN.cu: GRU_WORKSPACE_MULTIPLIER, _thnn_fused_gru_cell_backward_cuda; "
+        "torch 2.13",
+    ),
 )
 
 _KEPT_A_STEP = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
@@ -137,3 +143,22 @@ KERNELS: dict[str, Callable[..., Any]] = {
     for kind in _KEPT_A_STEP
     for form, make in (("input", _kernel), ("data", _packed_kernel))
 }
+
+
+def _gru_cell(gates: Tensor, _: Tensor, state: Tensor, *biases: Any) -> tuple[Tensor, Tensor]:
+    rows, hidden = state.shape
+    return torch.empty_like(state), state.new_empty((rows, 5 * hidden))
+
+
+def _gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    rows, hidden = gradient.shape
+    gates = [gradient.new_empty((rows, 3 * hidden)) for _ in range(2)]
+    biases = [gradient.new_empty((3 * hidden,)) if has_bias else None for _ in range(2)]
+    return (*gates, torch.empty_like(gradient), *biases)
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell,
+    torch.ops.aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+}
+"""Operators of CUDA that torch can't run on fake tensors."""

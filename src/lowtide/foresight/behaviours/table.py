@@ -47,6 +47,9 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
 KERNELS: dict[str, Callable[..., Any]] = {**attention.KERNELS, **normalization.KERNELS, **recurrent.KERNELS}
 """Operators by name, for autograd on the card."""
 
+SHAPES: dict[Any, Callable[..., Any]] = {**recurrent.SHAPES}
+"""What gives the results of operators that torch can't run on fake tensors."""
+
 LAYOUTS: dict[Any, Callable[[Any, Any], Any]] = {
     **convolution.LAYOUTS,
     **normalization.LAYOUTS,

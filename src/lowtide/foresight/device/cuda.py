@@ -122,6 +122,7 @@ def cuda_is_there(
         if answers is not None and ledger is not None:
             shown = _torch.fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
             stack.enter_context(shown)
+            stack.enter_context(patch.object(torch.utils, "swap_tensors", _torch.exchange))  # `Module.to` asks for it
             stack.enter_context(_autocast_on_card(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(means)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide import _torch
 from lowtide._torch import tree_map
 from lowtide.foresight.behaviours.products import WORKSPACE
-from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST, ORDER
+from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST, ORDER, SHAPES
 from lowtide.foresight.device.current import NAME
 from lowtide.foresight.ledger import Ledger, tensors_of
 from lowtide.foresight.scratch import Scratch
@@ -157,6 +157,9 @@ class CardLedger(Ledger):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.is_inside, before = True, self.is_inside
         try:
+            if func in SHAPES:
+                with self._fakes:
+                    return SHAPES[func](*args, **kwargs)
             out = super()._run(func, args, kwargs)
             return LAYOUTS[func](args, out) if func in LAYOUTS else out
         except _torch.NO_FAKE_KERNEL:
