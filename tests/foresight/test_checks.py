@@ -1,6 +1,7 @@
 """What is only checked is taken to pass, and noted with its line; what is decided otherwise is refused."""
 
 import logging
+import math
 import warnings
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import distributions, nn
 from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+from transformers.optimization import Adafactor
 
 import lowtide
 
@@ -192,6 +194,34 @@ def test_an_assignment_gives_as_many_pairs_as_any_costs(model, device):
 
     notes = foreseen(model, ask, device=device).assumed
     assert any("as if all cost the same" in note for note in notes)
+
+
+def test_the_largest_of_numbers_is_one_that_nobody_knows(model):
+    seen = []
+
+    def ask(q, n):
+        for found in (max(0.5, n), max(n, 0.5), min(n, 1e9), min(-1e9, n), max([3.0, n, 2.0]), math.exp(min(n, 20))):
+            seen.append(f"{found:.1f}")
+        best = max(0.5, n)
+        with pytest.raises(lowtide.Unforeseeable):
+            best > 0.4  # noqa: B015
+        raise KeyError(*seen)
+
+    with pytest.raises(KeyError) as caught:
+        foreseen(model, ask)
+    assert caught.value.args == ("1.0",) * 5 + ("2.7",)
+
+
+def test_an_optimizer_may_compare_tensors_that_nobody_knows():
+    model = nn.Linear(256, 128)
+    optimizer = Adafactor(model.parameters())  # bounds its step by a tensor
+
+    def step(batch):
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    found = lowtide.foresee(model, step, torch.randn(8, 256), optimizer=optimizer)
+    assert any("an optimizer compares" in note for note in found.assumed)
 
 
 def test_contents_for_anything_else_are_refused(model):

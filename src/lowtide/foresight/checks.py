@@ -2,8 +2,9 @@
 
 A condition may be part of a check: `assert` and `if ...: raise` ask of tensors whether all is well. Arguments of
 distributions are looked through, boxes have to be boxes, a loss is not to explode. A rehearsal can't know; but where
-the other answer would end the step, or only warn, this one is that of every step worth rehearsing. And costs may be
-asked for to assign things by them, as objects are to queries: all costs give as many pairs.
+the other answer would end the step, or only warn, this one is that of every step worth rehearsing. Optimizers compare
+numbers to bound their steps, and of numbers the largest may be kept. And costs may be asked for to assign things by
+them, as objects are to queries: all costs give as many pairs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _CONSTRAINTS = "torch.distributions.constraints"
 _ASSIGNING = "linear_sum_assignment"
 """SciPy's function, by which detectors match queries with objects."""
 
+_OPTIMIZERS = ("torch.optim", "transformers.optimization")
+
+_CHOOSING = ("max", "min")
+
 _BETWEEN = ("lowtide.", "torch._tensor", "torch.overrides", "torch.functional")
 
 _Span = tuple[int, int, int, int]
@@ -44,6 +49,8 @@ class _Found(NamedTuple):
 
     checks: list[_Check]
     assignments: list[ast.Call]
+    choices: dict[_Span, str]
+    """Where `max` and `min` are called."""
 
 
 def passing() -> bool | None:
@@ -67,6 +74,19 @@ def is_assigning() -> bool:
     if frame is None or span is None:
         return False
     return any(_is_within(span, _of(call)) for call in _found(frame).assignments)
+
+
+def in_optimizer() -> bool:
+    """Whether an optimizer asks."""
+    frame = _asking()
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(_OPTIMIZERS)
+
+
+def choosing() -> str:
+    """Which of `max` and `min` is called just now, if any; an optimizer's are comparisons as any other."""
+    frame = _asking()
+    span = None if frame is None or in_optimizer() else _span(frame)
+    return "" if frame is None or span is None else _found(frame).choices.get(span, "")
 
 
 def _asking() -> FrameType | None:
@@ -95,7 +115,7 @@ def _found(frame: FrameType) -> _Found:
 @functools.lru_cache(maxsize=64)
 def _searched(source: str) -> _Found:
     """What there is in a whole file."""
-    found = _Found([], [])
+    found = _Found([], [], {})
     try:
         tree = ast.parse(source)
     except SyntaxError:  # what was typed into a notebook, say
@@ -109,6 +129,8 @@ def _searched(source: str) -> _Found:
             found.checks.append(_Check(node.test, passes=True))
         elif isinstance(node, ast.Call) and _name(node) == _ASSIGNING:
             found.assignments.append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
+            found.choices[_of(node)] = node.func.id
     return found
 
 

@@ -7,13 +7,13 @@ by it is refused with its line, unless it is only checked (`checks.py`).
 from __future__ import annotations
 
 import numbers
-import sys
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from lowtide import _torch
+from lowtide.foresight.checks import choosing
 from lowtide.foresight.packed import lengths, padded
 
 if TYPE_CHECKING:
@@ -122,13 +122,16 @@ class Unknown(float):
         raise self._answers.refusal(_BY_NUMBER)
 
     def _compared(self, *_: object) -> bool:
-        """Adafactor bounds its step by the size of a parameter: that changes numbers, no memory."""
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.optim", "transformers.optimization")):
-            self._answers.note("a number that an optimizer compares is taken as small")
-            return False
         return self._answers.truth(_BY_NUMBER)
 
-    __lt__ = __le__ = __gt__ = __ge__ = _compared
+    def __gt__(self, other: object) -> bool:
+        """`max` and `min` give what nobody knows: this."""
+        return choice == "max" if (choice := choosing()) else self._compared()
+
+    def __lt__(self, other: object) -> bool:
+        return choice == "min" if (choice := choosing()) else self._compared()
+
+    __le__ = __ge__ = _compared
     __int__ = __index__ = _decided
     __floor__ = __ceil__ = __trunc__ = _decided
     __hash__ = float.__hash__
