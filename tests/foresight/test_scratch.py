@@ -57,6 +57,13 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         aten.bmm.default,
         (t(4, 64, 1, dtype=torch.int64).expand(4, 64, 48), t(4, 48, 80, dtype=torch.int64)),
     ),
+    "bilinear": (aten._trilinear.default, (t(64, 32), t(3, 32, 32), t(64, 32), [1, 3], [0], [1, 2], [2, 3])),
+    "exponential of a matrix": (aten.linalg_matrix_exp.default, (t(64, 64),)),
+    "sort": (aten.sort.default, (t(4096),)),
+    "columns of an image": (aten.im2col.default, (t(1, 3, 64, 64), [3, 3], [1, 1], [0, 0], [1, 1])),
+    "bicubic": (aten.upsample_bicubic2d.default, (t(1, 3, 64, 64), [128, 128], False, 2.0, 2.0)),
+    "roll of all": (aten.roll.default, (t(64, 1).expand(64, 64), [3])),
+    "masked scatter": (aten.masked_scatter.default, (t(64, 64), t(64, 64, dtype=torch.bool), t(64, 64))),
     "bfloat16 product": (aten.mm.default, (t(256, 96, dtype=torch.bfloat16), t(96, 64, dtype=torch.bfloat16))),
 }  # fmt: skip
 

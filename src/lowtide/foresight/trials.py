@@ -1,6 +1,7 @@
 """Scratch memory that is learned: an operator is run once by itself, on real tensors, and recorded.
 
-For operators that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the threads.
+For operators that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the threads,
+and for those that are composed of others inside of their kernels.
 Each is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its
 batch and on twice as many, for its memory grows linearly with them; anything else that is larger stays unknown. What
 was learned is kept as long as the process lives.
@@ -39,6 +40,11 @@ def _reduced(args: Any) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.dtype in (torch.bfloat16, torch.float16) for arg in args)
 
 
+def _flattened(args: Any) -> bool:
+    """`roll` without dimensions."""
+    return len(args) < 3 or not args[2]
+
+
 TRIED: dict[Any, Callable[[Any], bool]] = {
     aten.convolution.default: _always,
     aten.convolution_backward.default: _always,
@@ -48,8 +54,28 @@ TRIED: dict[Any, Callable[[Any], bool]] = {
     aten.addmm.default: _reduced,
     aten.bmm.default: _reduced,
     aten.baddbmm.default: _reduced,
+    aten.roll.default: _flattened,
+    **dict.fromkeys(
+        (
+            *(aten._trilinear.default, aten.linalg_matrix_exp.default, aten.linalg_pinv.atol_rtol_tensor),
+            *(aten._linalg_eigh.default, aten._linalg_svd.default, aten.linalg_qr.default),
+            *(aten.sort.default, aten.sort.stable, aten.kthvalue.default, aten.multinomial.default),
+            *(aten.im2col.default, aten.col2im.default),
+            *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default),
+            *(aten.upsample_bicubic2d.default, aten.upsample_bicubic2d_backward.default),
+            *(aten.upsample_trilinear3d.default, aten.upsample_trilinear3d_backward.default),
+            *(aten.grid_sampler_2d.default, aten.grid_sampler_2d_backward.default),
+            *(aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default),
+            *(aten.max_pool3d_with_indices.default, aten.max_pool3d_with_indices_backward.default),
+            *(aten.masked_scatter.default, aten.masked_scatter_backward.default),
+        ),
+        _always,
+    ),
 }
 """Operators that are tried out, and for which arguments."""
+
+_BY_NORM = frozenset({aten.linalg_matrix_exp.default})
+"""Operators that take more the larger the numbers are, which are taken to be large."""
 
 _BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
 """Operators whose first so many arguments have a batch as their first dimension."""
@@ -123,7 +149,11 @@ class _Call:
         batched = _BATCHED.get(self.func, 0)
 
         def make() -> tuple[Any, Any]:
-            args = [tree_map(partial(_real, rows=rows if n < batched else 0), arg) for n, arg in enumerate(self.args)]
+            number = float(self.func in _BY_NORM)
+            args = [
+                tree_map(partial(_real, rows=rows if n < batched else 0, number=number), arg)
+                for n, arg in enumerate(self.args)
+            ]
             if self.func is aten.mkldnn_rnn_layer_backward.default:
                 args[_WORKSPACE] = _workspace(args)
             return args, tree_map(_real, self.kwargs)
@@ -204,12 +234,13 @@ def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
     return [tuple(events) for events in found]
 
 
-def _real(leaf: Any, rows: int = 0) -> Any:
-    """A real tensor of zeros for a fake one, or of some of its rows."""
+def _real(leaf: Any, rows: int = 0, number: float = 0.0) -> Any:
+    """A real tensor of zeros, or of another number, for a fake one, or of some of its rows; a mask takes all."""
     if not _is_tensor(leaf):
         return leaf
     shape = (rows, *leaf.shape[1:]) if rows else leaf.shape
-    return torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype).zero_()
+    number = True if leaf.dtype is torch.bool else number
+    return torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype).fill_(number)
 
 
 _WORKSPACE = 22
