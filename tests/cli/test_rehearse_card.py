@@ -188,6 +188,16 @@ def test_a_script_that_fails_has_exit_code_2(rehearse) -> None:
     code, _, err = rehearse("--device", "RTX 3060", text="raise ValueError('no data')")
     assert code == 2
     assert "no data" in err
+    assert err.endswith("train.py ended with exit code 1, before two steps of it were rehearsed.\n")
+    code, _, err = rehearse("--device", "RTX 3060", text=f"{ON_CARD}    raise SystemExit(3)", args=("64",))
+    assert code == 2
+    assert "ended with exit code 3, before two steps" in err
+    code, _, err = rehearse(
+        *("--device", "RTX 3060", "--batch", "32"), text=ON_CARD.replace("model(x)", "model(x).view(rows, 10)"),
+        args=("64",),
+    )  # fmt: skip
+    assert code == 2
+    assert "With --batch 32 all tensors" in err
     decides = TRAIN.replace("optimizer.zero_grad()", "loss.item() < 100 and optimizer.zero_grad()")
     code, _, err = rehearse("--device", "RTX 3060", text=decides)
     assert code == 2

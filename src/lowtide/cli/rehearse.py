@@ -80,7 +80,9 @@ def _on_card(
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
             code, foresight = foresee_script(script, card, size)
-        if foresight is None:  # the script failed, and said so
+        if foresight is None:
+            if code != INTERRUPTED:
+                click.echo(_ended(target, code, size), err=True)
             return INTERRUPTED if code == INTERRUPTED else 2
         found[size] = foresight
         if json_to != "-" and len(sizes) < 2:
@@ -94,3 +96,14 @@ def _on_card(
 
         write(json.dumps([record(foresight, size) for size, foresight in found.items()], indent=1), json_to)
     return 0 if all(foresight.fits for foresight in found.values()) else 1
+
+
+def _ended(target: str, code: int, size: int | None) -> str:
+    ended = f"lowtide: {target} ended with exit code {code}, before two steps of it were rehearsed."
+    if size is None:
+        return ended
+    return (
+        f"{ended}\n  With --batch {size} all tensors that the model is given, or a variable holds, get that length "
+        "where their first dimension is as long as the batch; what is elsewhere keeps its own.\n  Give the script that batch "
+        "size itself."
+    )

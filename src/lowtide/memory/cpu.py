@@ -226,8 +226,9 @@ def _refuse_backward() -> None:
 def _refuse_lost(lost: list[Mark]) -> None:
     if lost:
         raise RehearsalError(
-            f"{len(lost)} marks were made in a thread that the profiler does not follow, the first {lost[0].label!r}.\n"
-            "  Make marks in the thread that records, or in hooks that run in its backward passes."
+            "a part of this ran in another thread, which torch's profiler does not follow: memory on a CPU is recorded "
+            "in the thread that calls Lowtide, and in the backward passes that it starts.\n"
+            f"  Call forward and backward in that thread. ({len(lost)} marks are lost, the first {lost[0].label!r}.)"
         )
 
 
