@@ -383,6 +383,34 @@ def test_a_model_that_fits_anyway_is_left_alone():
         assert "everything is kept" in str(fitted)
 
 
+class Dropped(nn.Module):
+    """A layer that is left out at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x if torch.rand(()) < 0.3 else x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_layers_are_dropped_at_random_the_rehearsed_ones_are_measured(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[Dropped() for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    with lowtide.fit(model, step, torch.randn(16, 32, 64), budget="85%", optimizer=optimizer) as fitted:
+        assert fitted.verdict.within_budget
+        assert fitted.verdict.identical
+        assert not fitted.verdict.drifted
+
+
 def test_a_step_that_raises_under_a_plan_leaves_the_model_usable():
     case = build("resnet")
     with lowtide.fit(case.model, case.step, case.batch, budget="95%"):

@@ -128,9 +128,9 @@ def verify(
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
-    The peak is of a second step, when the optimizer has its state. Everything is as it was afterwards. `model` must not
-    have a plan applied. `optimizer` is needed where one of the plan's levers changes it. Where some are not exact, the
-    step is also run with these levers and without the rest of the plan.
+    The peak is of a second step, when the optimizer has its state, with the random numbers of the first. Everything is
+    as it was afterwards. `model` must not have a plan applied. `optimizer` is needed where one of the plan's levers
+    changes it. Where some are not exact, the step is also run with these levers and without the rest of the plan.
 
     Raises StalePlan if the plan is for another model, batch or device.
     """
@@ -145,6 +145,7 @@ def verify(
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
             static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
             sent = n_sent()
+            unchanged.rewind()  # layers that are dropped at random are those of the rehearsal
             with recorder_for(place) as recorder:
                 planned_ms = _timed(model, step, batch)
             check_waits_for_nobody(sent)

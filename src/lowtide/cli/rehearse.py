@@ -104,6 +104,6 @@ def _ended(target: str, code: int, size: int | None) -> str:
         return ended
     return (
         f"{ended}\n  With --batch {size} all tensors that the model is given, or a variable holds, get that length "
-        "where their first dimension is as long as the batch; what is elsewhere keeps its own.\n  Give the script that batch "
-        "size itself."
+        "where their first dimension is as long as the batch; what is elsewhere keeps its own.\n"
+        "  Give the script that batch size itself."
     )
