@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.memory.events import Allocate
 
 ROWS, WIDTH, LINES = 5000, 64, 400
 INDICES, VALUES = LINES * 8, LINES * WIDTH * 4
@@ -34,6 +35,26 @@ def test_a_gradient_that_is_broadcast_is_copied() -> None:
     model = nn.Embedding(ROWS, WIDTH, sparse=True)
     foreseen = lowtide.foresee(model, lambda batch: model(batch).sum().backward(), torch.zeros(LINES, dtype=torch.long))
     assert foreseen.static.gradients == INDICES + VALUES
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_product_with_a_sparse_matrix_makes_no_dense_one(layout: torch.layout) -> None:
+    n = 2000
+    sparse = torch.sparse_coo_tensor(torch.randint(0, n, (2, 5 * n)), torch.ones(5 * n), (n, n)).coalesce()
+    adjacency = sparse if layout is torch.sparse_coo else sparse.to_sparse(layout=layout)
+    model, x = nn.Linear(64, 64), torch.randn(n, 64)
+
+    def step(batch: Tensor) -> None:
+        torch.sparse.mm(adjacency, model(batch)).sum().backward()
+        model.zero_grad()
+
+    foreseen = lowtide.foresee(model, step, x).timeline.peak_bytes
+    assert foreseen == pytest.approx(
+        lowtide.timeline(model, step, x).peak_bytes, rel=0.2
+    )  # what is taken inside of CSR
+    if layout is torch.sparse_coo:
+        on_card = lowtide.foresee(model, step, x, device="L4")
+        assert max(e.bytes for e in on_card.timeline.stream if type(e) is Allocate and "workspace" not in e.op) < n * n
 
 
 def optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide import _torch
 from lowtide.foresight import bags
 from lowtide.foresight.trials import TRIED, Trials
 
@@ -131,7 +132,7 @@ def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
     factors, result = args[-2:], made[0]
     if result.dim() == 3 and factors[0].shape[2] * result.shape[1] * result.shape[2] < _SMALLEST_OF_BLAS:
         return []
-    matrices = [factor for factor in factors if factor.dim() > 1 and not _is_taken(factor)]
+    matrices = [t for t in factors if t.dim() > 1 and _torch.is_strided(t) and not _is_taken(t)]
     return [matrix.shape[-2] * matrix.shape[-1] * matrix.element_size() for matrix in matrices]
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide import _torch
 from lowtide.foresight.behaviours.behaviour import Behaviour, Inside
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED
 from lowtide.memory.cards import Card, cublas_workspace_bytes
@@ -45,7 +46,7 @@ WORKSPACE = "cublas::workspace"
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     """The last two of the arguments are multiplied."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
-    return [Inside.exactly(t.numel() * t.element_size()) for t in factors if not _is_taken(t)]
+    return [Inside.exactly(t.numel() * t.element_size()) for t in factors if _torch.is_strided(t) and not _is_taken(t)]
 
 
 def _is_taken(factor: Tensor) -> bool:
