@@ -26,11 +26,22 @@ def parts(tensors: list[Tensor]) -> list[Tensor]:
     return [part for t in tensors for part in ((t,) if t.layout is torch.strided else _torch.parts_of(t))]
 
 
+def is_sparse(arg: Any) -> bool:
+    """Whether it is a sparse tensor (COO)."""
+    return isinstance(arg, torch.Tensor) and arg.layout is torch.sparse_coo
+
+
+def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sparse tensor whose indices and values are others."""
+    indices, values = map(change, _torch.parts_of(sparse))
+    return _like(sparse, indices, values)
+
+
 def kernel(func: Any, args: Any, *, by_autograd: Callable[[], bool]) -> Callable[..., Tensor] | None:
     """What gives the result of an operator; None where torch's own does, for nothing there is sparse."""
     if func is bags.BACKWARD and args[9]:
         return _bag_backward
-    if func not in KERNELS or not any(map(_is_sparse, args[:2])):
+    if func not in KERNELS or not any(map(is_sparse, args[:2])):
         return None
     if func is aten.clone.default and all(part.is_contiguous() for part in _torch.parts_of(args[0])) and by_autograd():
         return _take_over
@@ -87,15 +98,11 @@ def _like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | Non
 
 def assumed(func: Any, args: Any) -> str | None:
     """What is taken to be so, where that changes how large a sparse tensor is."""
-    if func is aten.add_.Tensor and all(map(_is_sparse, args[:2])):
+    if func is aten.add_.Tensor and all(map(is_sparse, args[:2])):
         return "a sparse tensor that another one is added to is taken to stay as large as it was"
     if func is bags.BACKWARD and args[9] and bags.has_padding(args):
         return "no index of a bag is taken to be padding, of which a sparse gradient has nothing"
     return None
-
-
-def _is_sparse(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) and arg.layout is torch.sparse_coo
 
 
 KERNELS: dict[Any, Callable[..., Tensor]] = {

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide import _torch
 from lowtide._torch import tree_map
+from lowtide.foresight import sparse
 from lowtide.foresight.behaviours.products import WORKSPACE
 from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST, ORDER, SHAPES
 from lowtide.foresight.device.current import NAME
@@ -148,11 +149,16 @@ class CardLedger(Ledger):
         if found is None:
             self._answers.note("a tensor on the CPU is taken to be on the card")
             with _torch.without_modes(), self._fakes:
-                found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+                found = sparse.with_parts(leaf, self._empty) if sparse.is_sparse(leaf) else self._empty(leaf)
             self._moved[leaf] = found
-            self._follow(found, "aten::_to_copy")
-        self._answers.pass_on(leaf, found)  # each time: it may have been written to since
+            for part in sparse.parts([found]):
+                self._follow(part, "aten::_to_copy")
+        if _torch.is_strided(leaf):
+            self._answers.pass_on(leaf, found)  # each time: it may have been written to since
         return found
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.is_inside, before = True, self.is_inside
