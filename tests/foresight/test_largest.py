@@ -80,6 +80,17 @@ def test_what_is_no_tensor_gets_longer_too(setting, kind):
     assert found.size == pytest.approx(expected.size, rel=0.1)  # an array is not counted, but what is made of it
 
 
+def test_a_size_that_the_step_can_not_be_taken_at_is_said():
+    model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Linear(512, 10))
+
+    def step(batch):
+        model(batch).sum().backward()
+        model.zero_grad()
+
+    with pytest.raises(lowtide.RehearsalError, match=r"size 4 needs .* a smaller one, 1, .* more than 1 value"):
+        lowtide.largest(model, step, torch.randn(4, 256), budget=100)
+
+
 def test_a_batch_without_tensors_is_refused(setting):
     model, step = setting
     with pytest.raises(lowtide.RehearsalError, match="no tensor or array of the batch has a dimension 0"):

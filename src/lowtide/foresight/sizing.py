@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +82,13 @@ def largest(
     def peak(size: int) -> int:
         if size not in tried:
             other = _resized(batch, batch_dim, given, size)
-            if card is None:
-                tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
-                peaks[size] = tried[size].peak_bytes
-            else:
-                tried[size] = found = foresee(model, step, other, device=card, plan=plan, optimizer=optimizer)
-                peaks[size] = found.interval[1]
+            with _at(size, peaks, budget_bytes):
+                if card is None:
+                    tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
+                    peaks[size] = tried[size].peak_bytes
+                else:
+                    tried[size] = found = foresee(model, step, other, device=card, plan=plan, optimizer=optimizer)
+                    peaks[size] = found.interval[1]
         return peaks[size]
 
     size = _largest_within(peak, budget_bytes, start=min(given, most), most=most)
@@ -99,6 +101,21 @@ def largest(
         budget_bytes=budget_bytes,
         peaks={n: peaks[n] for n in sorted(peaks)},
     )
+
+
+@contextlib.contextmanager
+def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
+    """A step that fails at a small size, as batch norm does with one row: say why so small a one was tried."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if not peaks or size >= min(peaks):
+            raise
+        least, most = format_apart(budget, peaks[min(peaks)])
+        raise RehearsalError(
+            f"size {min(peaks)} needs {most}, and there is {least}; a smaller one, {size}, the step can't be taken at: "
+            f"{error}"
+        ) from error
 
 
 def _limit(budget: int | str | None, card: Card | None) -> int:
