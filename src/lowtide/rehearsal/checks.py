@@ -123,7 +123,7 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
     if trace.packs != len(audit.slots):
         raise RehearsalError(
             f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
-            "work each time that it is given the same batch and random numbers."
+            "work each time that it is given the same batch and random numbers, also after an update of its parameters."
         )
 
 

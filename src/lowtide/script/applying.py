@@ -13,6 +13,7 @@ from lowtide.identity import fingerprint
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
+from lowtide.script.steps import name_of
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Applying:
         """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
         if self._applied is None:
             raise StalePlan(
-                f"this plan is not for the {type(model).__name__} that the script trains.",
+                f"this plan is not for the {name_of(model)} that the script trains.",
                 differences=self._differences,
             )
         if self._open is not None:

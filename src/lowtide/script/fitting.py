@@ -16,6 +16,7 @@ from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
 from lowtide.script.rehearsing import Rehearsing
+from lowtide.script.steps import name_of
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Fitting:
         self.leaves()
         self._rehearsing.gives_up(model)
         if self.plan is not None:
-            name = type(model).__name__
+            name = name_of(model)
             self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
         if self._applied is not None:
             self._gone = self._applied  # until the next step: here no hooks may be removed

@@ -267,7 +267,7 @@ class Steps:
         self._ends = ends
         if self._n_by_hand == MOST_BY_HAND:
             why = RehearsalError(
-                f"the parameters of {type(model).__name__} changed {MOST_BY_HAND} times, and no torch.optim.Optimizer "
+                f"the parameters of {name_of(model)} changed {MOST_BY_HAND} times, and no torch.optim.Optimizer "
                 "stepped: something else updates them, so where a step ends is not known.\n"
                 "  Derive what updates them from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) in the "
                 "script."
@@ -377,6 +377,11 @@ class Parts(nn.Module):
             name = type(module).__name__
             count[name] += 1
             self.add_module(name if count[name] == 1 else f"{name}{count[name]}", module)
+
+
+def name_of(model: nn.Module) -> str:
+    """Its class, or those of its parts."""
+    return " and ".join(model._modules) if type(model) is Parts else type(model).__name__
 
 
 def whole(modules: Sequence[nn.Module]) -> nn.Module:

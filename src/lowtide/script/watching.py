@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.script.running import Script
-from lowtide.script.steps import Crew, Enough, Steps
+from lowtide.script.steps import Crew, Enough, Steps, name_of
 
 
 def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] | None = None) -> int:
@@ -52,7 +52,7 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
             f"{ended}, and {_UNTRAINED}.\n"
             "  Call model.train() before the training loop, and let Lowtide run the script that trains."
         )
-    name = type(steps.model).__name__
+    name = name_of(steps.model)
     if not steps.n_updates:
         return (
             f"{ended}, and no optimizer stepped: {name} was called in training mode, but no torch.optim.Optimizer "
