@@ -132,7 +132,7 @@ def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
     factors, result = args[-2:], made[0]
     if result.dim() == 3 and factors[0].shape[2] * result.shape[1] * result.shape[2] < _SMALLEST_OF_BLAS:
         return []
-    matrices = [t for t in factors if t.dim() > 1 and _torch.is_strided(t) and not _is_taken(t)]
+    matrices = [t for t in factors if t.dim() > 1 and _torch.is_strided(t) and not blas_reads(t)]
     return [matrix.shape[-2] * matrix.shape[-1] * matrix.element_size() for matrix in matrices]
 
 
@@ -140,7 +140,8 @@ _SMALLEST_OF_BLAS = 400
 """Multiplications in each product of a batch."""
 
 
-def _is_taken(factor: Tensor) -> bool:
+def blas_reads(factor: Tensor) -> bool:
+    """Whether the rows, or the columns, of a matrix or a batch of them lie one after the other and apart."""
     (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 

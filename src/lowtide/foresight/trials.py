@@ -1,10 +1,9 @@
 """Scratch memory that is learned: an operator is run once by itself, on real tensors, and recorded.
 
 For operators that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the threads,
-and for those that are composed of others inside of their kernels.
-Each is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its
-batch and on twice as many, for its memory grows linearly with them; anything else that is larger stays unknown. What
-was learned is kept as long as the process lives.
+and for those that are composed of others inside of their kernels. Each is run as it is if its tensors have at most
+LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its batch and on twice as many, for its memory grows
+linearly with them; anything else that is larger stays unknown. What was learned is kept as long as the process lives.
 """
 
 from __future__ import annotations

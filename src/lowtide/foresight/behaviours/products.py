@@ -9,6 +9,7 @@ import torch
 from lowtide import _torch
 from lowtide.foresight.behaviours.behaviour import Behaviour, Inside
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED
+from lowtide.foresight.scratch import blas_reads
 from lowtide.memory.cards import Card, cublas_workspace_bytes
 
 if TYPE_CHECKING:
@@ -53,10 +54,7 @@ def _is_taken(factor: Tensor) -> bool:
     """Whether cuBLAS can read it as it lies, or the other way round."""
     if factor.dim() == 2 and (factor.is_contiguous() or factor.t().is_contiguous()):
         return True
-    (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
-    if (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows)):
-        return True
-    return factor.is_contiguous() and down != 0 != across
+    return blas_reads(factor) or (factor.is_contiguous() and 0 not in factor.stride()[-2:])
 
 
 INSIDE = dict.fromkeys(
