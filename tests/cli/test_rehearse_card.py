@@ -151,6 +151,32 @@ def test_a_sweep_leaves_what_was_computed_its_graph(rehearse, rows) -> None:
     assert found[0] == found[1]
 
 
+TOWERS = """
+import sys, torch
+from torch import nn
+
+rows = int(sys.argv[1])
+images, texts = nn.Linear(256, 64).cuda(), nn.Linear(512, 64).cuda()
+optimizer = torch.optim.Adam([*images.parameters(), *texts.parameters()])
+for i in range(3):
+    x, captions = torch.randn(rows, 256).cuda(), torch.randn(80, 512).cuda()
+    loss = (images(x) @ texts(captions).T).logsumexp(1).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    del x, captions, loss
+"""
+
+
+def test_a_sweep_leaves_what_is_of_another_length(rehearse) -> None:
+    found = []
+    for options, rows in ((("--batch", "512"), "32"), ((), "512")):
+        _, out, _ = rehearse("--device", "T4", "--json", "-", *options, text=TOWERS, args=(rows,))
+        (one,) = json.loads(out)
+        found.append((one["peak_requested_bytes"], one["peak_reserved_bytes"]))
+    assert found[0] == found[1]
+
+
 def test_the_first_batch_is_gone_when_the_script_lets_go_of_it(rehearse) -> None:
     rows = 2048
     model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 10))

@@ -61,7 +61,7 @@ class Foreseeing:
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """From here on nothing is computed; or the second step begins."""
-        resizing = self._of_other_size(batch)
+        resizing = self._of_other_size(batch, is_first=True)
         self._optimizers = optimizers
         if self._rehearsal is None:
             if _torch.saved_tensor_hooks() is not None:  # a checkpoint has begun without a card: it has to end so
@@ -77,17 +77,19 @@ class Foreseeing:
 
     def goes_on(self, batch: Any) -> None:
         """Models that take turns may have the next batch before all have had theirs."""
-        self._resize(self._of_other_size(batch))
+        self._resize(self._of_other_size(batch, is_first=False))
 
-    def _of_other_size(self, batch: Any) -> list[Tensor]:
+    def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
         """What is as long as a batch that the script gave, and is to be as long as was asked for.
 
-        Not what was computed: a generator's images have its graph, and are as long by now.
+        The batch that a step begins with may be a smaller one, as the last is. Not what was computed: a generator's
+        images have its graph, and are as long by now.
         """
         if self._size is None:
             return []
         self._given = self._given or size_of(batch, 0)
-        lengths = {self._given, *(t.shape[0] for t in tensors_in(batch)[:1] if t.is_leaf and t.dim())} - {self._size}
+        first = tensors_in(batch)[: int(is_first)]
+        lengths = {self._given, *(t.shape[0] for t in first if t.is_leaf and t.dim())} - {self._size}
         near = (*tensors_in(batch), *_data_at_hand())
         return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
 
