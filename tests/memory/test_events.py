@@ -70,6 +70,23 @@ def test_phases_have_their_own_peaks() -> None:
     assert Timeline(EventStream(())).phases == ()
 
 
+def test_a_timeline_reads_like_a_table() -> None:
+    assert str(Timeline(STREAM, LABELS)).splitlines() == [
+        "peak 150 B over entry, in phase forward",
+        "alive at the peak:",
+        "  activations   50 B  1 block",
+        "  temporaries  100 B  1 block",
+        "most in each phase:",
+        "  forward   150 B",
+        "  backward  150 B",
+        "largest blocks there:",
+        "  temporaries  100 B  aten::mm",
+        "  activations   50 B  net.act aten::relu",
+    ]
+    assert repr(Timeline(STREAM)) == "Timeline(peak_bytes=150, 10 events)"
+    assert str(Timeline(EventStream(()))) == "peak 0 B over entry"
+
+
 def test_a_part_of_a_stream_has_its_own_entry() -> None:
     part = Timeline(STREAM.between(7, 10))
     assert part.curve == (-100, -40, -90)  # blocks 0 and 1 are from before

@@ -149,7 +149,7 @@ class EventStream:
 
 
 class Timeline:
-    """What is in memory after each event of a stream, its peak and what the peak is made of.
+    """What is in memory after each event of a stream, its peak and what the peak is made of; `print` it for a table.
 
     `labels` maps block numbers to what the blocks are, as far as anybody knows.
     """
@@ -163,6 +163,14 @@ class Timeline:
         """The highest level over entry; 0 if it never rose above entry."""
         self.peak_index: int = self.curve.index(self.peak_bytes) if self.peak_bytes else -1
         """The first event after which the level is the peak; -1, before all events, if it never rose above entry."""
+
+    def __repr__(self) -> str:
+        return f"Timeline(peak_bytes={self.peak_bytes}, {len(self.stream)} events)"
+
+    def __str__(self) -> str:
+        from lowtide.memory.text import table  # made when somebody looks
+
+        return "\n".join(table(self))
 
     @cached_property
     def blocks(self) -> dict[int, Block]:

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from lowtide import units
 from lowtide._torch import parts_of
 from lowtide.errors import RehearsalError
-from lowtide.memory import cpu, dels
+from lowtide.memory import cpu, dels, text
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.cuda import CudaRecorder
 from lowtide.memory.dels import Del, Looks
 from lowtide.memory.events import Category, EventStream, Label, Recorder, Timeline
 
-_TOP_BLOCKS = 5
 _NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables are nobody's to delete
 
 
@@ -222,27 +221,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _table(memory: Memory, timeline: Timeline) -> Iterator[str]:
-    phase = next((p.name for p in timeline.phases if p.first <= timeline.peak_index < p.stop), None)
-    yield f"peak {units.format_bytes(memory.peak_bytes)} over entry" + (f", in phase {phase}" if phase else "")
-    groups = timeline.alive_at_peak()
-    rows: list[tuple[str, int, str]] = []
-    for category, blocks in groups.items():
-        rows.append((category, sum(block.bytes for block in blocks), f"{len(blocks)} block{'s' * (len(blocks) > 1)}"))
-    freed_bytes = timeline.freed_from_entry(timeline.peak_index)
-    if freed_bytes:
-        rows.append(("freed since entry", -freed_bytes, ""))
-    yield from _columns("alive at the peak", rows)
-    largest = sorted((b for blocks in groups.values() for b in blocks), key=lambda block: -block.bytes)[:_TOP_BLOCKS]
-    yield from _columns("largest blocks there", [(block.category, block.bytes, block.name) for block in largest])
+    yield from text.table(timeline, peak_bytes=memory.peak_bytes)
     if memory.reserved_peak_bytes is not None:
         yield f"held from the device at most: {units.format_bytes(memory.reserved_peak_bytes)}, entry included"
     yield from dels.table(memory.dels())
-
-
-def _columns(title: str, rows: list[tuple[str, int, str]]) -> Iterator[str]:
-    if rows:
-        yield f"{title}:"
-        shown = [(name, units.format_bytes(n_bytes), rest) for name, n_bytes, rest in rows]
-        name_width, bytes_width = (max(len(row[column]) for row in shown) for column in (0, 1))
-        for name, n_bytes, rest in shown:
-            yield f"  {name:<{name_width}}  {n_bytes:>{bytes_width}}  {rest}".rstrip()

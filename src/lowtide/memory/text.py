@@ -1,0 +1,51 @@
+"""A timeline as a few lines of text. Pure Python, as the timeline itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.memory.events import Timeline
+
+TOP_BLOCKS = 5
+
+
+def table(
+    timeline: Timeline, *, peak_bytes: int | None = None, entry: Mapping[str, int] | None = None
+) -> Iterator[str]:
+    """The peak and its phase, what is alive there, the peak of each phase, the largest blocks.
+
+    `entry` is what was there before, in bytes; without it, levels are over entry. `peak_bytes`, over entry, is the
+    timeline's by default.
+    """
+    before = {} if entry is None else entry
+    peak = timeline.peak_bytes if peak_bytes is None else peak_bytes
+    phase = next((p.name for p in timeline.phases if p.first <= timeline.peak_index < p.stop), None)
+    yield (
+        f"peak {format_bytes(peak + sum(before.values()))}"
+        + (" over entry" if entry is None else "")
+        + (f", in phase {phase}" if phase else "")
+    )
+    groups = timeline.alive_at_peak()
+    alive = [(name, n, "there before") for name, n in before.items()]
+    for category, blocks in groups.items():
+        alive.append((category, sum(block.bytes for block in blocks), f"{len(blocks)} block{'s' * (len(blocks) > 1)}"))
+    alive.append(("freed since entry", -timeline.freed_from_entry(timeline.peak_index), ""))
+    yield from columns("alive at the peak", alive)
+    peaks = [(phase.name, sum(before.values()) + phase.peak_bytes, "") for phase in timeline.phases]
+    yield from columns("most in each phase", peaks)
+    largest = sorted((b for blocks in groups.values() for b in blocks), key=lambda block: -block.bytes)[:TOP_BLOCKS]
+    yield from columns("largest blocks there", [(block.category, block.bytes, block.name) for block in largest])
+
+
+def columns(title: str, rows: Iterable[tuple[str, int, str]]) -> Iterator[str]:
+    """Names, bytes and remarks below each other, but for rows of no bytes; nothing if all are."""
+    shown = [(name, format_bytes(n_bytes), rest) for name, n_bytes, rest in rows if n_bytes]
+    if shown:
+        yield f"{title}:"
+        name_width, bytes_width = (max(len(row[column]) for row in shown) for column in (0, 1))
+        for name, n_bytes, rest in shown:
+            yield f"  {name:<{name_width}}  {n_bytes:>{bytes_width}}  {rest}".rstrip()
