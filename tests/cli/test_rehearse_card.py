@@ -413,9 +413,12 @@ def test_data_come_from_other_processes_also_when_nothing_is_computed(rehearse) 
 
 def test_what_is_decided_on_the_cpu_is_refused_with_its_line(rehearse) -> None:
     matched = WORKERS.replace("optimizer.step()", "optimizer.step(); cost = model(x.cuda()).detach().cpu().numpy()")
-    code, _, err = rehearse("--device", "RTX 4090", text=matched)
+    code, out, _ = rehearse("--device", "RTX 4090", text=matched)
+    assert code == 0
+    assert "train.py:14: the numbers of an array, which are not known, are taken as 1" in out
+    code, _, err = rehearse("--device", "RTX 4090", text=matched.replace(".numpy()", ".numpy(); sorted(cost[0])"))
     assert code == 2
-    assert "train.py:14: it asks for the contents of a tensor" in err
+    assert "train.py:14: it decides by a number from a tensor" in err
 
 
 CHECKPOINTED = """

@@ -4,7 +4,6 @@ import logging
 import math
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -193,7 +192,7 @@ def test_an_assignment_gives_as_many_pairs_as_any_costs(model, device):
             assert q[torch.as_tensor(rows), torch.as_tensor(columns)].shape == (4,)
 
     notes = foreseen(model, ask, device=device).assumed
-    assert any("as if all cost the same" in note for note in notes)
+    assert any("the numbers of an array" in note for note in notes)
 
 
 def test_the_largest_of_numbers_is_one_that_nobody_knows(model):
@@ -222,11 +221,6 @@ def test_an_optimizer_may_compare_tensors_that_nobody_knows():
 
     found = lowtide.foresee(model, step, torch.randn(8, 256), optimizer=optimizer)
     assert any("an optimizer compares" in note for note in found.assumed)
-
-
-def test_contents_for_anything_else_are_refused(model):
-    with pytest.raises(lowtide.Unforeseeable, match="asks for the contents"):
-        foreseen(model, lambda q, n: np.sort(q.numpy()))
 
 
 def test_a_detector_needs_what_it_is_measured_to_need() -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
 from lowtide.foresight import contents
-from lowtide.foresight.checks import in_optimizer, is_assigning, passing
+from lowtide.foresight.checks import in_optimizer, passing
 from lowtide.foresight.kinds import (
     ALL_OR_ANY,
     BY_INTEGERS,
@@ -34,6 +35,7 @@ from lowtide.foresight.kinds import (
     TRAINING,
 )
 from lowtide.foresight.lines import Unforeseeable, asked_by_loader, where
+from lowtide.foresight.unknown import Unknown, unknown_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide._torch import FakeTensorMode
+    from lowtide.foresight.unknown import UnknownArray
 
 aten = torch.ops.aten
 
@@ -69,6 +72,8 @@ class Answers:
         self.refused: Unforeseeable | None = None
         """The first question without an answer: who cleans up after it may ask more."""
         self._generators: dict[torch.Generator, torch.Generator] = {}
+        self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
+        """Those of unknown numbers, by id."""
 
     # --- what is known
 
@@ -76,6 +81,8 @@ class Answers:
         """A twin's contents are those of the real tensor, but a parameter's: the step changes these."""
         if real.requires_grad or real.device.type == "meta" or contents.is_met(twin):
             return
+        if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
+            return  # `torch.from_numpy`, which no mode sees
         if not _torch.is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
             contents.borrow(twin, real)
         elif _is_small(real):  # a piece of something larger, of which only the piece is on the card
@@ -86,10 +93,14 @@ class Answers:
         with _torch.on_real_tensors():
             value = contents.writable(tensor)
             if value is None and not contents.is_known(tensor):
-                if not is_assigning():
-                    raise self.refusal("it asks for the contents of a tensor")
-                self.note("what is assigned by costs is assigned as if all cost the same")
-                return func(torch.zeros(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+                self.note("the numbers of an array, which are not known, are taken as 1")
+                one = torch.ones((), dtype=tensor.dtype)
+                ones = one.expand(tensor.shape)
+                is_small = ones.numel() * ones.itemsize <= contents.LARGEST_COPIED
+                array = func(ones.clone() if is_small else ones, *args, **kwargs)
+                if not is_small:
+                    array.setflags(write=False)  # it takes no memory: all its numbers are the same one
+                return unknown_array(array, self)
             self._note_assumed(tensor)
             if value is not None:
                 return func(value, *args, **kwargs)
@@ -102,7 +113,7 @@ class Answers:
         """The contents of a fake tensor as numbers in lists."""
         value = self.value(tensor)
         if value is None:
-            raise self.refusal("it asks for the contents of a tensor")
+            return _nested(tuple(tensor.shape), Unknown(self))
         self._note_assumed(tensor)
         with _torch.on_real_tensors():
             return value.tolist()
@@ -381,6 +392,11 @@ def _evenly(choices: Tensor, count: int) -> Tensor:
 
 def _has_mask(indices: Any) -> bool:
     return any(isinstance(index, torch.Tensor) and index.dtype in _MASKS for index in indices)
+
+
+def _nested(shape: tuple[int, ...], number: Any) -> Any:
+    """Lists in lists with one number everywhere."""
+    return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 
 def left_real(tensor: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 A condition may be part of a check: `assert` and `if ...: raise` ask of tensors whether all is well. Arguments of
 distributions are looked through, boxes have to be boxes, a loss is not to explode. A rehearsal can't know; but where
 the other answer would end the step, or only warn, this one is that of every step worth rehearsing. Optimizers compare
-numbers to bound their steps, and of numbers the largest may be kept. And costs may be asked for to assign things by
-them, as objects are to queries: all costs give as many pairs.
+numbers to bound their steps, and of numbers the largest may be kept. And what is only printed or counted may be any.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ _TELLING = frozenset({"print", "warn", "warning", "warning_once", "info", "debug
 _CONSTRAINTS = "torch.distributions.constraints"
 """Its code looks whether arguments of distributions are what they have to be."""
 
-_ASSIGNING = "linear_sum_assignment"
-"""SciPy's function, by which detectors match queries with objects."""
-
 _OPTIMIZERS = ("torch.optim", "transformers.optimization")
+
+_SCORES = "sklearn.metrics"
 
 _CHOOSING = ("max", "min")
 
@@ -48,7 +46,8 @@ class _Found(NamedTuple):
     """What is looked for in a source."""
 
     checks: list[_Check]
-    assignments: list[ast.Call]
+    telling: list[_Span]
+    """What is made into text, or added to a count."""
     choices: dict[_Span, str]
     """Where `max` and `min` are called."""
 
@@ -67,13 +66,21 @@ def passing() -> bool | None:
     return None
 
 
-def is_assigning() -> bool:
-    """Whether contents are asked for as the costs of an assignment."""
+def is_telling() -> bool:
+    """Whether what is asked for is only told or counted."""
     frame = _asking()
     span = None if frame is None else _span(frame)
     if frame is None or span is None:
         return False
-    return any(_is_within(span, _of(call)) for call in _found(frame).assignments)
+    return any(_is_within(span, place) for place in _found(frame).telling)
+
+
+def is_scoring() -> bool:
+    """Whether scikit-learn asks, to say how good predictions are."""
+    frame = _asking()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_SCORES):
+        frame = frame.f_back
+    return frame is not None
 
 
 def in_optimizer() -> bool:
@@ -127,8 +134,10 @@ def _searched(source: str) -> _Found:
             found.checks.append(_Check(node.test, passes=False))
         elif isinstance(node, ast.If) and node.orelse and isinstance(node.orelse[-1], ast.Raise):
             found.checks.append(_Check(node.test, passes=True))
-        elif isinstance(node, ast.Call) and _name(node) == _ASSIGNING:
-            found.assignments.append(node)
+        elif isinstance(node, ast.expr) and _makes_text(node):
+            found.telling.append(_of(node))
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            found.telling.append(_of(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
             found.choices[_of(node)] = node.func.id
     return found
@@ -136,6 +145,13 @@ def _searched(source: str) -> _Found:
 
 def _only_ends_or_tells(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Raise) or all(map(_tells, body))
+
+
+def _makes_text(node: ast.expr) -> bool:
+    """Whether it is a text with values in it, or the call of a function that tells them."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node) in {*_TELLING, "format"})
 
 
 def _tells(statement: ast.stmt) -> bool:

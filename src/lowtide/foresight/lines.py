@@ -8,16 +8,18 @@ from types import FrameType
 from lowtide._torch import is_own
 from lowtide.errors import RehearsalError
 
+_OF_ARRAYS = ("numpy.", "scipy.", "sklearn.")
+
 
 class Unforeseeable(RehearsalError):
     """The step decides something by what is in a tensor, and that can't be known without running it."""
 
 
 def where() -> str:
-    """`file:line` of the innermost Python code that is neither torch's nor this package's."""
+    """`file:line` of the innermost Python code that is neither torch's nor this package's, nor that of arrays."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not is_own(frame):
+        if not is_own(frame) and not frame.f_globals.get("__name__", "").startswith(_OF_ARRAYS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "(no line)"
