@@ -498,6 +498,48 @@ def test_models_that_are_trained_after_the_first_are_said_to_have_no_plan(
     assert done.err.count("another model is trained now, without a plan") == 1
 
 
+GAN = """
+import hashlib, sys, torch
+from torch import nn
+
+n_critic, late = map(int, sys.argv[1:3])
+torch.manual_seed(0)
+maker = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 64))
+critic = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64), nn.GELU(), nn.Linear(64, 1))
+of_maker, of_critic = (torch.optim.Adam(m.parameters()) for m in (maker, critic))
+for step in range(6 * n_critic + 6):
+    of_critic.zero_grad()
+    with torch.no_grad():
+        made = maker(torch.randn(256, 64))
+    (critic(made) - critic(torch.rand(256, 64))).mean().backward()
+    of_critic.step()
+    if step % n_critic == (n_critic - 1) * late:
+        of_maker.zero_grad()
+        (-critic(maker(torch.randn(256, 64))).mean()).backward()
+        of_maker.step()
+bits = hashlib.sha256()
+for parameter in (*maker.parameters(), *critic.parameters()):
+    bits.update(parameter.detach().numpy().tobytes())
+print(bits.hexdigest())
+"""
+
+
+@pytest.mark.parametrize(("n_critic", "late"), [(1, 0), (2, 1), (5, 0), (5, 1)])
+def test_a_script_whose_models_take_turns_has_one_plan_for_both(
+    n_critic: int, late: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    saved, given = str(tmp_path / "plan.json"), (script(GAN), str(n_critic), str(late))
+    plain = run_python(*given).stdout
+    for within in (("--budget", "90%", "--save", saved), ("--plan", saved)):
+        done = run("run", *within, *given)
+        assert (done.code, done.out) == (0, plain)
+        assert "another model is trained now, without a plan" not in done.err
+        assert "within the budget" in done.err.splitlines()[-2 if "--save" in within else -1]
+    plan = Plan.from_json(saved)
+    widths = [(64, 256), (256, 64), (64, 512), (512, 64), (64, 1)]
+    assert plan.predicted.parts["parameters"] == 4 * (sum((n + 1) * m for n, m in widths) + 2 * 256)
+
+
 @pytest.mark.parametrize("n_tried", [1, 2, 3])
 def test_a_script_that_tries_a_copy_of_its_model_first(
     n_tried: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import RehearsalError
+from lowtide.script.running import Script
 from lowtide.script.steps import Parts, Steps
+from lowtide.script.turns import PATIENCE
 
 Log = list[str]
 
@@ -37,7 +39,11 @@ class Notes:
         self.log.append("ends")
 
     def gives_up(self, model: nn.Module) -> None:
+        self.done = False
         self.log.append("gives up")
+
+    def lets_go(self) -> None:
+        """Nothing."""
 
     def passes_over(self) -> None:
         self.log.append("passes over")
@@ -60,11 +66,15 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
+AS_A_SCRIPT: dict[str, Any] = {"__name__": Script.__module__}
+exec("def call(loop): loop()", AS_A_SCRIPT)  # what is looked for in variables of callers is not looked for further up
+
+
 def watched(loop: Callable[[], object], crew: Notes | None = None) -> Notes:
     crew = crew or Notes()
     before = nn.Module.__call__
     with Steps(crew):
-        loop()
+        AS_A_SCRIPT["call"](loop)
     assert nn.Module.__call__ is before
     assert crew.log.pop() == "leaves"
     return crew
@@ -233,24 +243,56 @@ def test_parts_of_a_model_that_is_called_as_a_whole_are_not_apart_from_it() -> N
     assert crew.models[-1] is model
 
 
-def test_two_models_that_take_turns_are_not_mixed_up() -> None:
+@pytest.mark.parametrize("n_critic", [1, 2])
+@pytest.mark.parametrize("is_late", [False, True], ids=["first of all", "last"])
+@pytest.mark.parametrize("makes", ["graph", "no graph", "once"])
+def test_two_models_that_take_turns_are_parts_of_one(n_critic: int, is_late: bool, makes: str) -> None:
     maker, critic = net(), net()
     of_maker, of_critic = sgd(maker), sgd(critic)
+    log: Log = []
+    crew = Notes()
+    crew.log = log
 
     def loop() -> None:
-        for _ in range(4):
-            made = maker(X)
+        for step in range(8 * n_critic):
             of_critic.zero_grad()
+            with torch.set_grad_enabled(makes != "no graph"):
+                made = maker(X)
             (critic(X) - critic(made.detach())).sum().backward()
+            log.append("critic")
             of_critic.step()
-            of_maker.zero_grad()
-            critic(made).sum().backward()
-            of_maker.step()
+            if step % n_critic == (n_critic - 1) * is_late:
+                of_maker.zero_grad()
+                critic(made if makes == "once" else maker(X)).sum().backward()
+                log.append("maker")
+                of_maker.step()
+
+    watched(loop, crew)
+    both = crew.models[-1]
+    assert isinstance(both, Parts)
+    assert set(both.children()) == {maker, critic}
+    assert [model is both for model in crew.models] == sorted(model is both for model in crew.models)
+    steps = " ".join(log).rpartition("gives up")[2].split(" begins 2 ")[1:]
+    whole = [*["critic"] * n_critic, "maker", "ends"]
+    assert len(steps) >= 5
+    assert all(sorted(step.split()) == sorted(whole) for step in steps[1:-1])
+    assert all(step.split()[-1] == "ends" for step in steps[:-1])
+
+
+def test_two_models_that_are_trained_one_after_the_other_in_each_step_are_parts_of_one() -> None:
+    models = net(), net()
+    optimizers = [sgd(model) for model in models]
+
+    def loop() -> None:
+        for _ in range(5):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(X).sum().backward()
+                optimizer.step()
 
     crew = watched(loop)
-    assert crew.log[:2] == ["begins 0", "gives up"]
-    assert set(crew.models[1:]) == {critic}
-    assert crew.log.count("ends") == 3
+    assert crew.log[-7:] == [*["begins 2", "ends"] * 3, "begins 2"]
+    assert list(crew.models[-1].children()) == list(models)
 
 
 @pytest.mark.parametrize("n_first", [1, 2])
@@ -384,6 +426,42 @@ def test_nothing_is_watched_once_the_crew_is_done() -> None:
 
     assert watched(loop, Once()).log == ["begins 0", "ends"]
     assert calls == [False, False, True]
+
+
+def test_a_critic_may_be_ahead_of_its_generator_when_the_crew_is_done() -> None:
+    maker, critic = net(), net()
+    of_maker, of_critic = sgd(maker), sgd(critic)
+
+    def loop() -> None:
+        for step in range(16):
+            critic(X).sum().backward()
+            of_critic.step()
+            of_critic.zero_grad()
+            if step % 5 == 4:
+                critic(maker(X)).sum().backward()
+                of_maker.step()
+                of_maker.zero_grad()
+
+    crew = watched(loop, Once())
+    assert crew.log == ["begins 0", "ends", "gives up", "begins 2", "ends"]
+
+
+def test_who_may_take_turns_is_waited_for_some_steps() -> None:
+    model, other = net(), net()
+    optimizer, spare = sgd(model), sgd(other)
+    calls: list[bool] = []
+    before = nn.Module.__call__
+
+    def loop() -> None:
+        for _ in range(2 * PATIENCE):
+            calls.append(nn.Module.__call__ is before)
+            model(X).sum().backward()
+            optimizer.step()
+        other(X).sum().backward()
+        spare.step()
+
+    assert watched(loop, Once()).log == ["begins 0", "ends", "passes over"]
+    assert calls == [False] * (PATIENCE + 2) + [True] * (PATIENCE - 2)
 
 
 def test_a_script_that_catches_the_error_meets_it_again() -> None:

@@ -168,6 +168,11 @@ class Observed:
         if self.profile is None:
             self._settle(may_wait=False)
 
+    def give_up(self) -> None:
+        """Record no longer. For hooks of the optimizer, too; `leave` is still to be called."""
+        if self._watch is not None:
+            self._watch.end()
+
     def leave(self) -> None:
         """Take everything out of the model; a step that has not ended is given up. Not for hooks of the optimizer."""
         if self._watch is not None:

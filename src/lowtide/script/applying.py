@@ -13,7 +13,7 @@ from lowtide.identity import fingerprint
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
-from lowtide.script.steps import name_of
+from lowtide.script.steps import Parts, is_of_parts, name_of
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ class Applying:
     def ends(self, model: nn.Module) -> None:
         """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
         if self._applied is None:
+            self._n_others += 1
+            if is_of_parts(self._plan.fingerprint) and type(model) is not Parts and self._n_others < PATIENCE:
+                return  # models that take turns are not known as such before they do
             raise StalePlan(
                 f"this plan is not for the {name_of(model)} that the script trains.",
                 differences=self._differences,
@@ -97,6 +100,10 @@ class Applying:
         """The plan stays in force, and is not measured."""
         self._say(f"the peak under the plan is not measured: {why}")
         self._leave_in_force()
+
+    def lets_go(self) -> None:
+        """The plan stays in force; nobody here holds the model any longer."""
+        self._model = self._applied = None
 
     def finish(self) -> None:
         """What is in force stays so; say what there was to measure."""
@@ -116,7 +123,7 @@ class Applying:
         self.leaves()
         if self._applied is not None:
             self._gone = self._applied  # until the next step: here no hooks may be removed
-        self._model = self._applied = None
+        self.done, self._model, self._applied = False, None, None
         self._peaks, self._most, self._n_others = [], 0, 0
 
     def leaves(self) -> None:
@@ -148,6 +155,5 @@ class Applying:
             self._say(smaller_only(self._n_others, measured_bytes))
 
     def _leave_in_force(self) -> None:
-        """Nobody here holds the model any longer."""
         self.leaves()
-        self.done, self._model, self._applied = True, None, None
+        self.done = True

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from lowtide.memory.frames import local_variables
 from lowtide.rehearsal.reached import Reached
 from lowtide.script.running import Script
@@ -36,3 +38,8 @@ def models_at_hand() -> list[nn.Module]:
     found = Reached(*at_hand()).modules
     inside = {id(child) for module in found for child in module._modules.values()}
     return [module for module in found if id(module) not in inside]
+
+
+def optimizers_at_hand() -> list[Optimizer]:
+    """Optimizers that these lead to."""
+    return [thing for thing in Reached(*at_hand()).things if isinstance(thing, Optimizer)]

@@ -96,19 +96,24 @@ class Fitting:
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one: what is trained instead is rehearsed anew."""
-        self.leaves()
         self._rehearsing.gives_up(model)
+        if self._open is not None:
+            self._open.leave()
         if self.plan is not None:
             name = name_of(model)
             self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
         if self._applied is not None:
             self._gone = self._applied  # until the next step: here no hooks may be removed
-        self.plan = self._applied = self._open = None
+        self.done, self.plan, self._applied, self._open = False, None, None, None
         self._over, self._most, self._passed_over = [], 0, 0
 
     def loses_track(self, why: RehearsalError) -> None:
         """Without the end of a step there is no rehearsal."""
         self._rehearsing.loses_track(why)
+
+    def lets_go(self) -> None:
+        """The plan stays in force; nobody here holds the model any longer."""
+        self._applied, self._rehearsing = None, Rehearsing()
 
     def finish(self) -> None:
         """The plan stays in force, also where it had smaller batches only."""
@@ -129,15 +134,11 @@ class Fitting:
         if self._open is not None:
             self._open.leave()
 
-    def _finish(self) -> None:
-        """The plan stays in force; nobody here holds the model any longer."""
-        self.done, self._applied, self._rehearsing = True, None, Rehearsing()
-
     def _keep(self, made: Plan) -> None:
         """The plan stays in force, of which no batch that it is for has come."""
         self._say(smaller_only(self._passed_over, self._most))
         self.when_kept(made)
-        self._finish()
+        self.done = True
 
     def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:
@@ -164,7 +165,7 @@ class Fitting:
                     f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget"
                 )
                 self.when_kept(made)
-                self._finish()
+                self.done = True
             elif self._passed_over >= PATIENCE:
                 self._keep(made)
             return

@@ -23,6 +23,7 @@ from lowtide.rehearsal.reached import Reached
 from lowtide.script.callers import at_hand
 from lowtide.script.running import Script
 from lowtide.script.steps import Enough
+from lowtide.script.turns import PATIENCE, others_at_hand
 from lowtide.script.watching import run_watched
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Foreseeing:
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
+        self._n_waited = 0
+        """Steps that were seen again, to see whether another model takes turns."""
         self._given: int | None = None
         """How long the batch was that the script gave, if it is to have another size."""
         self.asked = AskedForCuda()
@@ -120,6 +123,9 @@ class Foreseeing:
             self._enter(model, [])
             return
         self._n_steps += 1
+        if self._n_steps == 2 and self._n_waited < PATIENCE and others_at_hand(model):
+            self._n_waited += 1
+            self._n_steps = 1
         if self._n_steps == 2:
             if self.compiles:
                 self._rehearsal.answers.note(COMPILED)
@@ -147,6 +153,9 @@ class Foreseeing:
 
     def outgrows(self, more_bytes: int) -> None:
         """Nothing, as there."""
+
+    def lets_go(self) -> None:
+        """Nothing is held."""
 
     def finish(self) -> None:
         """Nothing: two steps are needed."""

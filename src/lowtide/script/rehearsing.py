@@ -45,9 +45,13 @@ class Rehearsing:
         """Steps that were seen to their end."""
         self._plain, self._stop = plain, stop
         self._observed: Observed | None = None
+        self._gone: list[Observed] = []
+        """Still in force on models that were given up."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Look at this step. Raises RehearsalError for a model that can't be planned for."""
+        if self._gone:
+            self.leaves()
         check_uncompiled(model)
         if self._observed is None:
             self._observed = Observed(model, plain=self._plain)
@@ -65,8 +69,6 @@ class Rehearsing:
         self.n_steps += 1
         if self._observed.profile is not None:
             self._finish(self._observed.profile)
-            if self._stop:
-                raise Enough
         elif len(self._observed.why) >= MOST_UNUSABLE:
             raise RehearsalError(
                 f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
@@ -76,7 +78,9 @@ class Rehearsing:
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one, and what was found out about it is not wanted."""
-        self.leaves()
+        if self._observed is not None:
+            self._observed.give_up()
+            self._gone.append(self._observed)  # until the next step: here no hooks may be removed
         self.done, self.profile, self._observed = False, None, None
 
     def loses_track(self, why: RehearsalError) -> None:
@@ -89,6 +93,11 @@ class Rehearsing:
     def outgrows(self, more_bytes: int) -> None:
         """Nothing: nor was another optimizer."""
 
+    def lets_go(self) -> None:
+        """That was all that is wanted of the script, unless it is to go on."""
+        if self._stop:
+            raise Enough
+
     def finish(self) -> None:
         """The largest size that came often enough is what was rehearsed, if none was before."""
         if self._observed is not None and not self.done:
@@ -98,8 +107,9 @@ class Rehearsing:
 
     def leaves(self) -> None:
         """Take everything out."""
-        if self._observed is not None:
-            self._observed.leave()
+        for observed in (*self._gone, *([] if self._observed is None else [self._observed])):
+            observed.leave()
+        self._gone.clear()
         if self._on is not None:
             self._on.remove()
             self._on = None

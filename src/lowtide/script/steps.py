@@ -35,9 +35,12 @@ from lowtide._torch import (
 )
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.identity import tensors_in
+from lowtide.script.turns import PATIENCE, Turns, held_by, ids, others_at_hand
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from lowtide.planner.records import Fingerprint
 
 
 MOST_BY_HAND = 6
@@ -69,7 +72,10 @@ class Crew(Protocol):
         """The optimizer has updated the model. Called from its hook mostly: no hooks may be added or removed here."""
 
     def gives_up(self, model: nn.Module) -> None:
-        """`model` began a step, but it is another one that is trained, or is trained from here on."""
+        """`model` began a step, but it is another one that is trained, or is trained from here on.
+
+        Then there is something left to do again.
+        """
 
     def loses_track(self, why: RehearsalError) -> None:
         """Where a step ends can't be known: raise `why`, or be done without that."""
@@ -82,6 +88,9 @@ class Crew(Protocol):
 
         Called from its hook, once.
         """
+
+    def lets_go(self) -> None:
+        """Nothing is left to do, and no other model takes turns: hold the model no longer. As for hooks, see `ends`."""
 
     def finish(self) -> None:
         """The script has ended, and nothing failed: make do with what there is."""
@@ -112,6 +121,9 @@ class Steps:
         """Other modules that were called by nobody, in training, since the model was."""
         self._n_aside: Counter[int] = Counter()
         """Updates of these, by their optimizers."""
+        self._turns = Turns()
+        self._waits_until = 0
+        """Number of updates up to which a crew that is done waits for another model to take turns with its own."""
         self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models that were given up for such others: models that take turns are not taken in turn."""
         self.in_other_thread = False
@@ -160,8 +172,8 @@ class Steps:
         self._replace_call(self._plain_call)
         if self.crew.done and self.model is not None:
             self._watched = [weakref.ref(module) for module in self.model.modules()]
-            mine = _ids(self.model.parameters())
-            self._known.update(o for o in self._optimizers.values() if mine & _held_by(o))
+            mine = ids(self.model.parameters())
+            self._known.update(o for o in self._optimizers.values() if mine & held_by(o))
             self._state_bytes = _state_bytes(self._known) if self._known else None
             self.model = None
             self._called.clear()
@@ -222,9 +234,15 @@ class Steps:
             raise self.failed
         if self._is_open and self._all_stepped():
             self._close()  # a parameter had a gradient, and no optimizer has it
-        self._stepped.clear()  # else it was the step of another model, which takes turns with this one
+        mine = set() if self.model is None else ids(self.model.parameters())
+        self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}  # the others' steps are over
+        self._turns.called(module)
         if self.crew.done:
-            self.stop()
+            if self._waits_until and self.n_updates >= self._waits_until:
+                self._waits_until = 0
+                self.crew.lets_go()
+            if not self._waits_until:
+                self.stop()
             return
         if self.model is None:
             self.model = module
@@ -249,8 +267,8 @@ class Steps:
         """Another module is called: the model's place is its own if it was trained for two steps by now."""
         self._aside[id(module)] = module
         optimizers = [self._optimizers[key] for key, n in self._n_aside.items() if n > 1]
-        updated = {p for optimizer in optimizers for p in _held_by(optimizer)}
-        trained = [aside for aside in self._aside.values() if updated & _ids(aside.parameters())]
+        updated = {p for optimizer in optimizers for p in held_by(optimizer)}
+        trained = [aside for aside in self._aside.values() if updated & ids(aside.parameters())]
         if trained and not any(aside in self._left for aside in trained):
             assert self.model is not None
             self._left.update(self.model.modules())
@@ -276,11 +294,18 @@ class Steps:
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         self.n_updates += 1
-        if self.crew.done:
+        if self.crew.done and self.model is None:
             self._look_elsewhere(optimizer)
             return
         self._optimizers[id(optimizer)] = optimizer
-        if not self._is_open and any(_held_by(optimizer) & _ids(aside.parameters()) for aside in self._aside.values()):
+        held = held_by(optimizer)
+        if self.model is not None and not held & ids(self.model.parameters()):
+            self._turns.others_updated(held)
+        elif self.crew.done and (others := self._turns.model_updated()):
+            self._takes_turns(others)
+        if self.crew.done:
+            return
+        if not self._is_open and any(held & ids(aside.parameters()) for aside in self._aside.values()):
             self._n_aside[id(optimizer)] += 1
         if not self._is_open or self.failed is not None:
             return
@@ -296,7 +321,7 @@ class Steps:
         if not self._watched or optimizer in self._known:
             return
         there = [module for reference in self._watched if (module := reference()) is not None]
-        if any(_held_by(optimizer) & _ids(module.parameters(recurse=False)) for module in there):
+        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in there):
             self._known.add(optimizer)
             if self._state_bytes is not None and (more_bytes := _state_bytes(self._known) - self._state_bytes) > 0:
                 self._state_bytes = None
@@ -329,24 +354,40 @@ class Steps:
     def _close(self) -> None:
         self._is_open = self._is_late = False
         updated = self._updated()
-        trained = [module for module in self._called.values() if updated & _ids(module.parameters())]
+        trained = [module for module in self._called.values() if updated & ids(module.parameters())]
         self._called.clear()
+        self._stepped.clear()
         assert self.model is not None
-        if all(self._is_ours(module) for module in trained):
-            self.crew.ends(self.model)
-        else:
+        if not all(self._is_ours(module) for module in trained):
             self._give_up(whole(trained))
+        elif others := self._turns.model_updated():
+            self._takes_turns(others)
+        else:
+            self.crew.ends(self.model)
+            if self.crew.done:
+                if others_at_hand(self.model):
+                    self._waits_until = self.n_updates + PATIENCE
+                else:
+                    self.crew.lets_go()
+
+    def _takes_turns(self, others: Sequence[nn.Module]) -> None:
+        """These and the model are parts of one from here on."""
+        assert self.model is not None
+        parts = self.model.children() if type(self.model) is Parts else (self.model,)
+        self._give_up(whole([*parts, *others]))
 
     def _give_up(self, other: nn.Module) -> None:
         assert self.model is not None
         given_up, self.model = self.model, other
+        self._turns.begin()
+        self._waits_until = 0
         self.crew.gives_up(given_up)
 
     def _is_only_guessed(self) -> bool:
         """Whether nothing has updated the model so far."""
         assert self.model is not None
-        mine = _ids(self.model.parameters())
-        return not any(mine & _held_by(optimizer) for optimizer in self._optimizers.values())
+        mine = ids(self.model.parameters())
+        return not any(mine & held_by(optimizer) for optimizer in self._optimizers.values())
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether it is the model or one of its parts."""
@@ -357,13 +398,13 @@ class Steps:
         return {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
 
     def _updated(self) -> set[int]:
-        return {p for optimizer in self._stepped.values() for p in _held_by(optimizer)}
+        return {p for optimizer in self._stepped.values() for p in held_by(optimizer)}
 
     def _all_stepped(self) -> bool:
         """Whether an update has been in this step, by each optimizer that is known to update the model."""
         assert self.model is not None
-        mine = _ids(self.model.parameters())
-        known = [key for key, optimizer in self._optimizers.items() if mine & _held_by(optimizer)]
+        mine = ids(self.model.parameters())
+        known = [key for key, optimizer in self._optimizers.items() if mine & held_by(optimizer)]
         return bool(self._stepped) and all(key in self._stepped for key in known)
 
 
@@ -384,15 +425,16 @@ def name_of(model: nn.Module) -> str:
     return " and ".join(model._modules) if type(model) is Parts else type(model).__name__
 
 
+def is_of_parts(found: Fingerprint) -> bool:
+    """Whether what was fingerprinted are `Parts`."""
+    return found.model.startswith(f"{Parts.__name__} ")
+
+
 def whole(modules: Sequence[nn.Module]) -> nn.Module:
     """One module for all that are trained: itself if there is one, or one has the others inside; else their `Parts`."""
     inside = {id(below) for module in modules for below in module.modules() if below is not module}
     outermost = [module for module in modules if id(module) not in inside]
     return outermost[0] if len(outermost) == 1 else Parts(outermost)
-
-
-def _ids(parameters: Iterable[nn.Parameter]) -> set[int]:
-    return {id(p) for p in parameters}
 
 
 def _n_elements(module: nn.Module) -> int:
@@ -403,7 +445,3 @@ def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
     """Of the tensors in their state, but for counters."""
     found = (t for o in optimizers for entry in o.state.values() for t in tensors_in(entry) if t.dim())
     return sum(part.nbytes for tensor in found for part in parts_of(tensor))
-
-
-def _held_by(optimizer: Optimizer) -> set[int]:
-    return _ids(p for group in optimizer.param_groups for p in group["params"])

@@ -142,7 +142,8 @@ class OnCard:
         self._model, self._engine = model, planned(model, self._batch, None)
 
     def second(self, batch: Any = None) -> None:
-        """The first step is over; the one that counts begins, with another batch if one is given."""
+        """A step is over; the one that counts begins, with another batch if one is given."""
+        self._running.close()
         with _torch.without_function_modes():
             batch = self._batch if batch is None else batch
             self._static = static_of(self._ledger, self._model, batch, self._kept)
