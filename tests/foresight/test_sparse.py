@@ -85,6 +85,27 @@ def test_a_step_of_a_sparse_optimizer_has_the_measured_peak(name: str) -> None:
     assert lowtide.foresee(model, step, batch, device="L4").static.optimizer == state
 
 
+@pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adagrad"])
+@pytest.mark.parametrize("width", [1, 64])
+def test_indices_of_the_batch_that_are_the_same_are_one_row_where_they_are_added_up(name: str, width: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(ROWS, width, sparse=True, padding_idx=0)
+    optimizer = optimizers(model)[name]
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        found, others = map(model, batch)
+        (found.square().sum() + others.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = torch.randint(7, (50_000,)), torch.randint(5, (500, 40))
+    step(batch)
+    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
+    at_last = (timeline.phases[-1].peak_bytes for timeline in (foreseen, measured))
+    assert next(at_last) == pytest.approx(next(at_last), rel=0.001)
+
+
 def test_two_sparse_gradients_of_a_weight_are_added_up() -> None:
     model = nn.Embedding(ROWS, WIDTH, sparse=True)
 

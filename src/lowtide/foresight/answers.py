@@ -86,7 +86,7 @@ class Answers:
         if not _torch.is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
             contents.borrow(twin, real)
         elif _is_small(real):  # a piece of something larger, of which only the piece is on the card
-            self._learn(twin, real.detach().cpu())
+            self.learn(twin, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         """The contents of a fake tensor as an array, which Python code may write to."""
@@ -134,7 +134,8 @@ class Answers:
         with _torch.on_real_tensors():
             return contents.value(tensor)
 
-    def _learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
+    def learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
+        """A fake tensor has these contents."""
         with _torch.on_real_tensors():
             contents.learn(tensor, value, assumed)
 
@@ -167,7 +168,7 @@ class Answers:
                 return left_real(value)  # rows of each step: recurrent layers, and backward, read its memory
             fake = self._fake_like(value, device)
             if not value.dtype.is_floating_point and _is_small(value):
-                self._learn(fake, value)
+                self.learn(fake, value)
             return fake
 
         return True, tree_map(made, real)
@@ -196,7 +197,7 @@ class Answers:
                 numbers = mask.nonzero().unbind(1)
             for number in numbers:
                 fake = self._fake_like(number, index.device)
-                self._learn(fake, number, contents.assumed(index))
+                self.learn(fake, number, contents.assumed(index))
                 indices.append(fake)
         args[1][:] = indices
         return False, None
@@ -268,7 +269,7 @@ class Answers:
                 value.zero_()  # so that no two rehearsals differ
         for fake, value in zip(made, results, strict=False):
             if fake.shape == value.shape and not contents.is_known(fake):
-                self._learn(fake, value, assumed)
+                self.learn(fake, value, assumed)
         return True
 
     def _fake_like(self, real: Tensor, device: torch.device) -> Tensor:

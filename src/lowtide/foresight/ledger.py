@@ -175,7 +175,7 @@ class Ledger(TorchDispatchMode, Recorder):
             return self._grouped(*args, **kwargs)
         if (assumed := sparse.assumed(func, args)) is not None:
             self._answers.note(assumed)
-        if (kernel := sparse.kernel(func, args, by_autograd=_taken_over)) is not None:
+        if (kernel := sparse.kernel(func, args, self._answers, by_autograd=_taken_over)) is not None:
             return kernel(*args, **kwargs)
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)

@@ -146,6 +146,13 @@ def blas_reads(factor: Tensor) -> bool:
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
+def _sorted_indices(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """One number for each element, sorted, with their places and what they are sorted in (SparseTensor.cpp)."""
+    indices, _ = _torch.parts_of(args[0])
+    n_bytes = indices.shape[1] * indices.element_size()
+    return [n_bytes] * (3 if indices.shape[0] == 1 else 4)
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -165,6 +172,7 @@ RULES: dict[Any, Rule] = {
         ),
         _factors,
     ),
+    aten._coalesce.default: _sorted_indices,
     aten.cumsum.default: _cast_input,
     aten._safe_softmax.default: _safe_softmax,
     aten._softmax.default: _copied(0),

@@ -1,13 +1,15 @@
 """Sparse tensors: what they are made of when operators make them of others.
 
-Torch's own kernels for tensors without contents give sparse ones without elements (torch 2.13). Indices are taken to
-differ, and not to be padding: what is made of a sparse tensor has as many elements. Not yet: a gradient that another
-one is added to in place, as by a second backward pass, stays as large as it was, which is said.
+Torch's own kernels for tensors without contents give sparse ones without elements (torch 2.13). Which indices are the
+same is known where they are from the batch; else they are taken to differ, and not to be padding: what is made of a
+sparse tensor has as many elements. Not yet: a gradient that another one is added to in place, as by a second backward
+pass, stays as large as it was, which is said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,8 @@ from lowtide.foresight import bags
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowtide.foresight.answers import Answers
 
 aten = torch.ops.aten
 
@@ -37,7 +41,7 @@ def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return _like(sparse, indices, values)
 
 
-def kernel(func: Any, args: Any, *, by_autograd: Callable[[], bool]) -> Callable[..., Tensor] | None:
+def kernel(func: Any, args: Any, answers: Answers, *, by_autograd: Callable[[], bool]) -> Callable[..., Tensor] | None:
     """What gives the result of an operator; None where torch's own does, for nothing there is sparse."""
     if func is bags.BACKWARD and args[9]:
         return _bag_backward
@@ -45,7 +49,7 @@ def kernel(func: Any, args: Any, *, by_autograd: Callable[[], bool]) -> Callable
         return None
     if func is aten.clone.default and all(part.is_contiguous() for part in _torch.parts_of(args[0])) and by_autograd():
         return _take_over
-    return KERNELS[func]
+    return partial(KERNELS[func], answers)
 
 
 def _take_over(sparse: Tensor, **options: Any) -> Tensor:
@@ -57,30 +61,53 @@ def _take_over(sparse: Tensor, **options: Any) -> Tensor:
     return _like(sparse, indices, values)
 
 
-def _clone(sparse: Tensor, **options: Any) -> Tensor:
+def _clone(answers: Answers, sparse: Tensor, **options: Any) -> Tensor:
     indices, values = _torch.parts_of(sparse)
-    return _like(sparse, indices.clone(), values.clone())
+    return _like(sparse, _copy(answers, indices), values.clone())
 
 
-def _coalesce(sparse: Tensor) -> Tensor:
+def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
     """On the CPU there is room for all elements (SparseTensor.cpp: _coalesce_sparse_cpu, torch 2.13)."""
     indices, values = _torch.parts_of(sparse)
-    return _like(sparse, indices.clone(), torch.empty_like(values), coalesced=True)
+    known = answers.value(indices)
+    if known is None:
+        return _like(sparse, indices.clone(), torch.empty_like(values), coalesced=True)
+    with _torch.on_real_tensors():
+        different = torch.unique(known, dim=1)
+    count = different.shape[1]
+    has_room = sparse.device.type == "cpu"
+    there = torch.empty_like(indices if has_room else indices[:, :count])[:, :count]
+    answers.learn(there, different)
+    inside = torch.empty_like(values if has_room else values[:count])[:count]
+    return _like(sparse, there, inside, coalesced=True)
 
 
-def _mask(tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
+def _mask(answers: Answers, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """The elements of a tensor where `mask` has some."""
     indices, values = _torch.parts_of(mask)
-    return _like(mask, indices.clone(), torch.empty_like(values, dtype=tensor.dtype))
+    return _like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
 
 
-def _add(sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
+def _add(answers: Answers, sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
     """The elements of both; a sum with a dense tensor is dense."""
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
         return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
     (indices, values), (more, added) = (tuple(_torch.parts_of(each)) for each in (sparse, other))
-    return _like(sparse, torch.cat([indices, more], 1), torch.cat([values, added]), coalesced=False)
+    both = torch.cat([indices, more], 1)
+    known = answers.value(indices), answers.value(more)
+    if known[0] is not None and known[1] is not None:
+        with _torch.on_real_tensors():
+            found = torch.cat([known[0], known[1]], 1)
+        answers.learn(both, found)
+    return _like(sparse, both, torch.cat([values, added]), coalesced=False)
+
+
+def _copy(answers: Answers, indices: Tensor) -> Tensor:
+    """One that is known if these are."""
+    copy = indices.clone()
+    answers.pass_on(indices, copy)
+    return copy
 
 
 def _bag_backward(*args: Any) -> Tensor:
