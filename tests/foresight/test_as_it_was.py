@@ -198,6 +198,41 @@ def test_generators_of_random_numbers_draw_what_they_would_have_drawn(where: dic
 
 
 @pytest.mark.parametrize("where", WHERE)
+def test_sets_and_variables_hold_what_they_held(where: dict[str, Any]) -> None:
+    model, seen, last = torch.nn.Linear(8, 8), {1}, [0]
+    known = 1
+    later: int
+
+    def step(batch: torch.Tensor) -> None:
+        nonlocal known, later
+        known = 3
+        seen.clear()
+        seen.add(2)
+        last[0] += 1
+        model(batch).sum().backward()
+        later = known
+        del known
+
+    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    assert (seen, last, known) == ({1}, [0], 1)
+    assert step.__closure__ is not None
+    variables = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))
+    with pytest.raises(ValueError, match="empty"):
+        _ = variables["later"].cell_contents
+    later = 0
+
+    def fails(batch: torch.Tensor) -> None:
+        nonlocal known
+        model(batch).sum().backward()
+        last[0] += 1
+        del known
+
+    with pytest.raises(NameError):
+        lowtide.foresee(model, fails, torch.ones(2, 8), **where)
+    assert (last, known, later) == ([0], 1, 0)
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_arrays_have_the_contents_that_they_had(where: dict[str, Any]) -> None:
     model = torch.nn.Linear(8, 8)
     mean, objects, constant = np.full(8, np.nan), np.array([None, {}], dtype=object), np.broadcast_to(np.ones(1), 8)

@@ -31,6 +31,20 @@ class Bound(nn.Module):
         return self.linear(x * self.average)
 
 
+def test_signs_of_zeros_are_put_back_and_who_draws_without_a_state_is_let_be() -> None:
+    model, system = nn.BatchNorm1d(4), random.SystemRandom()
+    assert model.running_mean is not None
+
+    def step(batch: Tensor) -> None:
+        assert 0 <= system.random() < 1
+        assert model.running_mean is not None
+        model(batch).sum().backward()
+        model.running_mean.zero_().neg_()
+
+    lowtide.rehearse(nn.Sequential(model), lambda batch: step(batch), torch.randn(8, 4))
+    assert not model.running_mean.signbit().any()
+
+
 def test_parameters_that_are_bound_anew() -> None:
     model = Bound()
     before, content = dict(model.named_parameters()), model.average.detach().clone()

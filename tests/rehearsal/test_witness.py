@@ -83,6 +83,31 @@ def test_a_block_that_finds_something_else_in_backward_is_not_run_again() -> Non
     assert verdict.within_budget
 
 
+class Turned(Scaled):
+    """Tells its blocks which way round to take what they are given: the same rows in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = self.turning(block)
+
+    def turning(self, block: Block):
+        def forward(x: Tensor) -> Tensor:
+            x = x.flip(0) if self.state.scale > 1 else x
+            hidden = Twice.apply(Twice.apply(block.wide(x)))
+            return x + block.narrow(hidden).tanh()
+
+        return forward
+
+
+def test_a_block_that_finds_the_same_in_another_order_is_not_run_again() -> None:
+    model = Turned()
+    profile, _, verdict = within(model, step_of(model), batch(), 20)
+    assert {call.refused for call in profile.calls if call.cls == "Block"} == {CHANGED}
+    assert verdict.identical
+    assert verdict.within_budget
+
+
 def test_what_was_cached_in_forward_is_not_there_in_backward() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:

@@ -8,8 +8,8 @@ optimizers that step, one level of references at a time, and afterwards each hol
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._code import Named, is_opaque, origin, variables
-from lowtide.rehearsal.reached import GENERATORS, slots_of
+from lowtide.rehearsal.reached import is_generator, slots_of
 from lowtide.rehearsal.unchanged import RandomState, state_of
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ class Kept:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._hook.remove()
-        for restore in reversed(self._restore):
-            restore()
-        self._restore.clear()
-        self._seen.clear()
-        self._random.restore()
+        with contextlib.ExitStack() as stack:  # all of them, from the last on, whatever fails
+            stack.callback(self._random.restore)
+            stack.callback(self._seen.clear)
+            for restore in self._restore:
+                stack.callback(restore)
+            self._restore.clear()
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
@@ -111,7 +112,7 @@ class Kept:
             return self._cell(thing)
         if isinstance(thing, np.ndarray):
             return self._array(thing)
-        if isinstance(thing, GENERATORS):
+        if is_generator(thing):
             self._generator(thing)
         if is_opaque(type(thing)):
             return ()
@@ -165,13 +166,14 @@ class Kept:
         return (*contents, *named, *(function.__closure__ or ()), *(function.__defaults__ or ()), wrapped)
 
     def _cell(self, cell: types.CellType) -> Iterable[Any]:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # empty
-            return ()
+        content = _in_cell(cell)
 
         def restore() -> None:
-            if cell.cell_contents is not content:
+            if _in_cell(cell) is content:
+                return
+            if content is _Empty:
+                del cell.cell_contents
+            else:
                 cell.cell_contents = content
 
         self._restore.append(restore)
@@ -192,9 +194,8 @@ class Kept:
         return before.ravel().tolist() if before.dtype == object and before.size <= LARGEST else ()
 
     def _generator(self, generator: Any) -> None:
-        if not isinstance(generator, random.SystemRandom):  # that one has no state
-            set_state, state = state_of(generator)
-            self._restore.append(functools.partial(set_state, state))
+        set_state, state = state_of(generator)
+        self._restore.append(functools.partial(set_state, state))
 
     def _slots(self, thing: Any) -> Iterable[Any]:
         """What an object has in slots, frozen or not."""
@@ -216,7 +217,14 @@ class Kept:
 
 
 class _Empty:
-    """What a slot without content has."""
+    """What a slot or a cell without content has."""
+
+
+def _in_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _Empty
 
 
 def _content(slot: types.MemberDescriptorType, thing: Any) -> Any:
@@ -229,4 +237,6 @@ def _content(slot: types.MemberDescriptorType, thing: Any) -> Any:
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, dict):
         return all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True))
-    return isinstance(now, set) or all(a is b for a, b in zip(now, before, strict=True))
+    if isinstance(now, set):
+        return set(map(id, now)) == set(map(id, before))
+    return all(a is b for a, b in zip(now, before, strict=True))

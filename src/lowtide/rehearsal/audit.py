@@ -18,6 +18,7 @@ from torch import nn
 from lowtide._torch import in_backward, next_sequence_number, storage_id
 from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal import addresses, readers, sharding
+from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.draws import DRAWS, OwnDraws
@@ -28,7 +29,7 @@ from lowtide.rehearsal.processes import n_sent
 from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
 from lowtide.rehearsal.sharding import AROUND_UNITS, Units
-from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, identical, timed
+from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, timed
 from lowtide.rehearsal.witness import Witness
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call

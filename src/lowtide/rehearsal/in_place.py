@@ -17,6 +17,7 @@ import torch
 from lowtide._clock import now_ms
 from lowtide.memory.events import Allocate, Free, Mark
 from lowtide.planner import records
+from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.trials import CAN_GO_WRONG
 from lowtide.remat.in_place import MIN_BYTES, OPERATORS, InPlace, Operator, available
 
@@ -118,7 +119,7 @@ def _same(expected: Any, found: Any) -> bool:
 def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.stride() == other.stride() and torch.equal(one, other)
+    return identical(one, other)
 
 
 def with_their_own(groups: Sequence[Together], levels: Levels) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ dicts with more entries only tensors and modules are looked at."""
 LARGEST_BYTES = 1 << 28
 """As are larger tensors, unless a module owns them."""
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
@@ -103,7 +103,7 @@ class Reached:
             return (thing.func, thing.args, thing.keywords)
         if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
             return ()
-        if isinstance(thing, GENERATORS):
+        if is_generator(thing):
             self.generators.append(thing)
             return ()
         attributes = getattr(thing, "__dict__", None)
@@ -223,6 +223,11 @@ def put_back(container: Any, key: Any, content: Any) -> None:
         container.cell_contents = content
     else:
         container[key] = content
+
+
+def is_generator(thing: Any) -> bool:
+    """Whether it draws random numbers from a state; the system's have none."""
+    return isinstance(thing, _GENERATORS) and not isinstance(thing, random.SystemRandom)
 
 
 def content_now(container: Any, key: Any) -> Any:

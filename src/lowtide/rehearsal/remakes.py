@@ -16,10 +16,11 @@ from torch import nn
 from lowtide._clock import now_ms
 from lowtide._torch import parts_of, sequence_number
 from lowtide.identity import place_of
+from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.sharding import Homes
-from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter, identical
+from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter
 from lowtide.rehearsal.unrecorded import Unrecorded
 from lowtide.remat.actions import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.remat.builder import Builder, Owners

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from lowtide._clock import now_ms
 from lowtide._torch import TorchDispatchMode, anything_compiled
+from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.drafts import ValueDraft
 from lowtide.remat.advance import Advance, result_node
 from lowtide.remat.replay import Frame
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.remat.remake import Remake
-    from lowtide.remat.values import Geometry
 
 T = TypeVar("T")
 
@@ -84,42 +84,6 @@ class Meter:
     def forget(self) -> None:
         """Hold no remake any longer."""
         self._last.clear()
-
-
-def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
-    """Whether two tensors, or this view of both, are the same bit for bit (signed zeros and NaNs too), with the same
-    strides.
-    """
-    if view is not None:
-        if not (_reaches(one, view) and _reaches(other, view)):
-            return False
-        one, other = one.as_strided(*view), other.as_strided(*view)
-    if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
-        return False
-    if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
-        return False
-    one, other = one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg()  # else there are no bits to see
-    bits = _BITS.get(one.dtype)
-    if bits is not None:
-        one, other = one.view(bits), other.view(bits)
-    return torch.equal(one, other)
-
-
-def _reaches(tensor: Tensor, view: Geometry) -> bool:
-    """Whether all elements of `view` are in the memory of `tensor`."""
-    shape, strides, offset = view
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return 0 in shape or (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
-
-
-_BITS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.complex64: torch.int64,
-    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.int8),
-}
 
 
 def timed(

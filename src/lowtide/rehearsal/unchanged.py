@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._clock import accelerator_in_use
 from lowtide._torch import is_plain, parts_of
 from lowtide.identity import place_of, tensors_in
+from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, has_graph, put_back, states
 from lowtide.remat.in_place import InPlace
@@ -185,7 +186,7 @@ class _Content:
 
     def restore(self) -> None:
         now = parts_of(self.tensor.detach().cpu())
-        if not all(map(torch.equal, now, parts_of(self.saved))):
+        if not all(map(identical, now, parts_of(self.saved))):
             # A sparse tensor is given other parts, which one that shares the old ones would not pass on.
             (self.tensor.detach() if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
 

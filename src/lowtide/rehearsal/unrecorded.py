@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.drafts import ValueDraft
-from lowtide.rehearsal.trials import identical
 from lowtide.remat.values import Value
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ import torch
 from lowtide._torch import is_fake, parts_of
 from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import ASIDE
+from lowtide.rehearsal.bits import number_of
 from lowtide.remat import values
 from lowtide.remat.replay import Frame
 from lowtide.remat.values import Probe
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from lowtide.remat.engine import Engine
     from lowtide.remat.values import Handle, Value
-
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Witness:
@@ -62,11 +61,11 @@ class Witness:
         )
 
     def _sum(self, tensor: Tensor) -> int:
-        """A number that hardly any other content has."""
+        """A number of all its parts; see `number_of`."""
         self._mark(ASIDE, True)
         try:
             with torch.no_grad():
-                return sum(_sum_of(part.detach()) for part in parts_of(tensor))
+                return hash(tuple(number_of(part) for part in parts_of(tensor)))
         finally:
             self._mark(ASIDE, False)
 
@@ -99,17 +98,6 @@ class Checked(Probe):
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
         self._witness.read(self._slots[handle], handle, tensor)
-
-
-def _sum_of(tensor: Tensor) -> int:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    tensor = tensor.resolve_neg()
-    size = tensor.element_size()
-    per_word = 8 // size
-    if tensor.is_contiguous() and not (tensor.numel() % per_word or tensor.storage_offset() % per_word):
-        return int(tensor.view(-1).view(torch.int64).sum())
-    return int(tensor.view(_WHOLE_NUMBERS[size]).sum(dtype=torch.int64))
 
 
 def _once_more(frame: Frame, value: Value) -> Tensor:

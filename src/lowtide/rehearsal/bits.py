@@ -1,0 +1,98 @@
+"""Whether tensors are the same bit for bit, and a number that tells apart contents that are not there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.remat.values import Geometry
+
+PIECE = 2**16
+"""Elements that are looked at together."""
+
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element."""
+
+
+def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
+    """Whether two tensors, or this view of both, are the same bit for bit (signed zeros and NaNs too), with the same
+    strides.
+    """
+    if view is not None:
+        if not (_reaches(one, view) and _reaches(other, view)):
+            return False
+        one, other = one.as_strided(*view), other.as_strided(*view)
+    if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
+        return False
+    if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
+        return False
+    return torch.equal(_integers(one), _integers(other))
+
+
+def number_of(tensor: Tensor) -> int:
+    """A number that hardly any other content has, nor the same one in another order. Of a strided tensor.
+
+    Each word of 4 bytes counts as often as its place says; the strides do not matter. Not of 8: two sign bits would
+    cancel each other at the end of the sum.
+    """
+    integers = _integers(tensor)
+    weights = _weights(min(PIECE, integers.numel()) * max(1, integers.element_size() // 4), tensor.device)
+    sums: list[Tensor] = []
+    for piece in _pieces(integers):
+        words = _words(piece)
+        sums.append(torch.mul(words, weights[: words.numel()]).sum())
+    found = 0
+    for number in torch.stack(sums).tolist() if sums else ():
+        found = (found * _FACTOR + number) % 2**64
+    return found
+
+
+_FACTOR = 0x9E3779B97F4A7C15
+"""Odd, with bits that look random (SplitMix64)."""
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers that look random."""
+    weights = torch.arange(1, count + 1, device=device).mul_(_FACTOR - 2**64)
+    weights ^= weights >> 31
+    return weights.mul_(_FACTOR - 2**64).bitwise_or_(1)
+
+
+def _words(piece: Tensor) -> Tensor:
+    """What is in it in words of 4 bytes; as it is where it ends within one."""
+    if piece.nbytes % 4:
+        return piece
+    piece = piece.contiguous()
+    if piece.storage_offset() * piece.element_size() % 4:
+        piece = piece.clone()
+    return piece.view(torch.uint8).view(torch.int32)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Its elements in their order, not too many at once: copies where they do not lie so."""
+    if tensor.numel() <= PIECE:
+        yield tensor.reshape(-1)
+        return
+    rows = max(1, PIECE * tensor.shape[0] // tensor.numel())
+    for piece in tensor.split(rows):  # type: ignore[no-untyped-call]
+        yield from _pieces(piece) if piece.numel() <= PIECE else _pieces(piece[0])
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The same memory as integers; of complex numbers with a dimension more."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # else there are no bits to see
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor if tensor.dtype is torch.bool else tensor.view(_AS_INTEGERS[tensor.element_size()])
+
+
+def _reaches(tensor: Tensor, view: Geometry) -> bool:
+    """Whether all elements of `view` are in the memory of `tensor`."""
+    shape, strides, offset = view
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return 0 in shape or (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
