@@ -1,6 +1,7 @@
 import pickle
 
 import pytest
+import torch
 
 import lowtide
 from lowtide import errors
@@ -125,3 +126,38 @@ def test_a_stale_plan_lists_the_differences() -> None:
     error = errors.StalePlan("the plan is for another step.", differences=["batch: a -> b"])
     assert error.differences == ("batch: a -> b",)
     assert str(error) == "the plan is for another step.\n  batch: a -> b"
+
+
+def test_a_path_in_place_of_a_record_is_told_how_to_read_it() -> None:
+    model, batch = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    wants_a_plan = [
+        lambda: lowtide.apply(model, "plan.json"),  # type: ignore[arg-type]
+        lambda: lowtide.verify(model, model, batch, "plan.json"),  # type: ignore[arg-type]
+        lambda: lowtide.timeline(model, model, batch, plan="plan.json"),  # type: ignore[arg-type]
+        lambda: lowtide.foresee(model, model, batch, plan="plan.json"),  # type: ignore[call-overload]
+        lambda: lowtide.foresee(model, model, batch, plan="plan.json", device="T4"),  # type: ignore[call-overload]
+        lambda: lowtide.largest(model, model, batch, budget="1GiB", plan="plan.json"),  # type: ignore[arg-type]
+    ]
+    for call in wants_a_plan:
+        with pytest.raises(errors.LowtideError, match=r"takes a Plan, found str; Plan\.from_json\(path\) reads one"):
+            call()
+    wants_a_profile = [
+        lambda: lowtide.plan("profile.json", "60%"),  # type: ignore[arg-type]
+        lambda: lowtide.frontier("profile.json"),  # type: ignore[arg-type]
+        lambda: lowtide.fit(model, model, batch, budget="60%", profile="profile.json"),  # type: ignore[arg-type]
+    ]
+    for call in wants_a_profile:
+        with pytest.raises(errors.LowtideError, match=r"takes a Profile, found str; Profile\.from_json\(path\) reads"):
+            call()
+
+
+def test_settings_that_make_no_sense_are_refused_before_anything_runs() -> None:
+    model, batch = torch.nn.Linear(2, 2), torch.ones(4, 2)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+    with pytest.raises(errors.LowtideError, match="found 'row'"):
+        lowtide.accumulate(step, batch, 2, weight="row")  # type: ignore[arg-type]
+    with pytest.raises(errors.LowtideError, match="at least 1; found 0"):
+        lowtide.largest(model, step, batch, budget="1GiB", most=0)

@@ -29,7 +29,7 @@ LAYERS = [
     ["lowtide.levers"],
     ["lowtide.lookout", "lowtide.applying"],
     ["lowtide.foresight"],
-    ["lowtide.rehearsing", "lowtide.verification"],
+    ["lowtide.rehearsing", "lowtide.timelines", "lowtide.verification"],
     ["lowtide.shapes"],
     ["lowtide.watching", "lowtide.releasing"],
     ["lowtide.fitting", "lowtide.oom"],

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lowtide.planner import plan
     from lowtide.planner.frontier import Frontier, frontier
     from lowtide.planner.records import Plan, Profile
-    from lowtide.rehearsal.timeline import timeline
     from lowtide.rehearsing import rehearse
     from lowtide.releasing import loss_only, release, step
+    from lowtide.timelines import timeline
     from lowtide.verification import Verdict, verify
     from lowtide.watching.watch import Watch, watch
 
@@ -116,7 +116,7 @@ _HOMES = {
     "rehearse": "lowtide.rehearsing",
     "release": "lowtide.releasing",
     "step": "lowtide.releasing",
-    "timeline": "lowtide.rehearsal.timeline",
+    "timeline": "lowtide.timelines",
     "verify": "lowtide.verification",
     "watch": "lowtide.watching.watch",
 }

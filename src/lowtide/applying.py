@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,10 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide._removable import Removable
-from lowtide.errors import LowtideError, StalePlan
+from lowtide.errors import StalePlan
 from lowtide.identity import fingerprint
-from lowtide.levers import put_on
-from lowtide.levers.lever import NoUse
+from lowtide.levers import of_plan
 from lowtide.lookout import Lookout, passed_by
 from lowtide.planner.records import Plan
 from lowtide.rehearsal.witness import Checked
@@ -36,10 +34,7 @@ class Applied(Removable):
             lookout = Lookout(model, plan, say)  # behind the levers, as the rehearsal was
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
-            try:
-                undo.callback(put_on(model, plan.levers, optimizer).remove)
-            except NoUse as why:
-                raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
+            undo.callback(of_plan(plan, model, optimizer).remove)
             if self._engine.does_anything:
                 undo.callback(self._engine.remove)
                 self._engine.install()
@@ -80,7 +75,7 @@ def apply(
     Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
     that can't be put on; then nothing is in force.
     """
-    _check(plan)
+    Plan.expect(plan, "apply")
     found = fingerprint(model, None)
     differences = plan.fingerprint.differences(replace(found, batch=plan.fingerprint.batch))
     if differences:
@@ -88,9 +83,3 @@ def apply(
             f"this plan is not for this {type(model).__name__}: rehearse and plan again.", differences=differences
         )
     return Applied(model, plan, optimizer, say)
-
-
-def _check(plan: object) -> None:
-    if not isinstance(plan, Plan):
-        hint = "; Plan.from_json(path) reads one" if isinstance(plan, str | os.PathLike) else ""
-        raise LowtideError(f"apply puts a Plan in force, found {type(plan).__name__}{hint}.")

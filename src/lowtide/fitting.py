@@ -147,9 +147,7 @@ def fit(
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
     if profile is None:
         profile = rehearse(model, step, batch, optimizer=optimizer)
-    elif not isinstance(profile, Profile):
-        raise LowtideError(f"profile takes what rehearse gives, a Profile; found {type(profile).__name__}.")
-    elif differences := profile.fingerprint.differences(fingerprint(model, batch)):
+    elif differences := Profile.expect(profile, "fit(profile=...)").fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this profile is not of this {type(model).__name__} and batch.", differences=differences)
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)

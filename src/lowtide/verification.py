@@ -132,8 +132,10 @@ def verify(
     as it was afterwards. `model` must not have a plan applied. `optimizer` is needed where one of the plan's levers
     changes it. Where some are not exact, the step is also run with these levers and without the rest of the plan.
 
-    Raises StalePlan if the plan is for another model, batch or device.
+    Raises StalePlan if the plan is for another model, batch or device; RehearsalError for a step that can't be
+    rehearsed; LowtideError if a plan is in force already, or a lever of this one can't be put on.
     """
+    Plan.expect(plan, "verify")
     check(model, step, batch)
     if differences := plan.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)

@@ -158,6 +158,26 @@ def test_fit_with_the_users_word() -> None:
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+def test_a_plan_with_it_is_foreseen_and_shown_with_it() -> None:
+    model, batch = model_of("gpt2"), batch_of()
+
+    def step(batch: Batch) -> None:
+        model(**batch).loss.backward()
+        model.zero_grad()
+
+    fitted = lowtide.fit(model, step, batch, budget="45%", levers=["loss head"])
+    fitted.remove()
+    assert [lever.name for lever in fitted.plan.levers] == ["loss head"]
+    planned = fitted.plan.predicted.peak_bytes
+    foreseen = lowtide.foresee(model, step, batch, plan=fitted.plan)
+    measured = lowtide.timeline(model, step, batch, plan=fitted.plan)
+    assert foreseen.peak_bytes == pytest.approx(planned, rel=0.002)
+    assert foreseen.static.total + measured.peak_bytes == pytest.approx(planned, rel=0.002)
+    on_card = [lowtide.foresee(model, step, batch, plan=plan, device="T4") for plan in (fitted.plan, None)]
+    assert on_card[1].peak_bytes - on_card[0].peak_bytes > LOGITS_BYTES
+    assert not hasattr(model.lm_head, "_forward_hooks") or not model.lm_head._forward_hooks
+
+
 def test_with_remakes_replays_and_steps_in_backward_beside_it() -> None:
     model, batch = model_of("gpt2", n_layer=1, resid_pdrop=0.1), batch_of()
     step = _step(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -22,9 +22,10 @@ from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
 from lowtide.foresight.twins import placed
 from lowtide.identity import device_of, fingerprint, tensors_in
+from lowtide.levers import of_plan
 from lowtide.memory.cards import Card, parse_card
 from lowtide.memory.events import Timeline
-from lowtide.planner.records import Static
+from lowtide.planner.records import Plan, Static
 from lowtide.rehearsal.checks import check
 from lowtide.remat.planned import Planned
 from lowtide.remat.sharding import units
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from lowtide.foresight.device.outcome import CardForesight
     from lowtide.memory.allocator.config import AllocatorConfig
-    from lowtide.planner.records import Plan
 
 COMPILED = "compiled code (torch.compile) needs what it needs as it was written; it may keep other tensors for backward"
 
@@ -118,6 +118,8 @@ def foresee(
     Raises Unforeseeable, with the line, for a step that decides by what is in other tensors; RehearsalError for a step
     that can't be rehearsed; StalePlan for a plan of another model.
     """
+    if plan is not None:
+        Plan.expect(plan, "foresee")
     check(model, step, batch)
     if device is not None:
         from lowtide.foresight.device.rehearsing import foresee_on  # only who asks for a card needs one
@@ -129,7 +131,7 @@ def foresee(
     answers, trials = Answers(fakes), Trials()
     ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept:
+    with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept, of_plan(plan, model, optimizer):
         names = Names(engine, ledger.mark)
         with ledger, Questions(answers, ledger), as_they_are():
             adopt(ledger, everything)

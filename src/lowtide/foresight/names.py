@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lowtide import _torch
 from lowtide.identity import tensors_in
-from lowtide.rehearsal.timeline import _labels as labels
-from lowtide.rehearsal.timeline import _Names
+from lowtide.rehearsal import names
+from lowtide.rehearsal.names import labels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Names", "labels"]
 
 
-class Names(_Names):
+class Names(names.Names):
     """The probe of a measured step, told of storages by their numbers: fake ones are at no address."""
 
     def _address(self, tensor: Tensor) -> int:

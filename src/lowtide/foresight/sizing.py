@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lowtide._torch import tree_map
-from lowtide.errors import BudgetError, Infeasible, RehearsalError
+from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
 from lowtide.foresight.foreseeing import Foresight, foresee
 from lowtide.identity import tensors_in, with_tensors
 from lowtide.memory.cards import Card, context_bytes, parse_card
@@ -73,6 +73,8 @@ def largest(
     linear. Raises Infeasible if size 1 does not fit, BudgetError if neither a budget nor a card is given, and whatever
     `foresee` raises.
     """
+    if most < 1:
+        raise LowtideError(f"most is the largest size that may be tried, at least 1; found {most}.")
     card = None if device is None else parse_card(device)
     budget_bytes = _limit(budget, card)
     given = size_of(batch, batch_dim)

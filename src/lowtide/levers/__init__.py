@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lowtide._removable import Removable
 from lowtide.errors import LowtideError
 from lowtide.levers.fused_optimizer import FusedOptimizer
-from lowtide.levers.lever import Lever, On
+from lowtide.levers.lever import Lever, NoUse, On
 from lowtide.levers.loss_head import LossHead
 from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.outputs import Outputs
@@ -23,6 +23,8 @@ from lowtide.planner.records import Pulled
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from lowtide.planner.records import Plan
 
 _ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), LossHead(), StepInBackward(), MicroBatches())
 
@@ -58,6 +60,14 @@ def put_on(model: nn.Module, levers: Iterable[Pulled], optimizer: Optimizer | No
             undo.callback(each.remove)
             on.append(each)
         return PulledOn(undo.pop_all(), tuple(on))
+
+
+def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizer | None) -> PulledOn:
+    """Put a plan's levers on; without a plan there are none. Raises LowtideError if one can't be put on."""
+    try:
+        return put_on(model, () if plan is None else plan.levers, optimizer)
+    except NoUse as why:
+        raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
 
 
 def in_script(text: str) -> Pulled:

@@ -55,6 +55,7 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     Peaks and extras are predicted. A budget whose plan is no cheaper than that of a smaller one adds no point, so there
     may be fewer points than budgets. Raises ValueError for less than two budgets.
     """
+    Profile.expect(profile, "frontier")
     if n_budgets < 2:
         raise ValueError(f"n_budgets must be at least 2, the smallest peak and the plain step; found {n_budgets}.")
     plain = simulator_of(profile).predict(Decisions())

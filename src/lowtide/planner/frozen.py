@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -47,6 +48,14 @@ class Record:
                 f"{this} is not a {name} {what}.\n  Write one with `{name.lower()}.to_json(path)`{command}."
             ) from error
         return record
+
+    @classmethod
+    def expect(cls, thing: object, by: str) -> Self:
+        """The thing, if it is such a record. `by` is who takes one. Raises LowtideError for anything else."""
+        if not isinstance(thing, cls):
+            hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(thing, str | os.PathLike) else ""
+            raise LowtideError(f"{by} takes a {cls.__name__}, found {type(thing).__name__}{hint}.")
+        return thing
 
     def _written(self) -> object:
         """What the JSON text says."""

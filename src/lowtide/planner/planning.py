@@ -59,6 +59,7 @@ def plan(
     Raises BudgetError for a budget that cannot be read, LowtideError for a profile that contradicts itself, and
     Infeasible, with the smallest peak that was found, where no plan fits.
     """
+    Profile.expect(profile, "plan")
     simulator = simulator_of(profile, offload=offload)
     plain = simulator.predict(Decisions())
     plain_bytes = plain_peak_bytes(profile)

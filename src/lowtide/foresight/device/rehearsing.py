@@ -24,6 +24,7 @@ from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
 from lowtide.foresight.twins import Twins, swap
+from lowtide.levers import of_plan
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Timeline
 
@@ -46,7 +47,7 @@ def foresee_on(
     allocator: AllocatorConfig | None = None,
 ) -> CardForesight:
     """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
-    with OnCard(card, model, batch, (step, optimizer), plan=plan) as rehearsal:
+    with of_plan(plan, model, optimizer), OnCard(card, model, batch, (step, optimizer), plan=plan) as rehearsal:
         step(batch)
         rehearsal.second()
         step(batch)

@@ -1,0 +1,55 @@
+"""What is in memory during one step, measured: as it is, or under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import StalePlan
+from lowtide.identity import fingerprint, place_of, tensors_in
+from lowtide.levers import of_plan
+from lowtide.memory.events import Timeline
+from lowtide.memory.measuring import recorder_for
+from lowtide.planner.records import Plan
+from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.names import Names, labels
+from lowtide.rehearsal.trace import address
+from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.remat.planned import Planned
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def timeline(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    plan: Plan | None = None,
+    optimizer: Optimizer | None = None,
+) -> Timeline:
+    """What is in memory after each allocation of one `step(batch)`, by category and module, without or under a plan.
+
+    Bytes are over entry: parameters and whatever else exists before the step are not in it. The step is run twice, the
+    second time is shown (when the optimizer has its state), and afterwards everything is as it was. `optimizer` is
+    needed where one of the plan's levers changes it. Raises RehearsalError for a step that can't be rehearsed,
+    StalePlan for a plan of another model, LowtideError for a lever that can't be put on.
+    """
+    check(model, step, batch)
+    if plan is not None:
+        Plan.expect(plan, "timeline")
+        found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch)
+        if differences := plan.fingerprint.differences(found):
+            raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
+    with Unchanged(model, batch, optimizer, step) as unchanged, of_plan(plan, model, optimizer):
+        step(batch)
+        with recorder_for(place_of(model)) as recorder:
+            names = Names(Planned(model, plan), recorder.mark)
+            with names.running():
+                step(batch)
+            state = [t for o in unchanged.optimizers for entry in o.state.values() for t in tensors_in(entry)]
+            recorder.mark("optimizer state", tuple(address(t) for t in state))
+    return Timeline(recorder.stream, labels(recorder.stream, names))
