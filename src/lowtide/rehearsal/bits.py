@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from lowtide.remat.values import Geometry
 
-PIECE = 2**16
-"""Elements that are looked at together."""
+PIECE = 2**18
+"""Elements that are looked at together: few enough for little memory, many enough for few events in a recording."""
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element."""
