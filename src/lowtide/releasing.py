@@ -20,6 +20,7 @@ from torch.nn.modules import module as modules
 
 from lowtide import _torch
 from lowtide._removable import Removable
+from lowtide._standins import stand_in
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
@@ -68,15 +69,16 @@ class Step(AbstractContextManager["Step"]):
             raise LowtideError("this step has begun already. Write a new `with lowtide.step():`.")
         before = modules.register_module_forward_pre_hook(self._begins)
         after = modules.register_module_forward_hook(self._ends, always_call=True)
-        engine = getattr(torch.autograd, _torch.ENGINE)
 
-        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread and not _torch.in_backward():
-                self._backward_begins(outputs, creates_graph=bool((*args, None, None, None)[2]))
-            return engine(outputs, *args, **kwargs)
+        def make(engine: Callable[..., Any]) -> Callable[..., Any]:
+            def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if self._is_here() and not _torch.in_backward():
+                    self._backward_begins(outputs, creates_graph=bool((*args, None, None, None)[2]))
+                return engine(outputs, *args, **kwargs)
 
-        setattr(torch.autograd, _torch.ENGINE, run_backward)
-        self._undo = [before.remove, after.remove, lambda: setattr(torch.autograd, _torch.ENGINE, engine)]
+            return run_backward
+
+        self._undo = [before.remove, after.remove, stand_in(torch.autograd, _torch.ENGINE, make)]
         return self
 
     def __exit__(
@@ -93,10 +95,16 @@ class Step(AbstractContextManager["Step"]):
             if leaf is not None and leaf.grad is not None and leaf.grad.grad_fn is not None:
                 self.n_released += _let_go(leaf.grad, must=False)
 
+    def _is_here(self) -> bool:
+        """Whether this is the thread whose step it is."""
+        return threading.get_ident() == self._thread
+
     def _begins(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
+        self._depth += self._is_here()
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_here():
+            return
         self._depth -= 1
         if self._depth or _torch.in_backward() or torch.compiler.is_compiling():
             return

@@ -20,6 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import _torch
+from lowtide._standins import stand_in
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Event, EventStream, Mark, Timeline
 from lowtide.memory.variables import Held, held_by_variables
@@ -77,20 +78,21 @@ class Looks:
     def begin(self) -> None:
         """The first look, at what the step before left; and stand where backward passes and optimizers go by."""
         self._look("at the end of the step", is_first=True)
-        engine = getattr(torch.autograd, _torch.ENGINE)
 
-        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.frame is None or threading.get_ident() != self._thread or _torch.in_backward():
-                return engine(outputs, *args, **kwargs)
-            self._look("before backward")
-            try:
-                return engine(outputs, *args, **kwargs)
-            finally:
-                self._is_after_backward = True
+        def make(engine: Callable[..., Any]) -> Callable[..., Any]:
+            def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if self.frame is None or threading.get_ident() != self._thread or _torch.in_backward():
+                    return engine(outputs, *args, **kwargs)
+                self._look("before backward")
+                try:
+                    return engine(outputs, *args, **kwargs)
+                finally:
+                    self._is_after_backward = True
 
-        setattr(torch.autograd, _torch.ENGINE, run_backward)
+            return run_backward
+
         hook = register_optimizer_step_pre_hook(lambda *_: self._look_after_backward())
-        self._undo = [lambda: setattr(torch.autograd, _torch.ENGINE, engine), hook.remove]
+        self._undo = [stand_in(torch.autograd, _torch.ENGINE, make), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:
         """The last look, unless an exception ends the block; afterwards torch is as it was."""

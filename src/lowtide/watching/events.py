@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide import _torch
+from lowtide._standins import stand_in
 from lowtide.errors import LowtideError
 from lowtide.memory.frames import local_variables
 from lowtide.watching.calls import tensors_in
@@ -41,9 +42,11 @@ class Events:
         after = modules.register_module_forward_hook(self._forward_ends, always_call=True)
         step = register_optimizer_step_post_hook(self._stepped)
         self._undo = [before.remove, after.remove, step.remove]
-        self._replace(torch.autograd, _torch.ENGINE, self._engine)
-        self._replace(Optimizer, "zero_grad", self._zero_grad)
-        self._replace(nn.Module, "zero_grad", self._zero_grad)
+        self._undo += [
+            stand_in(torch.autograd, _torch.ENGINE, self._engine),
+            stand_in(Optimizer, "zero_grad", self._zero_grad),
+            stand_in(nn.Module, "zero_grad", self._zero_grad),
+        ]
 
     def remove(self) -> None:
         """End. Everything is as it was."""
@@ -62,11 +65,6 @@ class Events:
                     found = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
             frame = frame.f_back
         return found
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = vars(owner)[name]
-        setattr(owner, name, make(original))
-        self._undo.append(lambda: setattr(owner, name, original))
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         self._watch.forward_begins(module)
@@ -99,7 +97,6 @@ class Events:
             watch.gradients_zeroed(_parameters(of), set_to_none)
             original(of, set_to_none)
 
-        zero_grad.__doc__ = original.__doc__
         return zero_grad
 
 
