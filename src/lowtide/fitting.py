@@ -113,7 +113,7 @@ def fit(
 
     `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; it is for all memory of the step:
     parameters, gradients, optimizer state and batch included. `step(batch)` runs forward and backward of `model` (and
-    the optimizer if it likes) and is run about eight times here, after which parameters, gradients, buffers, optimizer
+    the optimizer if it likes) and is run about ten times here, after which parameters, gradients, buffers, optimizer
     state and random numbers are as they were, and schedulers, gradient scalers and other modules that its code refers
     to (not its counters, lists and files). A `profile` from `rehearse` of the same step saves three of them.
 

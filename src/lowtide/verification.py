@@ -140,7 +140,6 @@ def verify(
     if differences := plan.fingerprint.differences(fingerprint(model, batch)):
         raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
-    place = place_of(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
         untouched = Outcome.of(model, lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
@@ -148,11 +147,11 @@ def verify(
             static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
             sent = n_sent()
             unchanged.rewind()  # layers that are dropped at random are those of the rehearsal
-            with recorder_for(place) as recorder:
-                planned_ms = _timed(model, step, batch)
+            with recorder_for(place_of(model)) as recorder:
+                step(batch)
             check_waits_for_nobody(sent)
-            if place.type != "cpu":  # recording takes time of the host, for which a device may have to wait
-                planned_ms = _timed(model, step, batch)
+            unchanged.rewind()
+            planned_ms = _timed(model, step, batch)  # by itself, as the plain step: recording takes time
         unchanged.restore()
         plain, plain_ms = _plain(model, step, batch, copies=bool(inexact))
         compare_with = plain

@@ -202,13 +202,10 @@ def _plain(model: nn.Module, step: Step, batch: Any) -> tuple[Recorder | None, f
     place = place_of(model)
     try:
         with recorder_for(place) as recorder:
-            began = now_ms(place)
             step(batch)
-            step_ms = now_ms(place) - began
-        if place.type != "cpu":  # the first step also loads kernels and sets up libraries
-            began = now_ms(place)
-            step(batch)
-            step_ms = now_ms(place) - began
+        began = now_ms(place)  # of a step by itself: recording takes time, and the first one loads kernels
+        step(batch)
+        step_ms = now_ms(place) - began
     except Exception as error:
         if not is_out_of_memory(error):
             raise
