@@ -10,7 +10,9 @@ from torch import nn
 import lowtide
 from lowtide import cli
 from lowtide.identity import tensors_in
+from lowtide.memory.events import Timeline
 from lowtide.script import foreseeing
+from lowtide.units import format_bytes
 
 TRAIN = """
 import argparse, torch
@@ -78,6 +80,17 @@ def test_what_does_not_fit_has_exit_code_1_and_names_a_card(rehearse) -> None:
     assert code == 1
     assert "it does not fit" in out
     assert "smallest card on which it is sure to fit: L4" in out
+
+
+def test_the_step_is_written_as_a_snapshot(rehearse, tmp_path) -> None:
+    file = tmp_path / "step.pickle"
+    code, out, _ = rehearse("--device", "RTX 3060", "--snapshot", str(file))
+    assert code == 0
+    assert f"{format_bytes(Timeline.from_snapshot(file).peak_bytes)}  requested at the peak of both steps" in out
+    for options in (("--snapshot", "x"), ("--device", "T4", "--batch", "1", "--batch", "2", "--snapshot", "x")):
+        code, _, err = rehearse(*options)
+        assert code == 2
+        assert "--snapshot" in err
 
 
 def test_a_sweep_gives_what_the_script_does_at_those_sizes(rehearse) -> None:

@@ -3,11 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from conftest import RunPython
+from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark, Timeline
 from lowtide.memory.snapshots.reading import Snapshot
 from lowtide.memory.snapshots.summary import summarize
@@ -106,6 +111,33 @@ def test_a_step_measured_on_cpu_becomes_a_snapshot(tmp_path: Path) -> None:
     assert summary.at_end.requested_bytes == gradient_bytes
     assert "gradients" in {share.name for share in summary.categories}
     assert any("0.weight" in share.name for share in summary.origins)
+
+
+def test_timelines_and_foresights_are_written_and_read_by_themselves(tmp_path: Path) -> None:
+    import lowtide
+
+    file = tmp_path / "step.pickle"
+    Timeline(STREAM, LABELS).to_snapshot(file, at_entry=[5000, 0])
+    again = Timeline.from_snapshot(file)
+    freed = sum(event.bytes for event in freed_from_entry(STREAM))
+    assert again.peak_bytes == Timeline(STREAM).peak_bytes + freed + 5000
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+
+        model.zero_grad()
+
+    step(torch.randn(32, 64))
+    model(torch.randn(32, 64)).sum().backward()  # gradients that the step drops
+    foresight = lowtide.foresee(model, step, torch.randn(32, 64))
+    foresight.to_snapshot(file)
+    assert Timeline.from_snapshot(file).peak_bytes == foresight.peak_bytes
+    on_card = lowtide.foresee(model, step, torch.randn(32, 64), device="T4")
+    on_card.to_snapshot(file)
+    assert summarize(Snapshot.read(file)).peak_bytes == on_card.peak_requested_bytes
+    with pytest.raises(LowtideError):
+        Timeline.from_snapshot(tmp_path / "none.pickle")
 
 
 # --- PyTorch's viewer -----------------------------------------------------------------------------------------------

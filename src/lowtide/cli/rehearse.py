@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,12 +24,20 @@ if TYPE_CHECKING:
     help='Rehearse for a CUDA card that is not here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB".',
 )
 @click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="With --device: a batch of this size.")
+@click.option(
+    "--snapshot",
+    "snapshot_to",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --device: write the two steps as a memory snapshot, for pytorch.org/memory_viz.",
+)
 @output_option("--json", "json_to", 'Write the profile to FILE; "-": print that alone.')
 @script_arguments()
 def rehearse(
     plain: bool,
     device: str | None,
     sizes: tuple[int, ...],
+    snapshot_to: Path | None,
     json_to: str | None,
     target: str,
     args: tuple[str, ...],
@@ -51,7 +60,11 @@ def rehearse(
     if device is not None:
         if plain:
             raise click.UsageError("--plain runs a step, and --device runs none.")
-        return _on_card(device, sizes, json_to, target, args, is_module)
+        if snapshot_to is not None and len(sizes) > 1:
+            raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
+        return _on_card(device, sizes, snapshot_to, json_to, target, args, is_module)
+    if snapshot_to is not None:
+        raise click.UsageError("--snapshot goes with --device, before the script.")
     if sizes:
         raise click.UsageError("--batch goes with --device, before the script: what follows it is its own.")
     profile = profile_of(target, args, is_module=is_module, plain=plain, quiet=json_to == "-")
@@ -63,7 +76,13 @@ def rehearse(
 
 
 def _on_card(
-    device: str, sizes: tuple[int, ...], json_to: str | None, target: str, args: tuple[str, ...], is_module: bool
+    device: str,
+    sizes: tuple[int, ...],
+    snapshot_to: Path | None,
+    json_to: str | None,
+    target: str,
+    args: tuple[str, ...],
+    is_module: bool,
 ) -> int:
     from lowtide.memory.cards import parse_card
 
@@ -85,6 +104,8 @@ def _on_card(
                 click.echo(_ended(target, code, size), err=True)
             return INTERRUPTED if code == INTERRUPTED else 2
         found[size] = foresight
+        if snapshot_to is not None:
+            foresight.to_snapshot(snapshot_to)
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(foresight))
     if json_to != "-" and len(sizes) > 1:

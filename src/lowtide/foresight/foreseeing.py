@@ -23,6 +23,7 @@ from lowtide.foresight.trials import Trials
 from lowtide.foresight.twins import placed
 from lowtide.identity import device_of, fingerprint, tensors_in
 from lowtide.levers import of_plan
+from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.cards import Card, parse_card
 from lowtide.memory.events import Timeline
 from lowtide.planner.records import Plan, Static
@@ -32,6 +33,7 @@ from lowtide.remat.sharding import units
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -59,6 +61,17 @@ class Foresight:
     def peak_bytes(self) -> int:
         """The most memory of the step: parameters, gradients, optimizer state and batch included."""
         return self.static.total + self.timeline.peak_bytes
+
+    def to_snapshot(self, path: str | Path) -> None:
+        """Write a memory snapshot, as `Timeline.to_snapshot`, with what exists when the step begins."""
+        static = self.static
+        freed = sum(event.bytes for event in freed_from_entry(self.timeline.stream))  # which the timeline has itself
+        at_entry = []
+        kept = static.parameters, static.optimizer, static.buffers
+        for n_bytes in (static.gradients, static.left, static.inputs, *kept):
+            at_entry.append(max(0, n_bytes - freed))
+            freed = max(0, freed - n_bytes)
+        self.timeline.to_snapshot(path, at_entry=at_entry)
 
     def more(self) -> Iterator[str]:
         """Lines that the table has besides."""

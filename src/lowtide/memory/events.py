@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -208,6 +208,27 @@ class Timeline:
             levels = self.curve[first:stop]
             phases.append(Phase(str(name), first, stop, max(levels), first + levels.index(max(levels))))
         return tuple(phases)
+
+    def to_snapshot(self, path: str | Path, *, at_entry: Iterable[int] = ()) -> None:
+        """Write a memory snapshot, which PyTorch's viewer opens: pytorch.org/memory_viz, torch.cuda._memory_viz.
+
+        Blocks lie where the simulated allocator of a CUDA card puts them. `at_entry` are the bytes of what was there
+        before and stays.
+        """
+        from lowtide.memory.snapshots.writing import write_snapshot
+
+        write_snapshot(self, path, at_entry=at_entry)
+
+    @classmethod
+    def from_snapshot(cls, path: str | Path, device: int | None = None) -> Timeline:
+        """What a file of `torch.cuda.memory._dump_snapshot` recorded: levels are all that the device held, in bytes.
+
+        Only plain data is read from the file, so it may come from anybody. `device` may be left out where there is one.
+        Raises LowtideError for a file that is no snapshot, or has no history of that device.
+        """
+        from lowtide.memory.snapshots.reading import Snapshot
+
+        return Snapshot.read(path).history(device).timeline
 
     def to_json(self, path: str | Path | None = None) -> str:
         """As JSON text: the stream and the labels, of which all else follows; also written to `path` if given."""

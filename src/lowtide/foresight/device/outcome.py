@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lowtide.foresight.behaviours.behaviour import Inside
@@ -14,7 +15,8 @@ from lowtide.memory.allocator.addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import Reserved, simulate
 from lowtide.memory.cards import CARDS, Card, context_bytes
-from lowtide.memory.events import Allocate, Event, EventStream, Mark
+from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline
+from lowtide.memory.snapshots.writing import write_snapshot
 from lowtide.units import format_bytes
 
 Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
@@ -41,6 +43,10 @@ class CardForesight(Foresight):
     """Whether it fits on `card` beside a CUDA context; "unknown" where what is not known could matter."""
     smallest_card: Card | None
     """The smallest card of the table, of its generation of kernels, on which it is sure to fit."""
+
+    def to_snapshot(self, path: str | Path) -> None:
+        """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
+        write_snapshot(Timeline(self.whole, self.timeline.labels), path, self.config)
 
     @property
     def peak_requested_bytes(self) -> int:
