@@ -26,6 +26,8 @@ ONE_OF_EACH = [
     errors.RehearsalError("the step raised"),
     errors.ReplayMismatch("blocks.0 (Block) gives other bits", OSError),
     errors.TorchMissing("lowtide.fit needs torch"),
+    errors.PackageMissing("lowtide frontier --picture needs matplotlib"),
+    errors.Unforeseeable("train.py:3: it decides by the contents of a tensor"),
     errors.StalePlan(
         "the plan is for another model.", differences=["batch: [8, 512] -> [4, 512]", "dtype: f32 -> bf16"]
     ),

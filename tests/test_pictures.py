@@ -177,7 +177,7 @@ def test_matplotlib_is_loaded_for_pictures_only_and_missed_with_advice(tmp_path:
     done = run_python("-c", f"from lowtide import cli; print([cli.main(args) for args in {calls}])", path=tmp_path)
     assert done.stdout.endswith("[0, 2]\n")
     assert done.stderr.startswith(
-        "lowtide.PicturesMissing: lowtide frontier --picture needs the package matplotlib.\n  Found: none here (in "
+        "lowtide.PackageMissing: lowtide frontier --picture needs the package matplotlib.\n  Found: none here (in "
     )
     assert done.stderr.endswith('Install it: pip install "lowtide[pictures]"\n')
     assert not (tmp_path / "f.svg").exists()

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
         Infeasible,
         LowtideError,
         OverBudget,
+        PackageMissing,
         RehearsalError,
         ReplayMismatch,
         StalePlan,
         TorchMissing,
+        Unforeseeable,
     )
     from lowtide.fitting import Fitted, FittedSizes, fit
-    from lowtide.foresight import Foresight, Largest, Unforeseeable, foresee, largest
+    from lowtide.foresight import Foresight, Largest, foresee, largest
     from lowtide.foresight.device.outcome import CardForesight
     from lowtide.graphs import graph
     from lowtide.memory.measuring import measure
@@ -49,6 +51,7 @@ __all__ = [
     "Largest",
     "LowtideError",
     "OverBudget",
+    "PackageMissing",
     "Plan",
     "Profile",
     "RehearsalError",
@@ -92,13 +95,14 @@ _HOMES = {
     "Largest": "lowtide.foresight",
     "LowtideError": "lowtide.errors",
     "OverBudget": "lowtide.errors",
+    "PackageMissing": "lowtide.errors",
     "Plan": "lowtide.planner.records",
     "Profile": "lowtide.planner.records",
     "RehearsalError": "lowtide.errors",
     "ReplayMismatch": "lowtide.errors",
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
-    "Unforeseeable": "lowtide.foresight",
+    "Unforeseeable": "lowtide.errors",
     "Verdict": "lowtide.verification",
     "Watch": "lowtide.watching.watch",
     "accumulate": "lowtide.accumulation.whole",

@@ -4,13 +4,9 @@ import re
 import sys
 from importlib import import_module
 
-from lowtide.errors import LowtideError, TorchMissing
+from lowtide.errors import PackageMissing, TorchMissing
 
 OLDEST_TORCH = (2, 10)
-
-
-class PicturesMissing(LowtideError, ImportError):
-    """A package that draws is absent or cannot be loaded."""
 
 
 def require_torch(asked_by: str) -> None:
@@ -28,12 +24,12 @@ def require_torch(asked_by: str) -> None:
 
 
 def require_pictures(asked_by: str) -> None:
-    """Import what draws, for `asked_by` (a command line); raise PicturesMissing if any of it is absent."""
+    """Import what draws, for `asked_by` (a command line); raise PackageMissing if any of it is absent."""
     for package in ("matplotlib", "textalloc"):
         try:
             import_module(package)
         except ImportError as error:
-            raise PicturesMissing(
+            raise PackageMissing(
                 f"{asked_by} needs the package {package}.\n"
                 f"  Found: {error} (in {sys.executable}).\n"
                 '  Install it: pip install "lowtide[pictures]"'

@@ -4,7 +4,9 @@
       BudgetError      ValueError     a budget that is not an amount of memory
       Infeasible       ValueError     no plan fits the budget; carries the smallest peak that one can reach
       OverBudget       RuntimeError   a measured peak stayed above the budget after every repair
+      PackageMissing   ImportError    a package that only pictures or the demo need is absent
       RehearsalError   RuntimeError   the step could not be rehearsed
+        Unforeseeable                 the step decides by what is in a tensor, and it was to run without memory
       ReplayMismatch   RuntimeError   a part of the model, run again, was another one than before
       StalePlan        ValueError     a plan was made for another model, batch, device, dtype or torch
       TorchMissing     ImportError    torch is absent or too old
@@ -42,12 +44,20 @@ class RehearsalError(LowtideError, RuntimeError):
     """The step could not be rehearsed, so nothing is known about its memory."""
 
 
+class Unforeseeable(RehearsalError):
+    """The step decides something by what is in a tensor, and that can't be known without running it."""
+
+
 class ReplayMismatch(LowtideError, RuntimeError):
     """A module of `module_class` did something else when it was run again: the step ends, and nothing is updated."""
 
     def __init__(self, message: str, module_class: type | None = None) -> None:
         super().__init__(message)
         self.module_class = module_class
+
+
+class PackageMissing(LowtideError, ImportError):
+    """A package that only some of Lowtide needs, for pictures or for the demo, is absent or cannot be loaded."""
 
 
 class TorchMissing(LowtideError, ImportError):
@@ -135,5 +145,5 @@ def _as_budget(peak_bytes: int) -> str:
 
 
 # Users meet these as lowtide.Infeasible and so on: say so in tracebacks, and pickle them under the name that is kept.
-for _public in (LowtideError, *LowtideError.__subclasses__()):
+for _public in (LowtideError, *LowtideError.__subclasses__(), Unforeseeable):
     _public.__module__ = "lowtide"

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lowtide.demo import text
 from lowtide.demo.models import BUILDERS, MINILM, VOCAB
-from lowtide.demo.packages import DemoMissing, need, need_folder
+from lowtide.demo.packages import need, need_folder
 from lowtide.demo.training import digest, state_digests, train
 from lowtide.demo.workloads import MODELS, Workload, workload
+from lowtide.errors import PackageMissing
 
 SMALL = {
     "gpt2": {"batch_size": 4, "length": 64, "layers": 2},
@@ -116,9 +117,9 @@ def test_a_wrong_name_or_size_is_refused() -> None:
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     for missing in (lambda: need("no_such_package.part"), lambda: need_folder("no_such_package", "model")):
-        with pytest.raises(DemoMissing, match=r"no.such.package[\s\S]*pip install \"lowtide\[demo\]\""):
+        with pytest.raises(PackageMissing, match=r"no.such.package[\s\S]*pip install \"lowtide\[demo\]\""):
             missing()
-    with pytest.raises(DemoMissing, match="it has no folder no_such_folder"):
+    with pytest.raises(PackageMissing, match="it has no folder no_such_folder"):
         need_folder("transformers", "no_such_folder")
 
 

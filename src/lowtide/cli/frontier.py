@@ -53,7 +53,7 @@ def frontier(
 
 
 def _can_be_drawn(path: str) -> None:
-    """Raises BadParameter for an ending that is no picture's, and PicturesMissing."""
+    """Raises BadParameter for an ending that is no picture's, and PackageMissing."""
     if Path(path).suffix.lower() not in (".svg", ".png", ".pdf"):
         raise click.BadParameter(f"{path} does not end in .svg, .png or .pdf.", param_hint="--picture")
     require_pictures("lowtide frontier --picture")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import LowtideError
+from lowtide.errors import PackageMissing
 
 # Both are read when the package is first imported or used; a user's own choice stays.
 _SETTINGS = {
@@ -16,12 +16,8 @@ _SETTINGS = {
 }
 
 
-class DemoMissing(LowtideError, ImportError):
-    """A package that the demo needs is absent or cannot be loaded."""
-
-
 def need(module: str) -> Any:
-    """Import `module`, untyped; DemoMissing if that fails. Slow ones are thus loaded only where they are used."""
+    """Import `module`, untyped; PackageMissing if that fails. Slow ones are thus loaded only where they are used."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -39,8 +35,8 @@ def need_folder(package: str, folder: str) -> Path:
     raise _missing(package.replace("_", "-"), "it is not installed" if spec is None else f"it has no folder {folder}")
 
 
-def _missing(package: str, found: str) -> DemoMissing:
-    return DemoMissing(
+def _missing(package: str, found: str) -> PackageMissing:
+    return PackageMissing(
         f"the demo needs the package {package}.\n"
         f"  Found: {found} (in {sys.executable}).\n"
         '  Install it: pip install "lowtide[demo]"'

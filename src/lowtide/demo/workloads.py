@@ -124,7 +124,7 @@ def workload(
     """Build one of MODELS: "gpt2", "bert", "llama" or "resnet". Two builds with equal arguments are equal bit by bit.
 
     The sizes are those of the demo unless given: rows of a batch, tokens a row (or pixels a side), and layers (ResNet:
-    a stage). torch's generators are left as they were. Needs the packages of `lowtide[demo]` (else DemoMissing).
+    a stage). torch's generators are left as they were. Needs the packages of `lowtide[demo]` (else PackageMissing).
     """
     if name not in BUILDERS:
         raise ValueError(f"there is no workload {name!r}: take one of {', '.join(MODELS)}")

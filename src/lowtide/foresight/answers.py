@@ -17,6 +17,7 @@ import torch
 
 from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
+from lowtide.errors import Unforeseeable
 from lowtide.foresight import contents
 from lowtide.foresight.checks import in_optimizer, passing
 from lowtide.foresight.kinds import (
@@ -34,7 +35,7 @@ from lowtide.foresight.kinds import (
     RUNNING,
     TRAINING,
 )
-from lowtide.foresight.lines import Unforeseeable, asked_by_loader, where
+from lowtide.foresight.lines import asked_by_loader, where
 from lowtide.foresight.unknown import Unknown, unknown_array
 
 if TYPE_CHECKING:

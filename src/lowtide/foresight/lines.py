@@ -6,13 +6,8 @@ import sys
 from types import FrameType
 
 from lowtide._torch import is_own
-from lowtide.errors import RehearsalError
 
 _OF_ARRAYS = ("numpy.", "scipy.", "sklearn.")
-
-
-class Unforeseeable(RehearsalError):
-    """The step decides something by what is in a tensor, and that can't be known without running it."""
 
 
 def where() -> str:
