@@ -206,6 +206,11 @@ def output_metadata(node: Node, output: int) -> Any:
     return node._input_metadata[output]
 
 
+def packet_of(func: Any) -> Any:
+    """The operator that an overload, as a dispatch mode gets it, is one of. 2.13, since 1.12."""
+    return func._overloadpacket
+
+
 SAVED = "_saved_"
 """Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
 
@@ -444,11 +449,6 @@ def hooks_but_in_transforms(
         yield
 
 
-def in_function_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running in this thread. 2.13."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
@@ -462,7 +462,10 @@ def in_forward_mode() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a transform of functions runs (`torch.func`), in which tensors may have no memory. 2.13, since 2.1."""
+    """Whether a transform of torch.func (grad, vmap, jvp) runs in this thread; tensors there may have no memory.
+
+    2.13, since 2.1.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

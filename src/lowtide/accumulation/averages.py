@@ -121,17 +121,17 @@ def _average_by(node: Node) -> Average | None:
     if name in _SUMS:
         return Average("sum", terms)
     if name in _REDUCING:
-        reduction = getattr(node, "_saved_reduction", None)
+        reduction = getattr(node, _torch.SAVED + "reduction", None)
         return Average("mean", terms) if reduction == _MEAN else Average("sum", terms) if reduction == _SUM else None
     return None
 
 
 def _likelihood(node: Node) -> Average | None:
     target, total, weight = (_saved(node, name) for name in ("target", "total_weight", "weight"))
-    reduction = getattr(node, "_saved_reduction", None)
+    reduction = getattr(node, _torch.SAVED + "reduction", None)
     if target is None or total is None or reduction not in (_MEAN, _SUM):
         return None
-    ignored = int(getattr(node, "_saved_ignore_index", -100))
+    ignored = int(getattr(node, _torch.SAVED + "ignore_index", -100))
     ignored = ignored - (1 << 64) if ignored >= 1 << 63 else ignored  # torch gives it as unsigned
     kind: Literal["mean", "sum"] = "mean" if reduction == _MEAN else "sum"
     terms = float(total) if kind == "mean" else float(target.numel())
@@ -140,7 +140,7 @@ def _likelihood(node: Node) -> Average | None:
 
 def _saved(node: Node, name: str) -> Tensor | None:
     """A saved tensor, also where a plan of Lowtide holds it; None where somebody else's hooks do."""
-    found = peek(node, f"_saved_{name}")
+    found = peek(node, _torch.SAVED + name)
     if isinstance(found, Handle):
         return found.get() if found.value.kept else None
     return found if isinstance(found, Tensor) else None

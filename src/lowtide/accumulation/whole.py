@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lowtide._torch import SAVED
 from lowtide.accumulation.averages import Shares, SumOver, Weight, average_of, shares_for
 from lowtide.accumulation.batches import micro_batches, rows_of
 from lowtide.errors import LowtideError
@@ -119,7 +120,7 @@ def _check(loss: Any) -> None:
 
 def _refuse_batch_norm(loss: Tensor) -> None:
     for node in nodes_behind(loss):
-        if "BatchNorm" in node.name() and getattr(node, "_saved_training", True):
+        if "BatchNorm" in node.name() and getattr(node, SAVED + "training", True):
             raise LowtideError(
                 f"the model normalizes over the batch ({node.name()} in training mode): in micro-batches its "
                 "statistics, and with them the gradients, are others than those of the whole batch. Use layer or group "

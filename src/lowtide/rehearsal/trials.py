@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from lowtide._clock import now_ms
-from lowtide._torch import TorchDispatchMode, anything_compiled
+from lowtide._torch import TorchDispatchMode, anything_compiled, packet_of
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.drafts import ValueDraft
 from lowtide.remat.advance import Advance, result_node
@@ -42,7 +42,7 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = FORMULAS.get(func._overloadpacket)
+        formula = FORMULAS.get(packet_of(func))
         if formula is not None:
             self.total += int(formula(*args, **(kwargs or {}), out_val=out))
         return out

@@ -20,7 +20,7 @@ from lowtide._torch import (
     CALL,
     hooks_but_in_transforms,
     in_backward,
-    in_function_transform,
+    in_transform,
     never_compiled,
     saved_tensor_hooks,
 )
@@ -256,7 +256,7 @@ class Engine:
             self.n_runs_in_eval_mode += 1
             return seam.inner(*args, **kwargs)
         self.n_runs += 1
-        if in_function_transform():  # which does not go with saved-tensor hooks: it is as without a plan
+        if in_transform():  # which does not go with saved-tensor hooks: it is as without a plan
             if self.does_anything:
                 self.say(
                     f"{seam} was called inside of a transform of torch.func (grad, vmap, ...): the plan does nothing "
