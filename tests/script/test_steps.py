@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import RehearsalError
+from lowtide.script.crew import Crew
+from lowtide.script.parts import Parts
 from lowtide.script.running import Script
-from lowtide.script.steps import Parts, Steps
+from lowtide.script.steps import Steps
 from lowtide.script.turns import PATIENCE
 
 Log = list[str]
 
 
-class Notes:
+class Notes(Crew):
     """A crew that writes down what it is told."""
 
     awaits = "was written down"
@@ -31,9 +33,6 @@ class Notes:
         self.models.append(model)
         self.log.append(f"begins {len(optimizers)}")
 
-    def goes_on(self, batch: Any) -> None:
-        """Nothing."""
-
     def ends(self, model: nn.Module) -> None:
         assert model is self.models[-1]
         self.log.append("ends")
@@ -41,9 +40,6 @@ class Notes:
     def gives_up(self, model: nn.Module) -> None:
         self.done = False
         self.log.append("gives up")
-
-    def lets_go(self) -> None:
-        """Nothing."""
 
     def passes_over(self) -> None:
         self.log.append("passes over")

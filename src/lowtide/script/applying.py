@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lowtide.applying import Applied, apply
+from lowtide.applying import apply
 from lowtide.errors import RehearsalError, StalePlan
 from lowtide.fitting import over_budget
 from lowtide.identity import fingerprint
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
-from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
-from lowtide.script.steps import Parts, is_of_parts, name_of
+from lowtide.script.parts import Parts, is_of_parts, name_of
+from lowtide.script.under_plan import Measured, UnderPlan
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak is within it"
 
 
-class Applying:
+class Applying(UnderPlan):
     """Puts a plan that was made before in force on its model, before the first forward, and measures a step under it.
 
     That is the second of the first two on batches of the planned size: in the first an optimizer has no state yet.
@@ -36,29 +36,17 @@ class Applying:
     awaits = "was called as its plan has it"
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
-        self.done = False
-        self._plan, self._say = plan, say
+        super().__init__(say)
+        self._plan = plan
         self._differences: tuple[str, ...] = ()
         self._model: nn.Module | None = None
-        self._applied: Applied | None = None
-        self._gone: Applied | None = None
-        """In force on a model that was given up."""
-        self._open: Measured | None = None
-        self._is_planned = False
-        """Whether this step is on a batch of the planned size."""
         self._peaks: list[int] = []
-        """Those of such steps."""
-        self._most = 0
-        """The largest of the steps on smaller batches."""
-        self._n_others = 0
-        """Steps on other batches, or of another model."""
+        """Those of steps on batches of the planned size."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if this is its model, on a batch that is not larger than the planned one; measure."""
         planned, found = self._plan.fingerprint, fingerprint(model, batch)
-        if self._gone is not None:
-            self._gone.remove()
-            self._gone = None
+        super().begins(model, batch, optimizers)
         if self._applied is None:
             self._put_in_force(model, found)
         if self._applied is None:
@@ -73,9 +61,6 @@ class Applying:
                 self.loses_track(why)
         elif self._n_others >= PATIENCE:
             self._finish()
-
-    def goes_on(self, batch: Any) -> None:
-        """Nothing."""
 
     def ends(self, model: nn.Module) -> None:
         """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
@@ -103,34 +88,18 @@ class Applying:
 
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
-        self._model = self._applied = None
+        super().lets_go()
+        self._model = None
 
     def finish(self) -> None:
         """What is in force stays so; say what there was to measure."""
         if self._applied is not None and not self.done:
             self._finish()
 
-    def passes_over(self) -> None:
-        """Say that there is no plan for what is trained."""
-        self._say(PASSED_OVER)
-
-    def outgrows(self, more_bytes: int) -> None:
-        """Say that the plan does not count that."""
-        self._say(outgrown(more_bytes))
-
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one: the plan may be for what is trained instead."""
-        self.leaves()
-        if self._applied is not None:
-            self._gone = self._applied  # until the next step: here no hooks may be removed
-        self.done, self._model, self._applied = False, None, None
-        self._peaks, self._most, self._n_others = [], 0, 0
-
-    def leaves(self) -> None:
-        """End what is in force for a step only; the plan stays."""
-        if self._open is not None:
-            self._open.leave()
-            self._open = None
+        super().gives_up(model)
+        self._model, self._peaks = None, []
 
     def _put_in_force(self, model: nn.Module, found: Fingerprint) -> None:
         planned = self._plan.fingerprint
@@ -152,7 +121,7 @@ class Applying:
         if self._peaks:
             self._say(f"measured {format_bytes(measured_bytes)} peak: within the budget")
         else:
-            self._say(smaller_only(self._n_others, measured_bytes))
+            self._say_smaller_only()
 
     def _leave_in_force(self) -> None:
         self.leaves()

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lowtide.applying import Applied, apply
-from lowtide.errors import Infeasible, RehearsalError
+from lowtide.applying import apply
+from lowtide.errors import Infeasible
 from lowtide.fitting import REPAIRS, over_budget
 from lowtide.identity import fingerprint
 from lowtide.planner import plan
 from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
-from lowtide.script.measured import PASSED_OVER, Measured, outgrown, smaller_only
+from lowtide.script.parts import name_of
 from lowtide.script.rehearsing import Rehearsing
-from lowtide.script.steps import name_of
+from lowtide.script.under_plan import Measured, UnderPlan
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
 if TYPE_CHECKING:
@@ -26,30 +26,20 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Plan, Pulled
 
 
-class Fitting:
+class Fitting(UnderPlan):
     """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
 
     def __init__(self, budget: int | str, say: Callable[[str], None], levers: tuple[Pulled, ...] = ()) -> None:
-        self.done = False
+        super().__init__(say)
         self.plan: Plan | None = None
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Called with the plan that stays in force: its peak is within the budget, or there was none to measure."""
-        self._budget, self._say = budget, say
+        self._budget = budget
         self._rehearsing = Rehearsing(stop=False, levers=levers)
-        self._applied: Applied | None = None
-        self._gone: Applied | None = None
-        """In force on a model that was given up."""
         self._over: list[int] = []
         """Peaks that were measured under plans, and were over the budget."""
-        self._most = 0
-        """The largest that was within it."""
-        self._passed_over = 0
-        """Steps under a plan, on other batches than the one that it is for."""
-        self._is_planned = False
-        """Whether this step is on such a batch."""
         self._told = False
         """Whether it was said that sizes vary."""
-        self._open: Measured | None = None
 
     @property
     def awaits(self) -> str:
@@ -59,9 +49,7 @@ class Fitting:
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
-        if self._gone is not None:
-            self._gone.remove()
-            self._gone = None
+        super().begins(model, batch, optimizers)
         if self.plan is None:
             self._rehearsing.begins(model, batch, optimizers)
             return
@@ -69,16 +57,13 @@ class Fitting:
         if self._applied is None or self._applied.plan is not self.plan:
             self._put_in_force(model, self.plan)
         found, planned = fingerprint(model, batch).batch, self.plan.fingerprint.batch
-        self._passed_over += found != planned
+        self._n_others += found != planned
         if no_larger(shapes_in(found), shapes_in(planned)):
             assert self._applied is not None
             self._open = Measured(model, batch, optimizers, self._applied)
             self._is_planned = found == planned
-        elif self._passed_over >= PATIENCE:
+        elif self._n_others >= PATIENCE:
             self._keep(self.plan)
-
-    def goes_on(self, batch: Any) -> None:
-        """Nothing."""
 
     def ends(self, model: nn.Module) -> None:
         """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
@@ -96,47 +81,31 @@ class Fitting:
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one: what is trained instead is rehearsed anew."""
+        super().gives_up(model)
         self._rehearsing.gives_up(model)
-        if self._open is not None:
-            self._open.leave()
         if self.plan is not None:
             name = name_of(model)
             self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
-        if self._applied is not None:
-            self._gone = self._applied  # until the next step: here no hooks may be removed
-        self.done, self.plan, self._applied, self._open = False, None, None, None
-        self._over, self._most, self._passed_over = [], 0, 0
-
-    def loses_track(self, why: RehearsalError) -> None:
-        """Without the end of a step there is no rehearsal."""
-        self._rehearsing.loses_track(why)
+        self.plan, self._over = None, []
 
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
-        self._applied, self._rehearsing = None, Rehearsing()
+        super().lets_go()
+        self._rehearsing = Rehearsing()
 
     def finish(self) -> None:
         """The plan stays in force, also where it had smaller batches only."""
-        if self.plan is not None and self._passed_over and not self.done:
+        if self.plan is not None and self._n_others and not self.done:
             self._keep(self.plan)
-
-    def passes_over(self) -> None:
-        """Say that there is no plan for what is trained."""
-        self._say(PASSED_OVER)
-
-    def outgrows(self, more_bytes: int) -> None:
-        """Say that the plan does not count that."""
-        self._say(outgrown(more_bytes))
 
     def leaves(self) -> None:
         """End what is in force for a step only; the plan stays."""
+        super().leaves()
         self._rehearsing.leaves()
-        if self._open is not None:
-            self._open.leave()
 
     def _keep(self, made: Plan) -> None:
         """The plan stays in force, of which no batch that it is for has come."""
-        self._say(smaller_only(self._passed_over, self._most))
+        self._say_smaller_only()
         self.when_kept(made)
         self.done = True
 
@@ -166,7 +135,7 @@ class Fitting:
                 )
                 self.when_kept(made)
                 self.done = True
-            elif self._passed_over >= PATIENCE:
+            elif self._n_others >= PATIENCE:
                 self._keep(made)
             return
         self._over.append(measured_bytes)

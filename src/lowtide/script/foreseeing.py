@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowtide import _torch
-from lowtide.errors import LowtideError, RehearsalError
+from lowtide.errors import LowtideError
 from lowtide.foresight.device.asked import AskedForCuda
 from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.rehearsing import OnCard
@@ -21,8 +21,8 @@ from lowtide.foresight.sizing import resized, size_of
 from lowtide.identity import tensors_in
 from lowtide.rehearsal.reached import Reached
 from lowtide.script.callers import at_hand
+from lowtide.script.crew import Crew, Enough
 from lowtide.script.running import Script
-from lowtide.script.steps import Enough
 from lowtide.script.turns import PATIENCE, others_at_hand
 from lowtide.script.watching import run_watched
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lowtide.memory.cards import Card
 
 
-class Foreseeing:
+class Foreseeing(Crew):
     """Puts the model on `card` at its first forward, and ends the script after two steps there.
 
     With `size` every tensor at hand whose first dimension is as long as the batch's gets that size: those that the
@@ -143,22 +143,6 @@ class Foreseeing:
         Before any update nothing but a forward has been. Else that was a whole step.
         """
         self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
-
-    def loses_track(self, why: RehearsalError) -> None:
-        """Without the end of a step nothing is foreseen."""
-        raise why
-
-    def passes_over(self) -> None:
-        """Nothing: by then the script has ended."""
-
-    def outgrows(self, more_bytes: int) -> None:
-        """Nothing, as there."""
-
-    def lets_go(self) -> None:
-        """Nothing is held."""
-
-    def finish(self) -> None:
-        """Nothing: two steps are needed."""
 
     def leaves(self) -> None:
         """Put everything back."""

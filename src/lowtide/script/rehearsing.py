@@ -11,7 +11,7 @@ from lowtide.levers.lever import NoUse
 from lowtide.rehearsal.checks import check_uncompiled
 from lowtide.rehearsal.observed import PATIENCE, Observed
 from lowtide.script.callers import models_at_hand
-from lowtide.script.steps import Enough
+from lowtide.script.crew import Crew, Enough
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,7 @@ ONE_FORM = (
 )
 
 
-class Rehearsing:
+class Rehearsing(Crew):
     """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
 
     awaits = TWO_STEPS
@@ -59,9 +59,6 @@ class Rehearsing:
             self._on = _put_on(model, self._levers)
         self._observed.begin(batch, optimizers, models_at_hand())
 
-    def goes_on(self, batch: Any) -> None:
-        """Nothing."""
-
     def ends(self, model: nn.Module) -> None:
         """See whether that was enough. Raises RehearsalError where it will never be."""
         assert self._observed is not None
@@ -82,16 +79,6 @@ class Rehearsing:
             self._observed.give_up()
             self._gone.append(self._observed)  # until the next step: here no hooks may be removed
         self.done, self.profile, self._observed = False, None, None
-
-    def loses_track(self, why: RehearsalError) -> None:
-        """Without the end of a step there is no rehearsal."""
-        raise why
-
-    def passes_over(self) -> None:
-        """Nothing: another model was not asked for."""
-
-    def outgrows(self, more_bytes: int) -> None:
-        """Nothing: nor was another optimizer."""
 
     def lets_go(self) -> None:
         """That was all that is wanted of the script, unless it is to go on."""

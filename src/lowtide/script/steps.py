@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -35,68 +35,16 @@ from lowtide._torch import (
 )
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.identity import tensors_in
+from lowtide.script.crew import Crew, Enough
+from lowtide.script.parts import Parts, name_of, whole
 from lowtide.script.turns import PATIENCE, Turns, held_by, ids, others_at_hand
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from lowtide.planner.records import Fingerprint
-
 
 MOST_BY_HAND = 6
 """Changes of the parameters, with no optimizer of torch, before that is said: whoever updates them goes on so."""
-
-
-class Enough(BaseException):
-    """Ends a script of which nothing more need be seen. No Exception: scripts catch those."""
-
-
-class Crew(Protocol):
-    """Who works on the steps."""
-
-    done: bool
-    """Nothing is left to do: the steps need not be watched any longer."""
-
-    @property
-    def awaits(self) -> str:
-        """What has to happen to the model before that, in words."""
-        ...
-
-    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
-
-    def goes_on(self, batch: Any) -> None:
-        """A module that nobody calls is about to be called with `batch` in a step that has begun."""
-
-    def ends(self, model: nn.Module) -> None:
-        """The optimizer has updated the model. Called from its hook mostly: no hooks may be added or removed here."""
-
-    def gives_up(self, model: nn.Module) -> None:
-        """`model` began a step, but it is another one that is trained, or is trained from here on.
-
-        Then there is something left to do again.
-        """
-
-    def loses_track(self, why: RehearsalError) -> None:
-        """Where a step ends can't be known: raise `why`, or be done without that."""
-
-    def passes_over(self) -> None:
-        """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
-
-    def outgrows(self, more_bytes: int) -> None:
-        """Nothing is left to do, and another optimizer updates the model, so that there are `more_bytes` of state.
-
-        Called from its hook, once.
-        """
-
-    def lets_go(self) -> None:
-        """Nothing is left to do, and no other model takes turns: hold the model no longer. As for hooks, see `ends`."""
-
-    def finish(self) -> None:
-        """The script has ended, and nothing failed: make do with what there is."""
-
-    def leaves(self) -> None:
-        """The watch is over: take everything out that is in force for a step only."""
 
 
 class Steps:
@@ -406,35 +354,6 @@ class Steps:
         mine = ids(self.model.parameters())
         known = [key for key, optimizer in self._optimizers.items() if mine & held_by(optimizer)]
         return bool(self._stepped) and all(key in self._stepped for key in known)
-
-
-class Parts(nn.Module):
-    """Modules that are trained together and that nothing calls as a whole; each under the name of its class."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        super().__init__()
-        count: Counter[str] = Counter()
-        for module in modules:
-            name = type(module).__name__
-            count[name] += 1
-            self.add_module(name if count[name] == 1 else f"{name}{count[name]}", module)
-
-
-def name_of(model: nn.Module) -> str:
-    """Its class, or those of its parts."""
-    return " and ".join(model._modules) if type(model) is Parts else type(model).__name__
-
-
-def is_of_parts(found: Fingerprint) -> bool:
-    """Whether what was fingerprinted are `Parts`."""
-    return found.model.startswith(f"{Parts.__name__} ")
-
-
-def whole(modules: Sequence[nn.Module]) -> nn.Module:
-    """One module for all that are trained: itself if there is one, or one has the others inside; else their `Parts`."""
-    inside = {id(below) for module in modules for below in module.modules() if below is not module}
-    outermost = [module for module in modules if id(module) not in inside]
-    return outermost[0] if len(outermost) == 1 else Parts(outermost)
 
 
 def _n_elements(module: nn.Module) -> int:

@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Callable
 
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.script.crew import Crew, Enough
+from lowtide.script.parts import name_of
 from lowtide.script.running import Script
-from lowtide.script.steps import Crew, Enough, Steps, name_of
+from lowtide.script.steps import Steps
 
 
 def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] | None = None) -> int:

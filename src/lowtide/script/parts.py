@@ -1,0 +1,41 @@
+"""Models that nothing calls as a whole: an encoder and a decoder, the two of a GAN."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Fingerprint
+
+
+class Parts(nn.Module):
+    """Modules that are trained together and that nothing calls as a whole; each under the name of its class."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        count: Counter[str] = Counter()
+        for module in modules:
+            name = type(module).__name__
+            count[name] += 1
+            self.add_module(name if count[name] == 1 else f"{name}{count[name]}", module)
+
+
+def name_of(model: nn.Module) -> str:
+    """Its class, or those of its parts."""
+    return " and ".join(model._modules) if type(model) is Parts else type(model).__name__
+
+
+def is_of_parts(found: Fingerprint) -> bool:
+    """Whether what was fingerprinted are `Parts`."""
+    return found.model.startswith(f"{Parts.__name__} ")
+
+
+def whole(modules: Sequence[nn.Module]) -> nn.Module:
+    """One module for all that are trained: itself if there is one, or one has the others inside; else their `Parts`."""
+    inside = {id(below) for module in modules for below in module.modules() if below is not module}
+    outermost = [module for module in modules if id(module) not in inside]
+    return outermost[0] if len(outermost) == 1 else Parts(outermost)
