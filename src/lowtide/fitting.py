@@ -118,8 +118,8 @@ def fit(
     to (not its counters, lists and files). A `profile` from `rehearse` of the same step saves three of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
-    some more steps: "outputs" (exact; by default), and with your word "fused optimizer", "loss head", "step in
-    backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
+    some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "loss head", "step
+    in backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
     the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
 
     With `offload=True` saved tensors may also wait for backward in memory of the host, where that takes less time than
@@ -134,7 +134,7 @@ def fit(
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
     reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned;
     ReplayMismatch if what is made again is never what it was, as where weights are written through `.data` between
-    forward and backward; StalePlan for a profile of something else. Then nothing is applied.
+    forward and backward; StalePlan for a `profile` of another model, batch or device. Then nothing is applied.
     """
     parse_budget(budget, of=sys.maxsize)  # nonsense is refused before anything runs
     levers = (levers,) if isinstance(levers, str) else levers
@@ -263,7 +263,7 @@ def _fit_sizes(
         with fit(model, step, batch, budget=budget_bytes, optimizer=optimizer, profile=profile, levers=()) as fitted:
             return fitted.plan, fitted.verdict
 
-    return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, profile=profile))
+    return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))
 
 
 def _not_identical(verdict: Verdict) -> str:

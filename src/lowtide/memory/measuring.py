@@ -69,9 +69,9 @@ class Memory:
     def dels(self) -> tuple[Del, ...]:
         """For each variable of the function that measures, what `del` would free and save: CPU only, else nothing.
 
-        Looked at are variables bound to tensors, to model outputs and to containers; the moments are before backward,
-        after it (when the optimizer steps) and at the end of the block. That last one also counts what is left over
-        from the step before, in variables that the block binds anew. Where memory goes only with several variables,
+        It looks at variables that hold tensors, model outputs or containers of them, at three moments: before backward,
+        after it (when the optimizer steps) and at the end of the block. The last also counts what the step before has
+        left in variables that the block binds anew. Where memory goes only with several variables,
         they have a row together. Bytes are exact; what a checkpoint or another saved-tensor hook holds is not counted.
         Whether the code still needs the variable is not known here.
         """

@@ -34,7 +34,7 @@ class Holding:
 
     def __init__(self) -> None:
         self._held: dict[int, _Memory] = {}
-        """By the address."""
+        """What is held, by the address of its memory."""
         self._counted: dict[int, weakref.ref[Value | Handle]] = {}
         """By `id`, who has a tensor of ours."""
         self._made: weakref.WeakSet[Value] = weakref.WeakSet()

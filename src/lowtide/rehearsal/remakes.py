@@ -303,7 +303,7 @@ class Remakes(Engine):
             self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
 
     def places_of(self, maker: Remake) -> set[Place]:
-        """Where that was noted what a remake takes, or one of those that it may pass through."""
+        """Where the things were noted that a remake takes, or any remake that it may pass through."""
         found = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self._index.get(value)

@@ -141,7 +141,7 @@ class Levels:
     """For each position, bytes outside of storages and remade copies."""
 
     most: tuple[int, ...]
-    """At once."""
+    """The most of these at once."""
     gradients: tuple[int, ...]
     """How many of these are gradients: fewer than none, where some went that were there before."""
     first: tuple[int, ...]

@@ -43,7 +43,7 @@ class Units:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside of this block it is counted what they send, and units stay whole from `hold` to `let_go`."""
+        """This block counts what units send, and keeps each whole from its `hold` to its `let_go`."""
         with ExitStack() as stack:
             for counted in self._gathering:
                 stack.enter_context(counted)

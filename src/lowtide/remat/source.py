@@ -31,7 +31,7 @@ class NodeSource:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
         self.output, self.like = output, like
         self.noted: set[Place] = set()
-        """Where that was noted which has been asked for and autograd does not record."""
+        """Where things were noted that autograd does not record and that a remake has asked for."""
 
     def operand(self, name: str) -> Handle | Number | None:
         saved = self.saved(name)

@@ -30,7 +30,7 @@ KINDS = (("#c25000", "D"), ("#6a1f5e", "s"), ("#00806a", "^"), ("#000000", "X"))
 after Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/), and dark enough
 for names on light paper."""
 ORDERS = 12
-"""In which names are given their places, first come, first served; that with the shortest lines to names is taken."""
+"""Orders in which the names choose their places; the one with the shortest lines to its names is drawn."""
 BESIDE = 16
 """Up to so many pixels away from its point a name needs no line to it."""
 STYLE = {

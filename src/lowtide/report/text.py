@@ -74,7 +74,8 @@ def decisions(plan: Plan) -> str:
         more = [f"and {rest} more"] if rest > 0 else []
         parts += [f"{how} " + ", ".join(families[:_MOST_LISTED] + more)] if families else []
     if plan.offload:
-        parts.append(f"offloaded {len(plan.offload)} tensors, {format_bytes(plan.predicted.host_bytes)} on the host")
+        tensors = f"{len(plan.offload)} tensor{'s' * (len(plan.offload) > 1)}"
+        parts.append(f"offloaded {tensors}, {format_bytes(plan.predicted.host_bytes)} on the host")
     return "; ".join(parts)
 
 

@@ -62,13 +62,12 @@ def buckets_for(
     fit_one: FitOne,
     *,
     optimizer: Optimizer | None = None,
-    profile: Profile | None = None,
+    large: Profile,
 ) -> list[Bucket]:
-    """The buckets, smallest first. `profile` is of the large batch.
+    """The buckets, smallest first. `large` is the profile of the largest batch.
 
     Raises Infeasible, OverBudget or RehearsalError as `fit` does.
     """
-    large = profile or rehearse(model, step, sizes.large, optimizer=optimizer)
     small = _small(model, step, sizes, optimizer)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(large))
     few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
