@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from lowtide import _torch
+from lowtide._nodes import nodes_from
 from lowtide._removable import Removable
 from lowtide._standins import stand_in
 from lowtide.errors import LowtideError
@@ -214,15 +215,5 @@ def _is_reached(node: Node) -> bool:
 
 def _leaves_behind(node: Node) -> list[Tensor]:
     """The leaves that gather gradients in this graph."""
-    found: list[Tensor] = []
-    pending, seen = [node], {node}
-    while pending:
-        here = pending.pop()
-        leaf = getattr(here, "variable", None)
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        for upstream, _ in here.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                pending.append(upstream)
-    return found
+    found = (getattr(behind, "variable", None) for behind in nodes_from([node]))
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]

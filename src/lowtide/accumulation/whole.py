@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lowtide._nodes import nodes_behind
 from lowtide._torch import SAVED
 from lowtide.accumulation.averages import Shares, SumOver, Weight, average_of, shares_for
 from lowtide.accumulation.batches import micro_batches, rows_of
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import Node
+    pass
 
 Batch = TypeVar("Batch")
 
@@ -119,22 +120,10 @@ def _check(loss: Any) -> None:
 
 
 def _refuse_batch_norm(loss: Tensor) -> None:
-    for node in nodes_behind(loss):
+    for node in nodes_behind([loss]):
         if "BatchNorm" in node.name() and getattr(node, SAVED + "training", True):
             raise LowtideError(
                 f"the model normalizes over the batch ({node.name()} in training mode): in micro-batches its "
                 "statistics, and with them the gradients, are others than those of the whole batch. Use layer or group "
                 "norm, put the batch norm in eval mode, or accept it with batch_norm=True."
             )
-
-
-def nodes_behind(loss: Tensor) -> list[Node]:
-    """Every node of the graph behind `loss`."""
-    found = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(found)
-    for node in found:  # grows while it is walked
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                found.append(upstream)
-    return found

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 from lowtide import _torch
+from lowtide._nodes import producer
 from lowtide.graphs.records import Graph, Node, Value
 from lowtide.graphs.saved import Saved, arguments, output_index, saved_by, shape_of
 
@@ -120,9 +121,9 @@ class Walk:
         """Note with a value that computed data of it can be read off this node."""
         if saved.packed or saved.name.startswith("ctx."):
             return
-        producer = _producer(saved.tensor)
-        if producer is not None and producer in self._nodes:
-            self._output(producer, saved.tensor.output_nr)._places.append((function, saved.name))
+        maker = producer(saved.tensor)
+        if maker is not None and maker in self._nodes:
+            self._output(maker, saved.tensor.output_nr)._places.append((function, saved.name))
         elif (output := output_index(saved.name)) is not None and not saved.tensor.requires_grad:
             self._output(function, output, node)._places.append((function, saved.name))
 
@@ -173,13 +174,6 @@ def _place(tensor: Tensor) -> Key:
     if not storage or tensor.is_nested:
         return (id(tensor),)
     return (storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-
-
-def _producer(tensor: Tensor) -> Function | None:
-    try:
-        return tensor.grad_fn
-    except RuntimeError:  # a view whose base was modified in a way that autograd forbids to look at
-        return None
 
 
 def _looks(tensor: Tensor) -> dict[str, Any]:

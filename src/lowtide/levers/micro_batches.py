@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _torch
+from lowtide._nodes import nodes_behind
 from lowtide._torch import in_backward
 from lowtide.accumulation.averages import SumOver
 from lowtide.accumulation.batches import rows_of
-from lowtide.accumulation.whole import accumulated, nodes_behind
+from lowtide.accumulation.whole import accumulated
 from lowtide.errors import LowtideError
 from lowtide.graphs.walk import is_leaf
 from lowtide.levers.gathering import gathering, hand_out
@@ -156,7 +157,7 @@ def _is_half_inside(loss: Tensor) -> bool:
     """Whether something between the parameters and `loss` was computed in float16."""
     return any(
         _torch.output_metadata(upstream, output).dtype == torch.float16
-        for node in nodes_behind(loss)
+        for node in nodes_behind([loss])
         for upstream, output in node.next_functions
         if upstream is not None and not is_leaf(upstream)
     )

@@ -8,9 +8,9 @@ import gc
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, UntypedStorage
-from torch.autograd.graph import Node
 
 from lowtide import _torch
+from lowtide._nodes import nodes_behind
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
@@ -45,17 +45,8 @@ def existing_tensors() -> Iterator[Tensor]:
 
 
 def _saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    pending = [node for tensor in tensors if (node := producer(tensor)) is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        for saved in _torch.raw_saved(node):
-            if isinstance(saved, Tensor):
-                yield saved
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                pending.append(upstream)
+    for node in nodes_behind(tensors):
+        yield from (saved for saved in _torch.raw_saved(node) if isinstance(saved, Tensor))
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -63,11 +54,3 @@ def _is_leaf(tensor: Tensor) -> bool:
         return tensor.is_leaf and tensor.requires_grad
     except RuntimeError:
         return False
-
-
-def producer(tensor: Tensor) -> Node | None:
-    """The node that made a tensor; None for a leaf, and where autograd forbids to look."""
-    try:
-        return tensor.grad_fn
-    except RuntimeError:  # a view whose base was modified in a way that autograd forbids to look at
-        return None

@@ -20,8 +20,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
 from lowtide import _torch
+from lowtide._nodes import nodes_behind, producer
 from lowtide.memory import entry
-from lowtide.memory.entry import producer
 from lowtide.memory.frames import local_variables
 
 if TYPE_CHECKING:
@@ -206,15 +206,9 @@ def _on_context(node: Node) -> list[Tensor]:
 def _references_from_contexts(tensors: Iterable[Tensor]) -> dict[int, int]:
     """How many references tensors have, by id, from attributes of ctx in the graphs behind `tensors`."""
     counts: dict[int, int] = {}
-    pending = [node for tensor in tensors if (node := producer(tensor)) is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in nodes_behind(tensors):
         for tensor in _on_context(node):
             counts[id(tensor)] = counts.get(id(tensor), 0) + 1
-        new = {upstream for upstream, _ in node.next_functions if upstream is not None} - seen
-        seen |= new
-        pending += new
     return counts
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _torch
+from lowtide._nodes import nodes_from, producer
 from lowtide.watching.heap import storage_bytes
 
 if TYPE_CHECKING:
@@ -38,20 +39,15 @@ class Graph:
     """The leaves whose `.grad` ends in this graph."""
 
 
-def nodes_behind(roots: Iterable[Node]) -> list[Node]:
-    """All nodes that `roots` lead to, themselves included; without those that gather the gradients of leaves."""
-    found: list[Node] = []
-    pending = list(roots)
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if _torch.sequence_number(node) < _LEAF_NUMBERS:
-            found.append(node)
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                pending.append(upstream)
-    return found
+def computed_by(tensor: Tensor) -> Node | None:
+    """The node that computed a tensor, if any did."""
+    node = producer(tensor)
+    return node if node is not None and _torch.sequence_number(node) < _LEAF_NUMBERS else None
+
+
+def computing(nodes: Iterable[Node]) -> list[Node]:
+    """All nodes that these lead to, themselves included; without those that gather the gradients of leaves."""
+    return [node for node in nodes_from(nodes) if _torch.sequence_number(node) < _LEAF_NUMBERS]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
@@ -79,9 +75,9 @@ def graphs_of(
 ) -> list[Graph]:
     """The graphs that end in the held tensors or in gradients, without those that began at node `new_from` or later."""
     roots: list[tuple[int, Node, int | None]] = [
-        (index, node, None) for index in held if (node := producer(tensors[index])) is not None
+        (index, node, None) for index in held if (node := computed_by(tensors[index])) is not None
     ]
-    roots += [(leaf, node, leaf) for leaf, gradient in gradients if (node := producer(gradient)) is not None]
+    roots += [(leaf, node, leaf) for leaf, gradient in gradients if (node := computed_by(gradient)) is not None]
     owner: dict[Node, int] = {}
     merged: list[int] = []  # union-find over the roots
 
@@ -126,15 +122,6 @@ def graphs_of(
         if graph.numbers:
             graph.unfreed, graph.context = kept_by(graph.nodes)
     return [graph for graph in graphs.values() if graph.numbers and min(graph.numbers) < new_from]
-
-
-def producer(tensor: Tensor) -> Node | None:
-    """The node that made a tensor; None for leaves, and where autograd forbids to ask."""
-    try:
-        node = tensor.grad_fn
-    except RuntimeError:
-        return None
-    return node if node is not None and _torch.sequence_number(node) < _LEAF_NUMBERS else None
 
 
 def _attributes(node: Node) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lowtide import _torch
 from lowtide.watching.calls import Backward, Call, Calls, Steps, roots_among
-from lowtide.watching.graphs import Graph, graphs_of, producer
+from lowtide.watching.graphs import Graph, computed_by, graphs_of
 from lowtide.watching.heap import Heap, Known, storage_bytes
 from lowtide.watching.holders import RANK, Holder, Search
 from lowtide.watching.hooks import Hooks
@@ -158,7 +158,7 @@ def _of_storage(number: int, indices: list[int], view: View, heap: Heap) -> Surv
     n_bytes = storage_bytes(tensors[0])
     shown_bytes = sum(t.numel() * t.element_size() for t in tensors)
     output_of = call = view.calls.of_output({number}).get(number)
-    made = [_torch.sequence_number(node) for t in tensors if (node := producer(t)) is not None]
+    made = [_torch.sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
     if call is None and made:  # its graph is freed, and tells where it is from
         call = next(iter(view.calls.between(min(made), max(made))), None)
     since = view.known.since(number)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide import _torch
 from lowtide.watching.calls import Backward
-from lowtide.watching.graphs import kept_by, nodes_behind
+from lowtide.watching.graphs import computing, kept_by
 from lowtide.watching.heap import Heap, storage_bytes
 from lowtide.watching.holders import Holder, Search
 from lowtide.watching.hooks import Hooks
@@ -35,7 +35,7 @@ def say_outputs_alive(view: View, roots: list[Node], backward: Backward, ledger:
             del tensor
     if not large:
         return
-    saved, context = kept_by(nodes_behind(roots))
+    saved, context = kept_by(computing(roots))
     heap = Heap()
     for call, output in large:
         tensor = output()

@@ -22,7 +22,7 @@ from lowtide.watching.calls import Backward, Call, Calls, Steps, mark_root, tens
 from lowtide.watching.events import Events
 from lowtide.watching.finding import Finding
 from lowtide.watching.gradients import Gradients
-from lowtide.watching.graphs import kept_beside, nodes_behind
+from lowtide.watching.graphs import computing, kept_beside
 from lowtide.watching.heap import Heap, Known, storage_bytes
 from lowtide.watching.inspection import View, inspect
 from lowtide.watching.ledger import Ledger
@@ -210,7 +210,7 @@ class Watch:
         if not nodes or stats.n_measured >= _MEASURED_CALLS:
             return
         stats.n_measured += 1
-        inside = [n for n in nodes_behind(nodes) if call.first <= _torch.sequence_number(n) < call.stop]
+        inside = [n for n in computing(nodes) if call.first <= _torch.sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=_torch.sequence_number), is_output=False)
         kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), self._events.arguments())
         call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
