@@ -28,7 +28,7 @@ from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory, unless_out_of_memory
 from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
-from lowtide.rehearsal.profile import assemble
+from lowtide.rehearsal.profile import TracedStep, assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
 from lowtide.units import format_bytes
@@ -92,7 +92,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
             measured = with_left(there, places, plain).total + Timeline(plain.stream).peak_bytes
         overflows = unchanged.overflows
     check_same_work(model, audit, trace)
-    profile = assemble(
+    traced = TracedStep(
         values=audit.values,
         slots=audit.slots,
         calls=audit.calls,
@@ -100,21 +100,19 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         replayed=engine.decisions.replay,
         stream=recorder.stream,
         entry=recorder.entry_addresses,
-        fingerprint=fingerprint(model, batch),
-        static=with_left(static, addresses, recorder),
-        step_ms=step_ms,
-        measured_plain_peak_bytes=measured,
         given=audit.inputs,
         written_over=audit.written_over,
-        offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-        notes=(
-            *doubts(model, place_of(model)),
-            *by_contents(audit),
-            *([NOT_MEASURED] if measured is None else []),
-            *([OVERFLOWS] if overflows else []),
-        ),
     )
-    return doubted(profile)
+    notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * overflows
+    found = assemble(
+        traced,
+        fingerprint=fingerprint(model, batch),
+        static=with_left(static, addresses, recorder),
+        plain=(measured, step_ms),
+        offload_bytes_per_ms=bytes_per_ms(place_of(model)),
+        notes=(*doubts(model, place_of(model)), *by_contents(audit), *notes),
+    )
+    return doubted(found)
 
 
 def _does_not_fit(said: str) -> RehearsalError:

@@ -25,7 +25,7 @@ from lowtide.rehearsal.checks import SEVERAL_STREAMS, by_contents, check_one_dev
 from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.processes import check_sharding, n_with_new_buckets
-from lowtide.rehearsal.profile import assemble
+from lowtide.rehearsal.profile import TracedStep, assemble
 from lowtide.rehearsal.resizing import resized
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.remat.given import elements, shapes_in
@@ -249,7 +249,7 @@ class _Traced:
         if fullest.saved_bytes() > self.saved_bytes():
             kind = "larger batch" if fullest.extent() > self.extent() else "batch of which more is saved"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
-        return assemble(
+        step = TracedStep(
             values=self._values,
             slots=self._audit.slots,
             calls=self._calls,
@@ -257,12 +257,14 @@ class _Traced:
             replayed=self._decisions.replay,
             stream=self._watch.recorder.stream,
             entry=self._watch.recorder.entry_addresses,
-            fingerprint=self.fingerprint,
-            static=self._watch.seen_static,
-            step_ms=step_ms,
-            measured_plain_peak_bytes=peak_bytes,
             given=self._trace.inputs,
             written_over=self._audit.written_over if self._is_alike else [],
+        )
+        return assemble(
+            step,
+            fingerprint=self.fingerprint,
+            static=self._watch.seen_static,
+            plain=(peak_bytes, step_ms),
             offload_bytes_per_ms=bytes_per_ms(place_of(model)),
             notes=(*doubts(model, place_of(model)), *by_contents(self._audit), *notes),
         )

@@ -4,109 +4,164 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.gone import withdraw_gone
 from lowtide.rehearsal.in_place import Together, in_place, with_their_own
-from lowtide.rehearsal.passes import in_passes, passes
+from lowtide.rehearsal.passes import Pass, in_passes, passes
 from lowtide.rehearsal.seen import Seen, levels, natural_ends, phases, watch
 from lowtide.rehearsal.unrecorded import blocks_of
 from lowtide.remat.recipes import RECIPES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A traced step, on the drafts of an audit."""
+
+    values: list[ValueDraft]
+    slots: list[SlotDraft]
+    calls: list[CallDraft]
+    kept: set[int]
+    """The slots that were kept in the trace."""
+    replayed: frozenset[str]
+    """Its replayed calls."""
+    stream: EventStream
+    entry: Mapping[int, int]
+    """The address of each block that was there before."""
+    given: list[list[str]]
+    """For each call of the model from outside what it was given, in words."""
+    written_over: list[Together]
+    """The gradients that were written in place."""
+
+
 def assemble(
+    step: TracedStep,
     *,
-    values: list[ValueDraft],
-    slots: list[SlotDraft],
-    calls: list[CallDraft],
-    kept: set[int],
-    replayed: frozenset[str],
-    stream: EventStream,
-    entry: Mapping[int, int],
     fingerprint: Fingerprint,
     static: Static,
-    step_ms: float,
-    measured_plain_peak_bytes: int | None,
-    given: list[list[str]],
-    written_over: list[Together],
+    plain: tuple[int | None, float],
     offload_bytes_per_ms: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Profile:
-    """The profile of a traced step. `kept` are the slots that were kept in the trace, `replayed` its replayed calls.
-
-    `entry` has the address of each block that was there before, `given` for each call of the model from outside what it
-    was given, in words; `written_over` are the gradients that were written in place.
-    """
-    values = _upstream_first(values, slots, calls)
-    seen = watch(stream, entry)
+    """The profile of a traced step. `plain`: peak in bytes and time in ms of such a step without any plan."""
+    values = _upstream_first(step.values, step.slots, step.calls)
+    seen = watch(step.stream, step.entry)
     noted = blocks_of(values, seen)
-    withdraw_gone(values, slots, seen)
-    end = len(stream.events)
-    several = passes(seen, end)
-    natural_ends(seen, slots, kept, {k for k, call in enumerate(calls) if call.id in replayed})
-    _one_storage_a_value(seen, slots)
-    seeds = {n for n in seen.block_of_slot if values[slots[n].value].is_seed}
-    always = {seen.block_of_slot.pop(n) for n in seeds}  # there in any plan: part of the level, not of a decision
-    seen.block_of_input = {at: block for at, block in seen.block_of_input.items() if block not in always}
-    there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
-    blocks = sorted(there, key=seen.born.__getitem__)
-    number = {block: i for i, block in enumerate(blocks)}
-    cuts = sorted(
-        {0}
-        | {seen.born[b] for b in blocks}
-        | {seen.dies.get(b, end) for b in blocks}
-        | set(seen.read.values())
-        | set(seen.release.values())
-        | set(seen.enter.values())
-        | set(seen.leave.values())
-        | {event for read in several for first_and_over in read.values() for event in first_and_over}
-    )
-
-    def position(event: int) -> int:
-        return bisect.bisect_right(cuts, event) - 1
-
-    groups = _groups(values, slots, calls)
-    _even_out(values, calls, groups)
-    last_block = max((seen.leave[k] for k, group in groups.items() if group and k in seen.leave), default=end)
-    storage_of_value: dict[int, int] = {}
-    labels: dict[int, str] = {}
-    for n, block in seen.block_of_slot.items():
-        storage_of_value.setdefault(slots[n].value, number[block])
-        labels.setdefault(block, slots[n].label)
-    for (k, place), block in seen.block_of_input.items():
-        if place < len(calls[k].inputs):
-            storage_of_value.setdefault(calls[k].inputs[place].value, number[block])
-            labels.setdefault(block, calls[k].inputs[place].label)
-    for i, block in noted.items():
-        storage_of_value[i] = number[block]
-        labels.setdefault(block, "operand")
-    states = [i for i, draft in enumerate(values) if draft.state_of is not None]
-    storage_of_value |= {i: len(blocks) + n for n, i in enumerate(states)}
-    level = levels(stream, cuts, set(blocks), seen)
+    withdraw_gone(values, step.slots, seen)
+    several = passes(seen, len(step.stream.events))
+    natural_ends(seen, step.slots, step.kept, {k for k, call in enumerate(step.calls) if call.id in step.replayed})
+    _one_storage_a_value(seen, step.slots)
+    groups = _groups(values, step.slots, step.calls)
+    _even_out(values, step.calls, groups)
+    records = _Records(step, values, seen, noted, several, groups)
+    level = levels(step.stream, records.cuts, set(records.blocks), seen)
     found = Profile(
         fingerprint=fingerprint,
         static=static,
-        base_bytes=with_their_own(written_over, level),
+        base_bytes=with_their_own(step.written_over, level),
         gradient_bytes=level.gradients,
-        phases=phases(seen, position),
-        storages=tuple(
+        phases=phases(seen, records.position),
+        storages=records.storages(),
+        values=records.values(),
+        slots=records.slots(),
+        calls=records.calls(level.first),
+        step_ms=plain[1],
+        measured_plain_peak_bytes=plain[0],
+        in_place=in_place(step.written_over, level),
+        given=tuple(dict.fromkeys(map(", ".join, step.given))),
+        offload_bytes_per_ms=offload_bytes_per_ms,
+        notes=notes,
+    )
+    return in_passes(found, several, records.position)
+
+
+class _Records:
+    """The drafts of a step as records: with positions for events, and storages for blocks."""
+
+    def __init__(
+        self,
+        step: TracedStep,
+        values: list[ValueDraft],
+        seen: Seen,
+        noted: dict[int, int],
+        several: Sequence[Pass],
+        groups: dict[int, str],
+    ) -> None:
+        self._values, self._slots, self._calls = values, step.slots, step.calls
+        self._seen, self._groups = seen, groups
+        self._end = len(step.stream.events)
+        seeds = {n for n in seen.block_of_slot if values[step.slots[n].value].is_seed}
+        always = {seen.block_of_slot.pop(n) for n in seeds}  # there in any plan: part of the level, not of a decision
+        seen.block_of_input = {at: block for at, block in seen.block_of_input.items() if block not in always}
+        there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
+        self.blocks = sorted(there, key=seen.born.__getitem__)
+        """Those that a plan decides on."""
+        self._number = {block: i for i, block in enumerate(self.blocks)}
+        self.cuts = sorted(
+            {0}
+            | {seen.born[b] for b in self.blocks}
+            | {seen.dies.get(b, self._end) for b in self.blocks}
+            | set(seen.read.values())
+            | set(seen.release.values())
+            | set(seen.enter.values())
+            | set(seen.leave.values())
+            | {event for read in several for first_and_over in read.values() for event in first_and_over}
+        )
+        """The first event of each position."""
+        self._storage_of_value: dict[int, int] = {}
+        self._labels: dict[int, str] = {}
+        for n, block in seen.block_of_slot.items():
+            self._found(self._slots[n], block)
+        for (k, place), block in seen.block_of_input.items():
+            if place < len(self._calls[k].inputs):
+                self._found(self._calls[k].inputs[place], block)
+        for i, block in noted.items():
+            self._storage_of_value[i] = self._number[block]
+            self._labels.setdefault(block, "operand")
+        self._states = [i for i, draft in enumerate(values) if draft.state_of is not None]
+        self._storage_of_value |= {i: len(self.blocks) + n for n, i in enumerate(self._states)}
+
+    def _found(self, slot: SlotDraft, block: int) -> None:
+        self._storage_of_value.setdefault(slot.value, self._number[block])
+        self._labels.setdefault(block, slot.label)
+
+    def position(self, event: int) -> int:
+        """The one that an event is in."""
+        return bisect.bisect_right(self.cuts, event) - 1
+
+    def storages(self) -> tuple[Storage, ...]:
+        """Of blocks, and of what is there only where something is to be made again."""
+        seen = self._seen
+        of_groups = (seen.leave[k] for k, group in self._groups.items() if group and k in seen.leave)
+        last_block = max(of_groups, default=self._end)
+        found = (
             Storage(
                 bytes=seen.bytes[block],
-                born=position(seen.born[block]),
-                dies=position(seen.dies.get(block, end)),
-                label=labels.get(block, ""),
+                born=self.position(seen.born[block]),
+                dies=self.position(seen.dies.get(block, self._end)),
+                label=self._labels.get(block, ""),
                 category="loss head" if seen.born[block] > last_block else "activations",
             )
-            for block in blocks
+            for block in self.blocks
         )
-        + tuple(_state(values[i], calls, seen, position) for i in states),
-        values=tuple(
+        return (*found, *(self._state(self._values[i]) for i in self._states))
+
+    def _state(self, draft: ValueDraft) -> Storage:
+        """Memory that is there only where something that holds it is to be made again, from a call's beginning on."""
+        assert draft.state_of is not None
+        at = self.position(self._seen.enter[draft.state_of])
+        label = f"{self._calls[draft.state_of].id}: to make it again"
+        return Storage(bytes=draft.bytes, born=at, dies=at, label=label)
+
+    def values(self) -> tuple[Value, ...]:
+        """Each after what it needs."""
+        return tuple(
             Value(
-                storage=storage_of_value.get(i),
+                storage=self._storage_of_value.get(i),
                 bytes=draft.bytes,
                 node=draft.node,
                 recipe=draft.recipe,
@@ -118,72 +173,73 @@ def assemble(
                 transient_bytes=draft.transient_bytes,
                 refused=draft.refused,
             )
-            for i, draft in enumerate(values)
-        ),
-        slots=tuple(
+            for i, draft in enumerate(self._values)
+        )
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Saved tensors; then what calls were given, which holds it where they are run again; then their states."""
+        seen = self._seen
+        saved = (
             Slot(
                 address=slot.address,
                 value=slot.value,
-                storage=number.get(seen.block_of_slot.get(n, -1)),
+                storage=self._number.get(seen.block_of_slot.get(n, -1)),
                 call=slot.call,
                 label=slot.label,
-                need=position(seen.read[n]) if n in seen.read else None,
-                release=position(seen.release[n]) if n in seen.release else None,
+                need=self.position(seen.read[n]) if n in seen.read else None,
+                release=self.position(seen.release[n]) if n in seen.release else None,
             )
-            for n, slot in enumerate(slots)
+            for n, slot in enumerate(self._slots)
         )
-        + tuple(
+        inputs = (
             Slot(
                 address=slot.address,
                 value=slot.value,
-                storage=number.get(seen.block_of_input.get((k, place), -1)),
+                storage=self._number.get(seen.block_of_input.get((k, place), -1)),
                 call=slot.call,
                 label=slot.label,
                 is_input=True,
             )
-            for k, call in enumerate(calls)
+            for k, call in enumerate(self._calls)
             for place, slot in enumerate(call.inputs)
         )
-        + tuple(
+        states = (
             Slot(
                 address=f"{call.id}@{len(call.inputs)}",
                 value=call.state,
-                storage=storage_of_value[call.state],
+                storage=self._storage_of_value[call.state],
                 call=k,
                 label=f"{call.id}: random numbers and buffers",
                 is_input=True,
                 is_state=True,
             )
-            for k, call in enumerate(calls)
+            for k, call in enumerate(self._calls)
             if call.state is not None
-        ),
-        calls=tuple(
+        )
+        return (*saved, *inputs, *states)
+
+    def calls(self, first_level: Sequence[int]) -> tuple[Call, ...]:
+        """The calls of modules. `first_level`: the bytes at the beginning of each position."""
+        seen = self._seen
+        return tuple(
             Call(
                 id=call.id,
                 cls=call.cls,
                 parent=call.parent,
-                enter=position(seen.enter[k]),
-                exit=position(seen.leave[k]),
+                enter=self.position(seen.enter[k]),
+                exit=self.position(seen.leave[k]),
                 cost_ms=call.cost_ms,
                 flops=call.flops,
                 refused=call.refused,
-                group=groups.get(k),
+                group=self._groups.get(k),
                 gives=call.gives,
                 advance_ms=call.advance_ms,
                 advance_flops=call.advance_flops,
-                state_bytes=0 if call.state is None else values[call.state].bytes,
-                begins_at=level.first[position(seen.enter[k])],
+                state_bytes=0 if call.state is None else self._values[call.state].bytes,
+                begins_at=first_level[self.position(seen.enter[k])],
             )
-            for k, call in enumerate(calls)
-        ),
-        step_ms=step_ms,
-        measured_plain_peak_bytes=measured_plain_peak_bytes,
-        in_place=in_place(written_over, level),
-        given=tuple(dict.fromkeys(map(", ".join, given))),
-        offload_bytes_per_ms=offload_bytes_per_ms,
-        notes=notes,
-    )
-    return in_passes(found, several, position)
+            for k, call in enumerate(self._calls)
+        )
 
 
 def _one_storage_a_value(seen: Seen, slots: list[SlotDraft]) -> None:
@@ -193,13 +249,6 @@ def _one_storage_a_value(seen: Seen, slots: list[SlotDraft]) -> None:
         known = first.setdefault(slots[n].value, block)
         if block in seen.copies:
             seen.block_of_slot[n] = known
-
-
-def _state(draft: ValueDraft, calls: list[CallDraft], seen: Seen, position: Callable[[int], int]) -> Storage:
-    """Memory that is there only where something that holds it is to be made again, from the beginning of a call on."""
-    assert draft.state_of is not None
-    at = position(seen.enter[draft.state_of])
-    return Storage(bytes=draft.bytes, born=at, dies=at, label=f"{calls[draft.state_of].id}: to make it again")
 
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
