@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,7 +22,7 @@ from lowtide.report.text import decisions, extra_time, lever_lines, listed
 from lowtide.shapes.buckets import Bucket, buckets_for
 from lowtide.shapes.sizes import Range
 from lowtide.shapes.switching import Switched, Switching
-from lowtide.units import format_bytes, format_change, format_time, parse_budget
+from lowtide.units import check_budget, format_bytes, format_change, format_time, parse_budget
 from lowtide.verification import Verdict, verify
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def fit(
     ReplayMismatch if what is made again is never what it was, as where weights are written through `.data` between
     forward and backward; StalePlan for a `profile` of another model, batch or device. Then nothing is applied.
     """
-    parse_budget(budget, of=sys.maxsize)  # nonsense is refused before anything runs
+    check_budget(budget)
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":

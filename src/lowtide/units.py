@@ -47,6 +47,11 @@ def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
     return _read(budget, units, f'{_UNDERSTOOD}, or a share of the plain step\'s peak, as in "60%"')
 
 
+def check_budget(budget: str | SupportsIndex) -> None:
+    """Raise BudgetError for what `parse_budget` can't read, before the plain step's peak is known."""
+    parse_budget(budget, of=2**40)
+
+
 def _read(asked: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
     def refused(why: str) -> BudgetError:
         return BudgetError(f"{asked!r} is not an amount of memory: {why}.\n  Understood: {understood}.")

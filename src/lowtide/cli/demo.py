@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowtide.cli.source import output_option, write
-from lowtide.units import parse_budget
+from lowtide.units import check_budget
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -49,7 +49,7 @@ def demo(
     no plan fits a --budget.
     """
     for budget in budgets:
-        parse_budget(budget, of=2**40)  # now, not in the middle of the work; the real peak is not known yet
+        check_budget(budget)
 
     from lowtide.demo.contest import compare
     from lowtide.demo.workloads import workload

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, profile_of, script_arguments, write
-from lowtide.units import parse_budget
+from lowtide.units import check_budget
 
 PLAN_FILE = click.Path(exists=True, dir_okay=False)
 
@@ -42,7 +42,7 @@ def make(
     From the profile that `lowtide rehearse --json` wrote (a file that ends in .json), or from a script, which is
     rehearsed now. Exit code 1: no plan fits the budget.
     """
-    parse_budget(budget, of=2**40)  # nonsense is refused before a script runs; the real peak is not known yet
+    check_budget(budget)
     profile = profile_of(target, args, is_module=is_module, quiet=to in (None, "-"), levers=levers)
 
     from lowtide.planner import plan as plan_for

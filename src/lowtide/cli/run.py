@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, say, script_arguments, write
-from lowtide.units import parse_budget
+from lowtide.units import check_budget
 
 
 @click.command("run", context_settings=OWN_OPTIONS_FIRST)
@@ -47,7 +47,7 @@ def run(
     if levers and budget is None:
         raise click.UsageError("--lever goes with --budget: the plan of --plan says which levers it has.")
     if budget is not None:
-        parse_budget(budget, of=2**40)  # nonsense is refused before the script runs; its peak is not known yet
+        check_budget(budget)
 
     from lowtide.levers import in_script
     from lowtide.planner.records import Plan
