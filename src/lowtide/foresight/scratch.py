@@ -38,6 +38,8 @@ class Scratch:
         """Sizes of results that differ from what their fake storages say, by number, and the extra bytes."""
         if self._device != "cpu":
             return {}, []
+        if func in REDUCED_LATE and not made[0].dim():
+            return {0: args[0].numel() * args[0].element_size()}, []
         if func in TRIED and TRIED[func](args):
             return self._trials.of(func, args, kwargs)
         rule = RULES.get(func)
@@ -156,6 +158,14 @@ def _sorted_indices(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
+
+REDUCED_LATE = frozenset(
+    {
+        *(aten.mse_loss.default, aten.smooth_l1_loss.default),
+        *(aten.binary_cross_entropy.default, aten.soft_margin_loss.default),
+    }
+)
+"""Losses whose kernels write all elements to the result and then make it one number, in the memory of all."""
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(
