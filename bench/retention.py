@@ -226,7 +226,7 @@ def measured(case: Case) -> Row:
 
 def level(at: Setting) -> int:
     """What the kept references hold: what a copy of the setting would lose by dropping them."""
-    from lowtide.watching.graphs import kept_by, nodes_behind
+    from lowtide.watching.graphs import computing, kept_by
     from lowtide.watching.heap import storage_bytes
 
     known = {t.untyped_storage()._cdata for m in (at.model, at.teacher) for t in m.parameters()}
@@ -235,7 +235,7 @@ def level(at: Setting) -> int:
     for tensor in at.kept.values():
         alive[tensor.untyped_storage()._cdata] = storage_bytes(tensor)
         if tensor.grad_fn is not None:
-            saved, on_context = kept_by(nodes_behind([tensor.grad_fn]))
+            saved, on_context = kept_by(computing([tensor.grad_fn]))
             alive |= saved | on_context
     return sum(n_bytes for number, n_bytes in alive.items() if number not in known)
 
