@@ -204,14 +204,12 @@ class Ledger(TorchDispatchMode, Recorder):
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = "aten::" + _name(func)
         new = [tensor for tensor in made if _storage(tensor) not in self._living]
-        if not new:
-            return
         if len(new) == 1 and func in INPLACE_OTHERWISE and self._hand_on(args[0], new[0]):
             return
-        if in_place.wanted_from(func, args) and self._hand_on(args[0], made[0]):
-            new = [tensor for tensor in new if tensor is not made[0]]
+        if new and in_place.wanted_from(func, args):
+            self._hand_on(args[0], made[0])
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
-        for number, tensor in enumerate(new):
+        for number, tensor in enumerate(made):
             self._follow(tensor, op, n_bytes=sizes.get(number))
         self._inside(extra, op)
         if func is PACKING and (known := self._answers.value(args[1])) is not None:

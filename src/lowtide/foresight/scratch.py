@@ -1,11 +1,13 @@
 """What operators allocate and free inside, on the CPU: rules read off the kernels, checked against the CPU recorder.
 
-Each rule names bytes beyond the results, as the kernels of torch 2.13 take them. For operators that hand over to
-oneDNN there are no rules: what it allocates depends on the processor. These are tried out, see `trials.py`.
+Each rule names bytes beyond the results, as the kernels of torch 2.13 take them. Operators that are known to take
+nothing are in `nothing.py`. All others are tried out, see `trials.py`: those that are composed of others inside, and
+those that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the threads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +15,19 @@ import torch
 
 from lowtide import _torch
 from lowtide.foresight import bags
-from lowtide.foresight.trials import TRIED, Trials
+from lowtide.foresight.nothing import takes_nothing
+from lowtide.foresight.trials import Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
 
-Rule = Callable[[Any, Any, list["Tensor"]], list[int]]
-"""(args, kwargs, results) -> bytes of each block that is alive at the operator's peak and is no result."""
+Rule = Callable[[Any, Any, list["Tensor"]], list[int] | None]
+"""(args, kwargs, results) -> bytes of each block that is alive at the operator's peak and is no result.
+
+None says that it depends on more than that, and is to be tried out.
+"""
 
 
 class Scratch:
@@ -40,19 +46,19 @@ class Scratch:
             return {}, []
         if func in REDUCED_LATE and not made[0].dim():
             return {0: args[0].numel() * args[0].element_size()}, []
-        if func in TRIED and TRIED[func](args):
-            return self._trials.of(func, args, kwargs)
         rule = RULES.get(func)
-        if rule is None:
+        if rule is None and takes_nothing(func, tensors, made):
             return {}, []
-        return {}, [n for n in rule(args, kwargs, made) if n]
+        found = None if rule is None else rule(args, kwargs, made)
+        return self._trials.of(func, args, kwargs) if found is None else ({}, [n for n in found if n])
 
 
-def _copied(*places: int) -> Rule:
+def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
     """The kernel makes these arguments contiguous."""
 
     def rule(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-        return [_bytes(args[place]) for place in places if not args[place].is_contiguous()]
+        given = (args[place] for place in places if args[place] is not None)
+        return [_bytes(tensor) for tensor in given if not tensor.is_contiguous()]
 
     return rule
 
@@ -75,19 +81,40 @@ def _cast_input(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _safe_softmax(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Which elements are -inf, and in which rows all are."""
+    """Which elements are -inf, and in which rows all are; or a copy, which is gone by then."""
     numel = args[0].numel()
-    return [numel, numel // max(args[0].shape[args[1]], 1)]
+    masks = [numel, numel // max(args[0].shape[args[1]], 1)]
+    return max(masks, _copied(0)(args, kwargs, made), key=sum)
 
 
-def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """One dimension after the other: the result so far."""
+def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+    """One dimension after the other: the result so far. Without dimensions it is made flat."""
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    if not dims:
+        return None
     return [_bytes(made[0])] if len(dims) > 1 else []
 
 
-def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    return [_bytes(args[1])]
+def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+    return [_bytes(args[1])] if args[1].is_contiguous() else None
+
+
+def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Copies, and for each thread the sums that the gradients of weight and bias are made of."""
+    normed = math.prod(args[2])
+    sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
+    return [*_copied(0, 1)(args, kwargs, made), sums]
+
+
+def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Two sums for each channel of each example, of their own dtype."""
+    examples, channels = args[5:7]
+    return [2 * examples * channels * made[0].element_size()]
+
+
+def _logsumexp(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """What was raised, and the largest of it."""
+    return [args[0].numel() * made[0].element_size(), _bytes(made[0])]
 
 
 def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
@@ -98,7 +125,8 @@ def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _upsample_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    return [_bytes(args[0]), *([_bytes(made[0])] if not made[0].is_contiguous() else [])]
+    """The gradient, if its elements lie in neither format."""
+    return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _copied(0)(args, kwargs, made)
 
 
 def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
@@ -125,13 +153,15 @@ def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
     return min(rows, length), min(512, key.shape[2])
 
 
-def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
     """BLAS multiplies with what has its rows or its columns one after the other; of all else copies are made.
 
     Those are of whole matrices, and of one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). BLAS has no part
     in products of a batch of small ones (bmm_out_or_baddbmm_).
     """
     factors, result = args[-2:], made[0]
+    if any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors):  # oneDNN's
+        return None
     if result.dim() == 3 and factors[0].shape[2] * result.shape[1] * result.shape[2] < _SMALLEST_OF_BLAS:
         return []
     matrices = [t for t in factors if t.dim() > 1 and _torch.is_strided(t) and not blas_reads(t)]
@@ -189,19 +219,19 @@ RULES: dict[Any, Rule] = {
     aten._log_softmax.default: _copied(0),
     aten._softmax_backward_data.default: _copied(0, 1),
     aten._log_softmax_backward_data.default: _copied(0, 1),
-    aten.native_layer_norm.default: _copied(0),
-    aten.native_layer_norm_backward.default: _copied(0, 1),
-    aten.native_group_norm.default: _copied(0),
-    aten.native_group_norm_backward.default: _copied(0, 1),
+    aten.native_layer_norm.default: _copied(0, 2, 3),
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.logsumexp.default: _logsumexp,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.roll.default: _roll,
-    aten.gelu_backward.default: _copied(0),
     aten.embedding.default: _copied(1),
     aten.embedding_dense_backward.default: _copied(0, 1),
     **dict.fromkeys((aten._embedding_bag.default, aten._embedding_bag_forward_only.default), bags.forward),
     bags.BACKWARD: bags.backward,
     aten._embedding_bag_per_sample_weights_backward.default: bags.weights_backward,
     aten.upsample_nearest2d.default: _upsample,
+    aten.upsample_bilinear2d.default: _upsample,
     aten.upsample_nearest2d_backward.default: _upsample_backward,
     aten.upsample_bilinear2d_backward.default: _upsample_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash,

@@ -1,9 +1,8 @@
 """Scratch memory that is learned: an operator is run once by itself, on real tensors, and recorded.
 
-For operators that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the threads,
-and for those that are composed of others inside of their kernels. Each is run as it is if its tensors have at most
-LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its batch and on twice as many, for its memory grows
-linearly with them; anything else that is larger stays unknown. What was learned is kept as long as the process lives.
+Each is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its
+batch and on twice as many, for its memory grows linearly with them; anything else that is larger stays unknown. What
+was learned is kept as long as the process lives.
 """
 
 from __future__ import annotations
@@ -31,58 +30,13 @@ LARGEST_TRIAL = 2**26
 FEW_ROWS = 8
 
 
-def _always(args: Any) -> bool:
-    return True
-
-
-def _reduced(args: Any) -> bool:
-    return any(isinstance(arg, torch.Tensor) and arg.dtype in (torch.bfloat16, torch.float16) for arg in args)
-
-
-def _flattened(args: Any) -> bool:
-    """`roll` without dimensions."""
-    return len(args) < 3 or not args[2]
-
-
-TRIED: dict[Any, Callable[[Any], bool]] = {
-    aten.convolution.default: _always,
-    aten.convolution_backward.default: _always,
-    aten.mkldnn_rnn_layer.default: _always,
-    aten.mkldnn_rnn_layer_backward.default: _always,
-    aten.mm.default: _reduced,
-    aten.addmm.default: _reduced,
-    aten.bmm.default: _reduced,
-    aten.baddbmm.default: _reduced,
-    aten.roll.default: _flattened,
-    **dict.fromkeys(
-        (
-            *(aten._trilinear.default, aten.linalg_matrix_exp.default, aten.linalg_pinv.atol_rtol_tensor),
-            *(aten._linalg_eigh.default, aten._linalg_svd.default, aten.linalg_qr.default),
-            *(aten.sort.default, aten.sort.stable, aten.kthvalue.default, aten.multinomial.default),
-            *(aten.im2col.default, aten.col2im.default),
-            *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default),
-            *(aten.upsample_bicubic2d.default, aten.upsample_bicubic2d_backward.default),
-            *(aten.upsample_trilinear3d.default, aten.upsample_trilinear3d_backward.default),
-            *(aten.grid_sampler_2d.default, aten.grid_sampler_2d_backward.default),
-            *(aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default),
-            *(aten.max_pool3d_with_indices.default, aten.max_pool3d_with_indices_backward.default),
-            *(aten.masked_scatter.default, aten.masked_scatter_backward.default),
-        ),
-        _always,
-    ),
-}
-"""Operators that are tried out, and for which arguments."""
-
-_BY_NORM = frozenset({aten.linalg_matrix_exp.default})
-"""Operators that take more the larger the numbers are, which are taken to be large."""
-
 _BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
 """Operators whose first so many arguments have a batch as their first dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """What one run allocated (+bytes) and freed (-bytes), in order, and the bytes of each result."""
+    """What one run allocated (+bytes) and freed (-bytes), in order, and the bytes of each result, 0 for an argument."""
 
     events: tuple[int, ...]
     results: tuple[int, ...]
@@ -148,11 +102,7 @@ class _Call:
         batched = _BATCHED.get(self.func, 0)
 
         def make() -> tuple[Any, Any]:
-            number = float(self.func in _BY_NORM)
-            args = [
-                tree_map(partial(_real, rows=rows if n < batched else 0, number=number), arg)
-                for n, arg in enumerate(self.args)
-            ]
+            args = [tree_map(partial(_real, rows=rows if n < batched else 0), arg) for n, arg in enumerate(self.args)]
             if self.func is aten.mkldnn_rnn_layer_backward.default:
                 args[_WORKSPACE] = _workspace(args)
             return args, tree_map(_real, self.kwargs)
@@ -166,7 +116,13 @@ class _Call:
             out = self.func(*args, **kwargs)
         finally:
             mark("end")
-        return tuple(t.untyped_storage().nbytes() for t in tree_leaves(out) if _is_tensor(t))
+        seen = {_torch.storage_id(t) for t in tree_leaves((args, kwargs)) if _is_tensor(t)}
+        sizes = []
+        for result in filter(_is_tensor, tree_leaves(out)):
+            known = _torch.storage_id(result) in seen
+            sizes.append(0 if known else result.untyped_storage().nbytes())
+            seen.add(_torch.storage_id(result))
+        return tuple(sizes)
 
 
 _table: dict[Hashable, _Script | None] = {}
@@ -180,7 +136,7 @@ class Trials:
         self._untried: dict[str, int] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
-        """Sizes of the results, by number, and bytes beyond them at the peak. Nothing before `learn` was called."""
+        """Sizes of results that are no arguments, by number, and bytes beyond them at the peak; none before `learn`."""
         call = _Call(func, args, kwargs)
         key = call.key()
         if key not in _table:
@@ -190,7 +146,9 @@ class Trials:
         if script is None:
             self._untried[str(func)] = max(call.n_bytes, self._untried.get(str(func), 0))
             return {}, []
-        return dict(enumerate(script.results)), [script.beyond_results()]
+        by_contents = torch.Tag.dynamic_output_shape in func.tags  # which the trial has not: all of a mask is taken
+        sizes = {} if by_contents else {number: n_bytes for number, n_bytes in enumerate(script.results) if n_bytes}
+        return sizes, [script.beyond_results()]
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -233,13 +191,16 @@ def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
     return [tuple(events) for events in found]
 
 
-def _real(leaf: Any, rows: int = 0, number: float = 0.0) -> Any:
-    """A real tensor of zeros, or of another number, for a fake one, or of some of its rows; a mask takes all."""
+def _real(leaf: Any, rows: int = 0) -> Any:
+    """A real tensor for a fake one, or for some of its rows.
+
+    Of ones, for some operators take more for numbers that are not small; of zeros if they may be indices.
+    """
     if not _is_tensor(leaf):
         return leaf
     shape = (rows, *leaf.shape[1:]) if rows else leaf.shape
-    number = True if leaf.dtype is torch.bool else number
-    return torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype).fill_(number)
+    is_index = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
+    return torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype).fill_(not is_index)
 
 
 _WORKSPACE = 22
