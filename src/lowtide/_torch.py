@@ -485,6 +485,10 @@ def running_node_number() -> int:
     return -1 if node is None else sequence_number(node)
 
 
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+"""The kind of the node that gives a leaf its gradient. 2.13, since 1.0."""
+
+
 def running_node() -> Node | None:
     """The node whose backward runs in this thread. 2.13, since 2.1."""
     found: Node | None = torch._C._current_autograd_node()

@@ -237,7 +237,7 @@ class Answers:
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
         """Whether an operator can be run on contents, which are small and have no tangents."""
-        if _torch.in_forward_mode():
+        if _torch.in_forward_mode() or func is aten._efficientzerotensor.default:  # which is none to copy
             return False
         if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
             return tensors[0].numel() <= LARGEST_ASKED  # a batch may well have some

@@ -75,6 +75,8 @@ class Ledger(TorchDispatchMode, Recorder):
         self._n_entry = 0
         self._given: tuple[int, int, int] | None = None
         """Memory that was perhaps handed on: number of the old storage, number of the new one, where in the events."""
+        self._asked: set[int] = set()
+        """What autograd has just asked of its device: what a node gave, and is added to other gradients next."""
         self._recording = False
 
     @classmethod
@@ -133,8 +135,12 @@ class Ledger(TorchDispatchMode, Recorder):
     # --- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._given is not None and func is not _ASKED_OF_RESULTS:
+        if func is _ASKED_OF_RESULTS:
+            self._asked.add(id(args[0]))
+        else:
             self._settle()
+            if func is not aten.add.Tensor:
+                self._asked.clear()
         kwargs = kwargs or {}
         tensors, any_real = tensors_of(args, kwargs)
         if any_real:
@@ -204,7 +210,7 @@ class Ledger(TorchDispatchMode, Recorder):
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = "aten::" + _name(func)
         new = [tensor for tensor in made if _storage(tensor) not in self._living]
-        if len(new) == 1 and func in INPLACE_OTHERWISE and self._hand_on(args[0], new[0]):
+        if len(new) == 1 and self._writes_otherwise(func, args) and self._hand_on(args[0], new[0]):
             return
         if new and in_place.wanted_from(func, args):
             self._hand_on(args[0], made[0])
@@ -216,6 +222,12 @@ class Ledger(TorchDispatchMode, Recorder):
             with _torch.on_real_tensors():
                 lengths = known.tolist()
             self._inside(copies(args[0], lengths, args[2]), op)
+
+    def _writes_otherwise(self, func: Any, args: Any) -> bool:
+        """Whether autograd writes to the first argument where it can: not for a sum in the formula of a node."""
+        if func is not aten.add.Tensor or _torch.running_node_name() == _torch.ACCUMULATE_GRAD:
+            return func in INPLACE_OTHERWISE
+        return any(id(arg) in self._asked for arg in args)
 
     def _inside(self, sizes: Sequence[int], op: str) -> range:
         """Blocks that an operator takes and gives back. Their numbers."""

@@ -42,6 +42,8 @@ class Scratch:
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
         """Sizes of results that differ from what their fake storages say, by number, and the extra bytes."""
+        if func is aten._efficientzerotensor.default:
+            return {0: 0}, []
         if self._device != "cpu":
             return {}, []
         if func in REDUCED_LATE and not made[0].dim():
@@ -88,11 +90,9 @@ def _safe_softmax(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
-    """One dimension after the other: the result so far. Without dimensions it is made flat."""
+    """One dimension after the other, and all results so far. Without dimensions it is made flat."""
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
-    if not dims:
-        return None
-    return [_bytes(made[0])] if len(dims) > 1 else []
+    return [_bytes(made[0])] * (len(dims) - 1) if dims else None
 
 
 def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
@@ -118,10 +118,15 @@ def _logsumexp(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
 
 
 def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
-    """Both in the channels-last format."""
-    if args[0].is_contiguous(memory_format=torch.channels_last):
+    """Both in the channels-last format, in which small images are enlarged (UpSampleKernel.cpp)."""
+    is_small = sum(made[0].shape[-2:]) <= _SMALL_IMAGE
+    if not is_small or args[0].is_contiguous(memory_format=torch.channels_last):
         return []
     return [_bytes(args[0]), _bytes(made[0])]
+
+
+_SMALL_IMAGE = 128
+"""Rows and columns together."""
 
 
 def _upsample_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:

@@ -155,7 +155,7 @@ class Walk:
 
 def is_leaf(function: Function) -> bool:
     """Whether this is where a leaf's gradient is gathered, and no computation."""
-    return function.name() == "torch::autograd::AccumulateGrad"
+    return function.name() == _torch.ACCUMULATE_GRAD
 
 
 def variable_of(function: Function) -> Tensor:
