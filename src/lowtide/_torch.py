@@ -860,9 +860,22 @@ def is_strided(tensor: torch.Tensor) -> bool:
 _WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
-def on_real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Operators in this block run past all dispatch modes. 2.13, since 1.13."""
-    return torch._C._DisableTorchDispatch()
+class on_real_tensors:
+    """Operators and functions in this block run past all modes. 2.13, since 1.13.
+
+    Past those for functions as well: in a backward pass they are on while an operator is dispatched.
+    """
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch()
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
 
 
 def as_written(thing: Any) -> Any:
@@ -872,7 +885,7 @@ def as_written(thing: Any) -> Any:
 
 def bytes_of(tensor: torch.Tensor) -> Any:
     """All bytes of the storage of a tensor on the CPU, as an array on the same memory, past all modes. 2.13."""
-    with on_real_tensors(), without_function_modes():
+    with on_real_tensors():
         return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 

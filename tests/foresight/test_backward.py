@@ -15,6 +15,9 @@ def enlarged(x: Tensor, mode: str, size: int, form: torch.memory_format) -> Tens
     return functional.interpolate(images, scale_factor=2, mode=mode)
 
 
+HALF = torch.arange(400 * 500).view(400, 500) % 2 == 0
+ADJACENCY = torch.eye(400).roll(7, 0).to_sparse()
+
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "sums in a formula": lambda x: sum(torch.std_mean(x, 1)),
     "gradients of zeros": lambda x: torch.sgn(x).abs(),
@@ -26,6 +29,10 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "a norm of columns": lambda x: functional.layer_norm(x.t(), [400]).square(),
     "inverse": lambda x: torch.linalg.inv(x[:, :100] @ x[:, :100].t() + torch.eye(400)),
     "roll": lambda x: x.view(40, 10, -1).roll((1, 2, 3), (0, 1, 2)),
+    "elements by a mask": lambda x: x[HALF],
+    "written by a mask": lambda x: x.index_put((HALF,), x[~HALF]),
+    "filled by a mask": lambda x: x.index_put((HALF,), torch.zeros(())),
+    "a sparse matrix": lambda x: ADJACENCY @ x,
     "distances": lambda x: torch.cdist(x, x[:50]),
     **{
         f"{mode} of {size}, {form}": lambda x, mode=mode, size=size, form=form: enlarged(x, mode, size, form)

@@ -32,6 +32,7 @@ from lowtide.foresight.kinds import (
     NORMED_BY_BATCH,
     NOT_IN_HEALTH,
     PACKING,
+    PUTTING,
     RUNNING,
     TRAINING,
 )
@@ -180,6 +181,21 @@ class Answers:
         for tensor in tensors:
             self._note_assumed(tensor)
         return bool(self._run(func, args, kwargs))
+
+    def places_of_masks(self, func: Any, args: Any) -> list[int]:
+        """Bytes of the numbers that an operator makes of each mask by which it indexes, where the mask is known.
+
+        aten/src/ATen/native/IndexingUtils.h: expandTensors; one number that is written everywhere is filled in instead
+        (TensorAdvancedIndexing.cpp: _index_put_impl_). torch 2.13.
+        """
+        if func not in INDEXING and func not in PUTTING:
+            return []
+        is_filled = func in PUTTING and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+        if is_filled or not _has_mask(args[1]):
+            return []
+        masks = [self.value(index) for index in args[1] if index is not None and index.dtype in _MASKS]
+        with _torch.on_real_tensors():
+            return [int(mask.count_nonzero()) * mask.dim() * torch.long.itemsize for mask in masks if mask is not None]
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Indexing by a mask gives as many rows as the mask has: as an index by numbers, if these are known."""

@@ -64,3 +64,9 @@ EMPTY = frozenset(
     }
 )
 INDEXING = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
+PUTTING = frozenset(
+    {
+        *(aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default),
+        *(aten._index_put_impl.default, aten._index_put_impl_.default),
+    }
+)

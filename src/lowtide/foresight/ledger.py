@@ -152,6 +152,7 @@ class Ledger(TorchDispatchMode, Recorder):
             tensors, _ = tensors_of(args, kwargs)
         if len(tensors) > 1:
             args, kwargs, tensors = self._together(func, args, kwargs, tensors)
+        places = self._answers.places_of_masks(func, args)
         answered, out = self._answers.before(func, args, kwargs, tensors)
         if not answered:
             try:
@@ -160,6 +161,7 @@ class Ledger(TorchDispatchMode, Recorder):
                 raise _no_kernel(func) from error
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
         self._record(func, args, kwargs, tensors, sparse.parts(made))
+        self._inside(places, "aten::nonzero")
         self._answers.after(func, args, kwargs, tensors, made)
         return out
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.foresight import sparse
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,8 +17,10 @@ aten = torch.ops.aten
 
 def takes_nothing(func: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
     """Whether it takes nothing inside that is worth to be counted, given these tensors."""
-    if not tensors or _never_takes(func) or any(tensor.layout is not torch.strided for tensor in tensors):
+    if not tensors or _never_takes(func):
         return True
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return func in sparse.KERNELS
     if func in WHERE_CONTIGUOUS:
         return all(tensor.is_contiguous() for tensor in tensors)
     if func in POOLING:

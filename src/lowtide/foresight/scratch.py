@@ -165,11 +165,12 @@ def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
     in products of a batch of small ones (bmm_out_or_baddbmm_).
     """
     factors, result = args[-2:], made[0]
-    if any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors):  # oneDNN's
+    is_reduced = any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors)
+    if is_reduced or not all(map(_torch.is_strided, factors)):  # for oneDNN, or for sparse matrices
         return None
     if result.dim() == 3 and factors[0].shape[2] * result.shape[1] * result.shape[2] < _SMALLEST_OF_BLAS:
         return []
-    matrices = [t for t in factors if t.dim() > 1 and _torch.is_strided(t) and not blas_reads(t)]
+    matrices = [t for t in factors if t.dim() > 1 and not blas_reads(t)]
     return [matrix.shape[-2] * matrix.shape[-1] * matrix.element_size() for matrix in matrices]
 
 

@@ -7,7 +7,7 @@ was learned is kept as long as the process lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 
 from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
+from lowtide.foresight.geometry import Geometry
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 
@@ -60,11 +61,19 @@ class _Script:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One operator with the geometry of its arguments: what the scratch memory depends on."""
+    """One operator, with the geometry of its arguments in the place of tensors: what the scratch memory depends on."""
 
     func: Any
     args: Any
     kwargs: Any
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any) -> _Call:
+        return cls(func, *tree_map(lambda leaf: Geometry.of(leaf) if _is_tensor(leaf) else leaf, (args, kwargs)))
+
+    @property
+    def geometries(self) -> list[Geometry]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Geometry)]
 
     @property
     def rows(self) -> int:
@@ -73,21 +82,20 @@ class _Call:
 
     @property
     def n_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in tree_leaves((self.args, self.kwargs)) if _is_tensor(t))
+        return sum(geometry.n_bytes for geometry in self.geometries)
 
     def key(self) -> Hashable:
-        parts: list[Hashable] = [self.func, torch.get_num_threads()]
-        for leaf in tree_leaves((self.args, self.kwargs)):
-            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype) if _is_tensor(leaf) else leaf)
-        return tuple(parts)
+        return (self.func, torch.get_num_threads(), *tree_leaves((self.args, self.kwargs)))
 
     def trials(self) -> list[Callable[[Callable[[str], None]], tuple[int, ...]]]:
         """What is to be run: once as it is, twice on some of the rows, or nothing."""
+        if not all(geometry.whole for geometry in self.geometries):
+            return []
         if self.n_bytes <= LARGEST_TRIAL:
-            return [partial(self._run, self._maker(self.rows))]
+            return [partial(self._run, self.rows)]
         if self.rows <= 2 * FEW_ROWS:
             return []
-        return [partial(self._run, self._maker(rows)) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
+        return [partial(self._run, rows) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
 
     def learned(self, scripts: list[_Script]) -> _Script | None:
         """The script of this call from those of its trials."""
@@ -98,31 +106,31 @@ class _Call:
             return None
         return few.stretched(more, (self.rows - FEW_ROWS) / FEW_ROWS)
 
-    def _maker(self, rows: int) -> Callable[[], tuple[Any, Any]]:
+    def _real(self, rows: int) -> tuple[list[Any], Any]:
         batched = _BATCHED.get(self.func, 0)
+        args = [tree_map(partial(_real, rows=rows if n < batched else 0), arg) for n, arg in enumerate(self.args)]
+        if self.func is aten.mkldnn_rnn_layer_backward.default:
+            args[_WORKSPACE] = _workspace(args)
+        return args, tree_map(_real, self.kwargs)
 
-        def make() -> tuple[Any, Any]:
-            args = [tree_map(partial(_real, rows=rows if n < batched else 0), arg) for n, arg in enumerate(self.args)]
-            if self.func is aten.mkldnn_rnn_layer_backward.default:
-                args[_WORKSPACE] = _workspace(args)
-            return args, tree_map(_real, self.kwargs)
-
-        return make
-
-    def _run(self, make: Callable[[], tuple[Any, Any]], mark: Callable[[str], None]) -> tuple[int, ...]:
-        args, kwargs = make()
+    def _run(self, rows: int, mark: Callable[[str], None]) -> tuple[int, ...]:
+        args, kwargs = self._real(rows)
+        seen = {_torch.storage_id(tensor) for tensor in _memory(args, kwargs)}
         mark("begin")
         try:
             out = self.func(*args, **kwargs)
         finally:
             mark("end")
-        seen = {_torch.storage_id(t) for t in tree_leaves((args, kwargs)) if _is_tensor(t)}
         sizes = []
-        for result in filter(_is_tensor, tree_leaves(out)):
-            known = _torch.storage_id(result) in seen
-            sizes.append(0 if known else result.untyped_storage().nbytes())
+        for result in _memory(out):
+            sizes.append(0 if _torch.storage_id(result) in seen else result.untyped_storage().nbytes())
             seen.add(_torch.storage_id(result))
         return tuple(sizes)
+
+
+def _memory(*values: Any) -> Iterator[Any]:
+    """The tensors that have the memory of those in a structure."""
+    return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in _torch.parts_of(leaf))
 
 
 _table: dict[Hashable, _Script | None] = {}
@@ -137,7 +145,7 @@ class Trials:
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
         """Sizes of results that are no arguments, by number, and bytes beyond them at the peak; none before `learn`."""
-        call = _Call(func, args, kwargs)
+        call = _Call.of(func, args, kwargs)
         key = call.key()
         if key not in _table:
             self._wanted.setdefault(key, call)
@@ -192,15 +200,7 @@ def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
 
 
 def _real(leaf: Any, rows: int = 0) -> Any:
-    """A real tensor for a fake one, or for some of its rows.
-
-    Of ones, for some operators take more for numbers that are not small; of zeros if they may be indices.
-    """
-    if not _is_tensor(leaf):
-        return leaf
-    shape = (rows, *leaf.shape[1:]) if rows else leaf.shape
-    is_index = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
-    return torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype).fill_(not is_index)
+    return leaf.real(rows) if isinstance(leaf, Geometry) else leaf
 
 
 _WORKSPACE = 22

@@ -1,0 +1,73 @@
+"""How a tensor lies in memory, without its memory: enough to make another one like it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide import _torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of a dense tensor, or of a sparse one, which has parts. Equal for tensors that kernels treat alike."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] = ()
+    layout: torch.layout = torch.strided
+    parts: tuple[Geometry, ...] = ()
+    is_coalesced: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """That of a tensor, which may be fake."""
+        shape = tuple(tensor.shape)
+        if tensor.layout is torch.strided:
+            return cls(shape, tensor.dtype, tensor.stride())
+        parts = tuple(map(cls.of, _torch.parts_of(tensor)))
+        is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+        return cls(shape, tensor.dtype, (), tensor.layout, parts, is_coalesced)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it says all. Fake tensors of sparse layouts but COO have no elements (torch 2.13)."""
+        return self.layout in (torch.strided, torch.sparse_coo)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its elements."""
+        if self.parts:
+            return sum(part.n_bytes for part in self.parts)
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def real(self, rows: int = 0) -> Tensor:
+        """A real tensor, or one with as many rows.
+
+        It is one of ones, for some operators take more for numbers that are not small; of zeros if they may be indices.
+        Raises NotImplementedError unless it is `whole`.
+        """
+        if self.layout is torch.sparse_coo:
+            return self._coordinates()
+        if self.parts:
+            raise NotImplementedError(self.layout)
+        shape = (rows, *self.shape[1:]) if rows else self.shape
+        is_index = not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
+        return torch.empty_strided(shape, self.strides, dtype=self.dtype).fill_(not is_index)
+
+    def _coordinates(self) -> Tensor:
+        """All elements at different places, as far as there are so many."""
+        dims, count = self.parts[0].shape
+        places = torch.arange(count)
+        indices = []
+        for size in reversed(self.shape[:dims]):
+            indices.append(places % max(size, 1))
+            places //= max(size, 1)
+        return torch.sparse_coo_tensor(
+            torch.stack(indices[::-1]), self.parts[1].real(), self.shape, is_coalesced=self.is_coalesced
+        )
