@@ -126,8 +126,8 @@ def foresee(
     optimizer only if neither the step nor the model refers to it.
 
     What follows from batches of integers and booleans, small tensors and buffers is known, so that masks and lengths
-    are the true ones. No memory is taken but by trials: an operator of which it is not known what it takes inside is run
-    once by itself, if its arguments have at most 64 MiB; else it is listed in `unknown`.
+    are the true ones. No memory is taken but by trials: an operator of which it is not known what it takes inside is
+    run once by itself, if its arguments have at most 64 MiB; else it is listed in `unknown`.
 
     Raises Unforeseeable, with the line, for a step that decides by what is in other tensors; RehearsalError for a step
     that can't be rehearsed; StalePlan for a plan of another model.
