@@ -105,7 +105,11 @@ class Ledger:
             found.append(finding)
             if entry.rule is BACKWARD_SKIPPED and entry.stats is not None:
                 told.add(id(entry.stats))
-        found += [_never_needed(s) for s in stats if id(s) not in told and _is_never_needed(s, least_bytes)]
+        lines: dict[tuple[Place, str], list[Stats]] = {}
+        for s in stats:
+            if id(s) not in told and _is_never_needed(s, least_bytes):
+                lines.setdefault((s.site.place, s.model), []).append(s)
+        found += map(_never_needed, lines.values())
         return sorted(found, key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _carrier(self, group: list[Survivor]) -> str | None:
@@ -184,16 +188,17 @@ def _is_never_needed(stats: Stats, least_bytes: int) -> bool:
     return bool(is_unneeded) and stats.unreached_bytes >= least_bytes
 
 
-def _never_needed(stats: Stats) -> Finding:
-    """Of calls whose graphs were dropped without a backward pass, all of them, and that no inspection met alive."""
+def _never_needed(stats: list[Stats]) -> Finding:
+    """Of a line's calls whose graphs were dropped without a backward pass, all of them, and that no inspection met."""
     rule = NO_GRAD_MISSING
+    place, model, n_times = stats[0].site.place, stats[0].model, sum(s.n_unreached for s in stats)
     return Finding(
         code=rule.code,
         name=rule.name,
-        held_bytes=stats.unreached_bytes,
-        since_step=stats.first_unreached_step,
-        holder=f"nobody after the forward of {stats.model}: its graph was made for nothing, {stats.n_unreached} times",
-        made_at=str(stats.site.place),
-        fix=rule.fix.format(name="its output", names="its output", made=stats.site.place, backward="backward()"),
-        n_steps=stats.n_unreached,
+        held_bytes=max(s.unreached_bytes for s in stats),
+        since_step=min(s.first_unreached_step for s in stats),
+        holder=f"nobody after the forward of {model}: its graph was made for nothing, {n_times} times",
+        made_at=str(place),
+        fix=rule.fix.format(name="its output", names="its output", made=place, backward="backward()"),
+        n_steps=n_times,
     )

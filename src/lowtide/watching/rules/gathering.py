@@ -15,8 +15,10 @@ def _is_list_of_graphs(survivor: Survivor, past: Past) -> bool:
 
 
 def _is_sum(survivor: Survivor, past: Past) -> bool:
-    sites = [call.stats.site.key for call in survivor.calls]
-    return _is_gathered(survivor) and survivor.is_scalar and len(sites) > len(set(sites))
+    """One step may well call a model twice, and then has a backward pass for both."""
+    is_over_steps = len(survivor.steps) > 1 or not survivor.backwards
+    is_repeated = len(survivor.calls) > len({id(call.stats) for call in survivor.calls})
+    return _is_gathered(survivor) and survivor.is_scalar and is_over_steps and is_repeated
 
 
 def _is_gathered(survivor: Survivor) -> bool:
