@@ -82,3 +82,16 @@ def test_a_line_that_calls_a_model_twice_for_nothing_is_said_once() -> None:
             optimizer.step()
             both(model, x).item()
     assert codes(watched) == ["LT002"]
+
+
+def test_zero_grad_while_the_graph_of_a_validation_is_kept() -> None:
+    model, kept = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for _ in range(2):
+            for x, y in batches():
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            kept.append(model(x))
+    assert "LT017" not in codes(watched)

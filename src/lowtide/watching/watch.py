@@ -162,6 +162,7 @@ class Watch:
     def backward_ends(self) -> None:
         """It is through, or has raised."""
         self._calls.running_backward = None
+        self._guarded(self._gradients.backward_ends)
 
     def optimizer_stepped(self) -> None:
         """An optimizer has updated its parameters."""
@@ -234,7 +235,6 @@ class Watch:
         nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
         for node in nodes:
             mark_root(node, backward)
-        self._gradients.backward_begins()
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
             say_outputs_alive(self._view(0), nodes, backward, self._ledger)
