@@ -116,12 +116,14 @@ class Watch:
         found = self.findings
         if self._failure is not None:
             return f"the watch ended early, by a fault of its own: {self._failure!r}"
+        untold = ""
+        where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
+        if self._has_begun and not self._boundaries.has_optimizer:
+            where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
+            untold = "no optimizer has stepped, so steps are not told apart"
         if not found:
-            if self._has_begun and not self._boundaries.has_optimizer:
-                calls = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
-                return f"nothing found in {calls}; no optimizer has stepped, so steps are not told apart"
-            return f"nothing found in {self.n_steps} step{'s' * (self.n_steps != 1)}"
-        return "\n\n".join(map(str, found))
+            return "; ".join(filter(None, (f"nothing found in {where}", untold)))
+        return "\n\n".join(filter(None, (*map(str, found), untold)))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The findings as JSON text; also written to `path` if given."""
