@@ -59,7 +59,7 @@ class Survivor:
     @property
     def holder(self) -> Holder | None:
         """The one at fault; a list before the variable of its last entry."""
-        return min(self.holders, key=lambda h: (RANK.index(h.kind), h.entries is None), default=None)
+        return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers), default=None)
 
     @property
     def is_by_exception(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from lowtide.watching.inspection import Survivor
 from lowtide.watching.places import Place
 from lowtide.watching.rules import SURVIVAL
 from lowtide.watching.rules.carried import CARRIED_STATE
+from lowtide.watching.rules.gathering import GROWING_LIST
 from lowtide.watching.rules.outputs import ALIVE_AT_NEXT_FORWARD, ALIVE_DURING_BACKWARD
 from lowtide.watching.rules.unreached import BACKWARD_SKIPPED, NO_GRAD_MISSING
 
@@ -38,6 +40,7 @@ class Entry:
     """Calls that no backward pass had come to; if one does later, there is nothing to find."""
     n_inspections: int = 0
     sizes: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
     storages: frozenset[int] = frozenset()
 
     def finding(self) -> Finding | None:
@@ -130,17 +133,24 @@ class Ledger:
         born = min(s.born for s in group)
         if entry is None:
             entry = self.entries[key] = Entry(since_step=born)
+        holders = [s.holder for s in group if s.holder is not None]
+        entry.sizes = [*entry.sizes[-8:], held_bytes]
+        entry.entries = [*entry.entries[-8:], max(holder.entries or 0 for holder in holders)]
+        made_by = Counter(id(s.calls[0].stats) for s in group if s.has_graph and s.calls)
         past = Past(
             has_changed=entry.n_inspections > 0 and not storages <= entry.storages,
-            held_bytes=(*entry.sizes, held_bytes),
+            held_bytes=entry.sizes,
+            entries=entry.entries,
+            n_alike=max(made_by.values(), default=0),
             largest_graph_bytes=largest_graph_bytes,
         )
         entry.n_inspections += 1
-        entry.sizes = [*entry.sizes[-8:], held_bytes]
         entry.storages = storages
         rule = next((rule for rule in SURVIVAL if rule.matches is not None and rule.matches(main, past)), None)
         if entry.rule is CARRIED_STATE and main.has_graph:
             rule = CARRIED_STATE
+        if entry.rule is GROWING_LIST and entry.entries[-1] <= entry.entries[-2]:
+            entry.rule = None  # it has an end after all, as a cache of masks has
         if rule is None:
             return
         holder = main.holder
@@ -148,7 +158,9 @@ class Ledger:
         entry.since_step = min(entry.since_step, born)
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         if rule is not CARRIED_STATE or main.is_input:
-            entry.text, entry.name = _text(main), holder.name if holder else ""
+            n_others = len({holder.text for holder in holders}) - 1
+            entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
+            entry.name = holder.name if holder else ""
             entry.names = tuple(dict.fromkeys(h.name for h in main.holders if h.kind == "variable" and h.name))
         calls = sorted((call for s in group for call in s.calls), key=lambda call: call.number)
         entry.calls = {call.number for call in calls}
