@@ -138,3 +138,32 @@ def test_a_dict_that_is_made_anew_gathers_nothing() -> None:
             optimizer.step()
     (finding,) = watched.findings
     assert (finding.code, finding.fix.startswith("`del losses` after")) == ("LT003", True)
+
+
+def test_many_small_tensors_of_one_list() -> None:
+    small: list[Tensor] = []
+    (finding,) = findings(lambda number, output: small.append(output[:8].clone()), batches(20))
+    assert (finding.code, finding.held_bytes) == ("LT021", 20 * OUTPUT * 8 // ROWS)
+
+
+def test_small_tensors_of_equal_layers() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.means: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.means.append(x.detach().mean(0))
+            return self.linear(x).tanh()
+
+    model = nn.Sequential(*(Layer() for _ in range(100)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x in batches():
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    (finding,) = watched.findings
+    assert (finding.code, finding.held_bytes) == ("LT014", STEPS * 100 * 4 * 64)
+    assert finding.holder.endswith(".means[6 entries] and 99 more like it")

@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 LEVELS = 9
 """References between a tensor and what is named."""
+
+MOST_TENSORS = 2_000
+"""Things whose referrers are looked for at once."""
+
+_MANY = 256
+"""So many things at once, and a search of our own is faster than `gc.get_referrers`: that compares each with each."""
 
 RANK = ("exception", "notebook", "hook", "module", "context", "closure", "generator", "variable", "class", "gradient")
 """Kinds of holders; where there are several, the first one is said to be at fault."""
@@ -101,7 +107,10 @@ class Search:
                 self.namespaces[id(vars(module))] = name
 
     def holders(self, tensors: Iterable[tuple[int, Tensor]]) -> dict[int, list[Holder]]:
-        """For each tensor, by its number, who holds it; nearest first. None for those that only C++ holds."""
+        """For each tensor, by its number, who holds it; nearest first. None for those that only C++ holds.
+
+        Of more than MOST_TENSORS the later ones are found where they are together with one of the first.
+        """
         found: dict[int, list[Holder]] = {}
         ways = [_Way(tensor, {number}) for number, tensor in tensors]
         seen: dict[int, set[int]] = {}  # things -> the tensors with ways through them
@@ -115,7 +124,7 @@ class Search:
                 for variable in self.variables.referring_to(way.thing):
                     name, place, entries = variable.name, variable.place, way.all_entries
                     _add(found, way, self._variable(way, name, place, "local variable", entries))
-            referrers = gc.get_referrers(*(same[0].thing for same in by_id.values()))
+            referrers = _referring_to(tuple(same[0].thing for same in islice(by_id.values(), MOST_TENSORS)))
             self.ignored.add(id(referrers))
             ways = []
             for referrer in referrers:
@@ -252,8 +261,8 @@ class Search:
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
             attribute, path = _attribute(path[1]), path[1:]
         text = f"{name}.{attribute}" + _path(path[1:])
-        stable = re.sub(r"\[\d+ entr(y|ies)\]", "", text)
-        return Holder(kind="module", text=text, key=stable, name=attribute, entries=way.entries)
+        alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # layers of one kind are one holder
+        return Holder(kind="module", text=text, key=alike, name=attribute, entries=way.entries)
 
     def _exception(self, way: _Way, error: BaseException) -> Holder:
         kind = type(error).__name__
@@ -299,6 +308,15 @@ def _add(found: dict[int, list[Holder]], way: _Way, holder: Holder) -> None:
 def _attribute(step: str) -> str:
     """`['name']` and `.name` -> `name`."""
     return step.removeprefix(".").removeprefix("['").removesuffix("']")
+
+
+def _referring_to(things: tuple[Any, ...]) -> list[Any]:
+    """All objects that refer to one of these, but for `things` itself."""
+    if len(things) <= _MANY:
+        return gc.get_referrers(*things)
+    numbers, own = {id(thing) for thing in things}, id(things)
+    objects = gc.get_objects()
+    return [o for o in objects if not numbers.isdisjoint(map(id, gc.get_referents(o))) and id(o) != own]
 
 
 _CONTAINERS = (list, deque, set, frozenset, dict)

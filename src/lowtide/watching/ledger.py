@@ -74,10 +74,14 @@ class Ledger:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
 
-    def add(self, survivors: Iterable[Survivor], *, largest_graph_bytes: int) -> None:
-        """Take in what one inspection found."""
+    def add(self, survivors: Iterable[Survivor], *, least_bytes: int, largest_graph_bytes: int) -> None:
+        """Take in what one inspection found, as far as a holder has at least `least_bytes` of it."""
         for key, group in _by_holder(survivors).items():
-            self._add(self._carrier(group) or key, group, largest_graph_bytes)
+            graphs = [survivor for survivor in group if survivor.has_graph]
+            if _bytes_of(graphs) < least_bytes:
+                group = [survivor for survivor in group if not survivor.has_graph]
+            if _bytes_of(group) >= least_bytes:
+                self._add(self._carrier(group) or key, group, largest_graph_bytes)
 
     def say(
         self,
@@ -128,8 +132,7 @@ class Ledger:
     def _add(self, key: str, group: list[Survivor], largest_graph_bytes: int) -> None:
         entry = self.entries.get(key)
         main = max(group, key=lambda s: (s.has_graph, s.held_bytes))
-        alive = {number: n_bytes for s in group for number, n_bytes in s.storages.items()}  # they may share memory
-        held_bytes, storages = sum(alive.values()), frozenset(alive)
+        held_bytes, storages = _bytes_of(group), frozenset(number for s in group for number in s.storages)
         born = min(s.born for s in group)
         if entry is None:
             entry = self.entries[key] = Entry(since_step=born)
@@ -174,6 +177,11 @@ class Ledger:
         for call in unreached:
             call.is_explained = True
         entry.pending = unreached if rule.code in _NOT_BY_BACKWARD and not passes else []
+
+
+def _bytes_of(survivors: Iterable[Survivor]) -> int:
+    """What they hold together; they may share memory."""
+    return sum({number: n for s in survivors for number, n in s.storages.items()}.values())
 
 
 def _by_holder(survivors: Iterable[Survivor]) -> dict[str, list[Survivor]]:

@@ -250,7 +250,7 @@ class Watch:
             if only is None:
                 say_twins(view, heap, self._events.arguments(), self._ledger)
         chosen = survivors if only is None else [survivor for survivor in survivors if only(survivor)]
-        self._ledger.add(chosen, largest_graph_bytes=self._largest_graph_bytes)
+        self._ledger.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
         self._boundaries.inspected(time.perf_counter() - began)
 
     def _view(self, new_from: int) -> View:
