@@ -95,3 +95,21 @@ def test_zero_grad_while_the_graph_of_a_validation_is_kept() -> None:
                 optimizer.step()
             kept.append(model(x))
     assert "LT017" not in codes(watched)
+
+
+@pytest.mark.parametrize(("as_kept", "expected"), [(Tensor.item, []), (Tensor.detach, ["LT021"])])
+def test_losses_that_stay_in_the_memory_of_all_elements(
+    as_kept: Callable[[Tensor], object], expected: list[str]
+) -> None:
+    model, kept = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x, _ in batches():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x.repeat(100, 1)), torch.zeros(6400, 4))
+            loss.backward()
+            optimizer.step()
+            kept.append(as_kept(loss))
+            del loss
+    assert codes(watched) == expected
+    assert watched.findings == () or watched.findings[0].held_bytes == 6 * 4 * 6400 * 4

@@ -43,7 +43,7 @@ LIST_OF_GRAPHS = Rule(
     why="Each entry holds the whole graph of its step.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
-    fix="put numbers in `{name}`: `.item()`, or `.detach()` for small tensors",
+    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
     matches=_is_list_of_graphs,
 )
 
