@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -74,11 +74,17 @@ def keep_in_cache() -> Keep:
     return lru_cache(maxsize=None)(lambda number, output: output)
 
 
+def keep_arrays() -> Keep:
+    arrays: list[Any] = []
+    return lambda number, output: arrays.append(output.numpy()[1:])
+
+
 @pytest.mark.parametrize(
     ("made", "holder", "name"),
     [
         (keep_in_dict, "its variable 'cache' -> [6 entries]", "cache"),
         (keep_in_dict_with_names, "its variable 'cache' -> ['step 4'] and 5 more like it", "cache"),
+        (keep_arrays, "its variable 'arrays' -> [6 entries]", "arrays"),
         (keep_in_cache, "local variable 'keep' -> [6 entries]", "keep"),
         (lambda: Trainer().keep_in_list, "-> .history[6 entries]", "keep.history"),
         (lambda: Trainer().keep_in_logs, "-> .logs['output'][6 entries]", "keep.logs"),

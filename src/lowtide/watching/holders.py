@@ -25,7 +25,7 @@ from types import (
 )
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lowtide._code import origin
@@ -106,7 +106,7 @@ class Search:
             if isinstance(module, ModuleType):
                 self.namespaces[id(vars(module))] = name
 
-    def holders(self, tensors: Iterable[tuple[int, Tensor]]) -> dict[int, list[Holder]]:
+    def holders(self, tensors: Iterable[tuple[int, Any]]) -> dict[int, list[Holder]]:
         """For each tensor, by its number, who holds it; nearest first. None for those that only C++ holds.
 
         Of more than MOST_TENSORS the later ones are found where they are together with one of the first.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide import _torch
 from lowtide.watching.calls import Backward, Call, Calls, Steps, roots_among
 from lowtide.watching.graphs import Graph, computed_by, graphs_of
-from lowtide.watching.heap import Heap, Known, storage_bytes
+from lowtide.watching.heap import Heap, Known, arrays_over, storage_bytes
 from lowtide.watching.holders import RANK, Holder, Search
 from lowtide.watching.hooks import Hooks
 
@@ -176,7 +176,14 @@ def _find_holders(survivors: list[tuple[Survivor, list[int]]], view: View, heap:
     names = module_names(view.model, heap.modules)
     search = Search(names, Hooks(heap.modules), {id(heap.tensors), id(heap.modules), id(heap.optimizers)})
     wanted = {index: survivor for survivor, indices in survivors for index in indices}
-    asked = [(index, heap.tensors[index]) for index in wanted]
+    _name(wanted, search, [(index, heap.tensors[index]) for index in wanted])
+    without = {index: survivor for index, survivor in wanted.items() if not survivor.holders}
+    if sum(survivor.held_bytes for survivor in without.values()) >= view.least_bytes:
+        _name(without, search, arrays_over({id(heap.tensors[index]): index for index in without}))
+
+
+def _name(wanted: dict[int, Survivor], search: Search, asked: list[tuple[int, Any]]) -> None:
+    """Note who holds what is asked for, each with the index of a tensor."""
     search.ignored.add(id(asked))
     search.ignored |= {id(pair) for pair in asked}
     found = search.holders(asked)
