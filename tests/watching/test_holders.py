@@ -122,6 +122,20 @@ def test_a_cache_that_has_an_end() -> None:
     assert findings(lambda number, output: masks.setdefault(number % 5, output * 2), batches(20)) == ()
 
 
+def test_a_cache_of_the_data_that_is_filled_in_the_first_epoch() -> None:
+    class Dataset:
+        def __init__(self) -> None:
+            self.cache: dict[int, Tensor] = {}
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for _ in range(2):
+                for number in range(8):
+                    yield self.cache.setdefault(number, torch.randn(ROWS, 64))
+
+    data = Dataset()
+    assert findings(lambda number, output: None, data) == ()
+
+
 def test_a_queue_that_is_drawn_from() -> None:
     queue: deque[Tensor] = deque(maxlen=8)
 

@@ -83,6 +83,16 @@ class Ledger:
             if _bytes_of(group) >= least_bytes:
                 self._add(self._carrier(group) or key, group, largest_graph_bytes)
 
+    def take_back(self, survivors: Iterable[Survivor]) -> None:
+        """A step later: what has as many entries as before has stopped growing, whoever is said to hold it now."""
+        growing = [entry for entry in self.entries.values() if entry.rule is GROWING_LIST]
+        for group in _by_holder(survivors).values() if growing else ():
+            storages, n_entries = _storages_of(group), _entries_of(group)
+            for entry in growing:
+                is_the_same = 2 * len(entry.storages & storages) >= len(entry.storages)
+                if is_the_same and n_entries <= entry.entries[-1]:
+                    entry.rule = None
+
     def say(
         self,
         rule: Rule,
@@ -132,13 +142,13 @@ class Ledger:
     def _add(self, key: str, group: list[Survivor], largest_graph_bytes: int) -> None:
         entry = self.entries.get(key)
         main = max(group, key=lambda s: (s.has_graph, s.held_bytes))
-        held_bytes, storages = _bytes_of(group), frozenset(number for s in group for number in s.storages)
+        held_bytes, storages = _bytes_of(group), _storages_of(group)
         born = min(s.born for s in group)
         if entry is None:
             entry = self.entries[key] = Entry(since_step=born)
         holders = [s.holder for s in group if s.holder is not None]
         entry.sizes = [*entry.sizes[-8:], held_bytes]
-        entry.entries = [*entry.entries[-8:], max(holder.entries or 0 for holder in holders)]
+        entry.entries = [*entry.entries[-8:], _entries_of(group)]
         made_by = Counter(id(s.calls[0].stats) for s in group if s.has_graph and s.calls)
         past = Past(
             has_changed=entry.n_inspections > 0 and not storages <= entry.storages,
@@ -182,6 +192,14 @@ class Ledger:
 def _bytes_of(survivors: Iterable[Survivor]) -> int:
     """What they hold together; they may share memory."""
     return sum({number: n for s in survivors for number, n in s.storages.items()}.values())
+
+
+def _storages_of(survivors: Iterable[Survivor]) -> frozenset[int]:
+    return frozenset(number for s in survivors for number in s.storages)
+
+
+def _entries_of(survivors: Iterable[Survivor]) -> int:
+    return max(s.holder.entries or 0 for s in survivors if s.holder is not None)
 
 
 def _by_holder(survivors: Iterable[Survivor]) -> dict[str, list[Survivor]]:

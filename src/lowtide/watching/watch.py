@@ -197,7 +197,7 @@ class Watch:
                 self._steps.begin(self._boundaries.first_number)
                 if self._boundaries.is_due():
                     self._at_boundary = True
-                    self._inspect(self._boundaries.first_number)
+                    self._inspect(self._boundaries.first_number, is_later=True)
                     self._at_boundary = False
             else:
                 self._suspect(site.key, module)
@@ -241,7 +241,8 @@ class Watch:
             self._n_backwards += 1
             say_outputs_alive(self._view(0), nodes, backward, self._ledger)
 
-    def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None) -> None:
+    def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None, *, is_later: bool = False) -> None:
+        """Look at all that is alive; `is_later` if a step has ended since the last look but for suspicions."""
         began = time.perf_counter()
         with torch.no_grad():
             heap = Heap()
@@ -249,6 +250,8 @@ class Watch:
             survivors = inspect(view, heap)
             if only is None:
                 say_twins(view, heap, self._events.arguments(), self._ledger)
+        if is_later:
+            self._ledger.take_back(survivors)
         chosen = survivors if only is None else [survivor for survivor in survivors if only(survivor)]
         self._ledger.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
         self._boundaries.inspected(time.perf_counter() - began)
@@ -272,6 +275,7 @@ class Watch:
             self._inspect(  # an output that is left over at the end is in no forward's way
                 _torch.next_sequence_number(),
                 only=lambda s: s.has_graph or (s.holder is not None and s.holder.key in entries),
+                is_later=True,
             )
 
     def _guarded(self, do: Callable[[], None]) -> None:
