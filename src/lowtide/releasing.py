@@ -2,7 +2,7 @@
 
 What is dropped is a tensor's reference to its graph. Values stay as they are, and so does whatever another tensor still
 refers to: a trunk that a second loss shares stays for that loss. After an ordinary `backward()` there is nothing to let
-go of but four bytes; after `retain_graph=True`, a partial backward or `create_graph=True` there is a whole graph.
+go of but empty nodes; after `retain_graph=True`, a partial backward or `create_graph=True` there is a whole graph.
 """
 
 from __future__ import annotations

@@ -174,6 +174,15 @@ def test_a_loop_without_an_optimizer_is_counted_in_calls(model: nn.Module) -> No
     assert str(watched) == said
 
 
+def test_that_there_is_no_optimizer_is_said_beside_findings(model: nn.Module) -> None:
+    kept = []
+    with lowtide.watch(model) as watched:
+        for batch in batches():
+            kept.append(model(batch).sum())
+    assert [finding.code for finding in watched.findings] == ["LT008"]
+    assert str(watched).endswith("\n\nno optimizer has stepped, so steps are not told apart")
+
+
 SCRIPT = """
 import sys
 from helper import answer

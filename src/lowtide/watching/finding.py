@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What earlier inspections saw of the same holder."""
+    """What this inspection and earlier ones saw of the same holder, last what this one did."""
 
     has_changed: bool = False
     """Whether it holds memory now that it did not hold then."""
     held_bytes: Sequence[int] = ()
+    entries: Sequence[int] = ()
+    """Of the lists, dicts and sets that hold the tensors for it."""
+    n_alike: int = 0
+    """Graphs that it holds now and that the same call in the code made."""
     largest_graph_bytes: int = 0
     """The most that the graph of one forward keeps, as far as measured."""
 

@@ -45,12 +45,12 @@ class Gradients:
         elif waiting is not None:
             self._late = (held_bytes, step, place, waiting)
 
-    def backward_begins(self) -> None:
-        """A backward pass begins: if gradients were zeroed since its forward, that was late."""
-        if self._late is None:
+    def backward_ends(self) -> None:
+        """A backward pass is through: if gradients were zeroed between its forward and it, that was late."""
+        late, self._late = self._late, None
+        if late is None or not late[-1].backwards:  # else a graph that is kept, as of a validation
             return
-        held_bytes, step, place, call = self._late
-        self._late = None
+        held_bytes, step, place, call = late
         self._ledger.say(
             ZERO_GRAD_LATE,
             str(place),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -33,6 +34,27 @@ def storage_bytes(tensor: Tensor) -> int:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
+    """The NumPy arrays in the memory of tensors, which are given as id -> number; each with the number of its tensor.
+
+    The garbage collector does not know arrays: they are found in what refers to them.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not tensors:
+        return []
+    found: dict[int, tuple[int, Any]] = {}
+    for thing in gc.get_objects():
+        referents = gc.get_referents(thing)
+        if numpy.ndarray in map(type, referents):
+            for array in referents:
+                base = array
+                while type(base) is numpy.ndarray:
+                    base = base.base
+                if base is not array and id(base) in tensors:
+                    found[id(array)] = tensors[id(base)], array
+    return list(found.values())
 
 
 class Heap:

@@ -10,8 +10,9 @@ import gc
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -24,7 +25,7 @@ from types import (
 )
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lowtide._code import origin
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 
 LEVELS = 9
 """References between a tensor and what is named."""
+
+MOST_TENSORS = 2_000
+"""Things whose referrers are looked for at once."""
+
+_MANY = 256
+"""So many things at once, and a search of our own is faster than `gc.get_referrers`: that compares each with each."""
 
 RANK = ("exception", "notebook", "hook", "module", "context", "closure", "generator", "variable", "class", "gradient")
 """Kinds of holders; where there are several, the first one is said to be at fault."""
@@ -57,7 +64,9 @@ class Holder:
     key: str
     name: str = ""
     entries: int | None = None
-    """Entries of the list or set that the tensors are in, if there is one in between that can grow without end."""
+    """Entries of the lists, dicts and sets in between that can grow without end, added up; None without any."""
+    gathers: bool = False
+    """Whether it is a list, or another container whose entries have no names."""
     place: Place | None = None
 
 
@@ -69,7 +78,16 @@ class _Way:
     tensors: set[int]
     path: tuple[str, ...] = ()
     entries: int | None = None
+    """Entries of the containers inside of `thing`."""
     container: type | None = None
+
+    @property
+    def all_entries(self) -> int | None:
+        """With those of `thing`."""
+        is_queue = isinstance(self.thing, deque) and self.thing.maxlen is not None  # it grows so far only
+        if is_queue or not isinstance(self.thing, list | deque | set | dict):
+            return self.entries
+        return len(self.thing) + (self.entries or 0)
 
 
 @dataclass(slots=True)
@@ -88,78 +106,81 @@ class Search:
             if isinstance(module, ModuleType):
                 self.namespaces[id(vars(module))] = name
 
-    def holders(self, tensors: Iterable[tuple[int, Tensor]]) -> dict[int, list[Holder]]:
-        """For each tensor, by its number, who holds it; nearest first. None for those that only C++ holds."""
+    def holders(self, tensors: Iterable[tuple[int, Any]]) -> dict[int, list[Holder]]:
+        """For each tensor, by its number, who holds it; nearest first. None for those that only C++ holds.
+
+        Of more than MOST_TENSORS the later ones are found where they are together with one of the first.
+        """
         found: dict[int, list[Holder]] = {}
         ways = [_Way(tensor, {number}) for number, tensor in tensors]
-        seen = {id(way.thing) for way in ways}
+        seen: dict[int, set[int]] = {}  # things -> the tensors with ways through them
         for _ in range(LEVELS):
             if not ways:
                 break
-            by_id = {id(way.thing): way for way in ways}
+            by_id: dict[int, list[_Way]] = {}
             for way in ways:
-                for holder in self._running(way):
-                    _add(found, way, holder)
-            referrers = gc.get_referrers(*(way.thing for way in ways))
+                by_id.setdefault(id(way.thing), []).append(way)
+                seen.setdefault(id(way.thing), set()).update(way.tensors)
+                for variable in self.variables.referring_to(way.thing):
+                    name, place, entries = variable.name, variable.place, way.all_entries
+                    _add(found, way, self._variable(way, name, place, "local variable", entries))
+            referrers = _referring_to(tuple(same[0].thing for same in islice(by_id.values(), MOST_TENSORS)))
             self.ignored.add(id(referrers))
-            outward: list[_Way] = []
+            ways = []
             for referrer in referrers:
-                if id(referrer) in seen or id(referrer) in self.ignored or self._is_ours(referrer):
+                if id(referrer) in self.ignored or self._is_ours(referrer):
                     continue
-                met = {id(r): by_id[id(r)] for r in gc.get_referents(referrer) if id(r) in by_id}
-                inner = list(met.values())
-                for way in self._outward(referrer, inner):
-                    named = self._named(way, inner[0])
-                    if named is not None:
+                met = dict.fromkeys(number for r in gc.get_referents(referrer) if (number := id(r)) in by_id)
+                known = seen.setdefault(id(referrer), set())
+                for way, inner in self._outward(referrer, [way for number in met for way in by_id[number]]):
+                    if way.tensors <= known:
+                        continue
+                    named = self._named(way, inner)
+                    if named is not None:  # and met again on other ways
                         _add(found, way, named)
-                    elif id(referrer) not in seen:  # what has a name is met again on other ways
-                        seen.add(id(referrer))
-                        outward.append(way)
-            ways = outward
+                    else:
+                        known |= way.tensors
+                        ways.append(way)
         return found
 
-    def _running(self, way: _Way) -> list[Holder]:
-        return [self._variable(way, v.name, v.place, "local variable") for v in self.variables.referring_to(way.thing)]
-
-    def _variable(self, way: _Way, name: str, place: Place, what: str) -> Holder:
+    def _variable(self, way: _Way, name: str, place: Place, what: str, entries: int | None) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
-        if way.container in (list, deque, set) and way.path and way.path[0].startswith("["):
-            assert way.container is not None
-            of = way.container.__name__
-            return Holder(
-                kind="variable",
-                text=f"{where} {of} '{name}' {_path(way.path)}",
-                key=f"{place.file} {name}",
-                name=name,
-                entries=way.entries,
-                place=place,
-            )
-        text = f"{where} {what} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
-        return Holder(kind="variable", text=text, key=f"{place.file} {name}", name=name, place=place)
+        shown, full_name = _shown(way, name, what)
+        return Holder(
+            kind="variable",
+            text=f"{where} {shown}",
+            key=f"{place.file} {full_name}",
+            name=full_name,
+            entries=entries,
+            gathers=_gathers(way),
+            place=place,
+        )
 
-    def _outward(self, referrer: Any, inner: list[_Way]) -> list[_Way]:
-        """The ways through `referrer`, one for each thing that it holds; containers of equals count as one."""
-        if not inner:
-            return []
-        if isinstance(referrer, list | tuple | deque | set | frozenset):
-            tensors = set().union(*(way.tensors for way in inner))
-            n = len(referrer)
-            label = f"[{n} entr{'y' if n == 1 else 'ies'}]"
-            rest = inner[0].path if len(inner) == 1 or inner[0].path else ()
-            if isinstance(referrer, tuple) or (n == 1 and isinstance(referrer, frozenset)):
-                index = next((i for i, thing in enumerate(referrer) if thing is inner[0].thing), 0)
-                return [_Way(referrer, tensors, (f"[{index}]", *rest), n, tuple)]
-            kind = next(k for k in (list, deque, set, frozenset) if isinstance(referrer, k))
-            is_bounded = isinstance(referrer, deque) and referrer.maxlen is not None  # a queue: it grows so far only
-            return [_Way(referrer, tensors, (label, *rest), None if is_bounded else n, kind)]
-        if isinstance(referrer, dict):
-            ways = []
-            for way in inner:
-                keys = [key for key, value in referrer.items() if value is way.thing]
-                key = keys[0] if keys else "?"
-                ways.append(_Way(referrer, way.tensors, (f"[{key!r}]", *way.path), way.entries, way.container))
-            return ways
-        return [_Way(referrer, way.tensors, way.path, way.entries, way.container) for way in inner]
+    def _outward(self, referrer: Any, inner: list[_Way]) -> Iterator[tuple[_Way, _Way]]:
+        """The ways through `referrer`, each with the one that it goes on from.
+
+        One for each thing in it that has a name there; what has none counts as one, and is known by its first.
+        """
+        labels = _labels(referrer)
+        gathered: _Way | None = None
+        for way in inner:
+            is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.thing
+            entries = way.entries if is_namespace else way.all_entries
+            if labels is None:
+                yield _Way(referrer, way.tensors, way.path, entries), way
+            elif (label := labels.get(id(way.thing))) is not None:
+                container = tuple if isinstance(referrer, tuple) else way.container
+                yield _Way(referrer, way.tensors, (label, *way.path), entries, container), way
+            elif gathered is None:
+                n = len(referrer)
+                label = f"[{n} entr{'y' if n == 1 else 'ies'}]"
+                kind = next(k for k in _CONTAINERS if isinstance(referrer, k))
+                gathered = _Way(referrer, set(way.tensors), (label, *way.path), entries, kind)
+            else:
+                gathered.tensors |= way.tensors
+                gathered.entries = max(gathered.entries or 0, entries or 0) or None
+        if gathered is not None:
+            yield gathered, inner[0]
 
     def _named(self, way: _Way, inner: _Way) -> Holder | None:
         """What `way` has come to, if that has a name; otherwise the way goes on from there."""
@@ -178,18 +199,20 @@ class Search:
         if isinstance(thing, GeneratorType):
             frame = thing.gi_frame
             local = name_in_frame(frame, inner.thing) if frame is not None else None
-            text = f"generator '{thing.__name__}'" + (f", its variable '{local}'" if local else "")
-            return Holder(kind="generator", text=text, key=text, name=local or "")
+            return self._inside("generator", f"generator '{thing.__name__}'", way, local)
         if isinstance(thing, FunctionType):
             hook = self.hooks.by_function.get(id(thing))
             if hook is not None:
                 return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
             place = Place(thing.__code__.co_filename, thing.__code__.co_firstlineno)
-            text = f"closure of '{thing.__qualname__}' at {place}"
-            return Holder(kind="closure", text=text, key=text, place=place)
+            is_closed_over = inner.thing is thing.__closure__
+            local = thing.__code__.co_freevars[int(way.path[0].strip("[]"))] if is_closed_over else None
+            way.path = way.path[1:] if is_closed_over else way.path
+            return self._inside("closure", f"closure of '{thing.__qualname__}' at {place}", way, local)
         if isinstance(thing, type):
-            text = f"class attribute {thing.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
-            return Holder(kind="class", text=text, key=text)
+            name = f"{thing.__qualname__}.{_attribute(way.path[0]) if way.path else '?'}"
+            text = f"class attribute {name}{_path(way.path[1:])}"
+            return Holder(kind="class", text=text, key=f"class attribute {name}", name=name, entries=way.entries)
         if isinstance(thing, FrameType):
             inside = name_in_frame(thing, inner.thing)
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
@@ -200,6 +223,13 @@ class Search:
         elif (held_as := _holding_attribute(thing, inner.thing)) is not None:
             way.path = (f".{held_as}", *inner.path)
         return None
+
+    def _inside(self, kind: str, text: str, way: _Way, local: str | None) -> Holder:
+        """A function's variable `local`, where the function does not run now."""
+        if local is None:
+            return Holder(kind=kind, text=text, key=text, entries=way.entries)
+        shown, name = _shown(way, local, "variable")
+        return Holder(kind=kind, text=f"{text}, its {shown}", key=f"{text} {name}", name=name, entries=way.entries)
 
     def _namespace(self, way: _Way, namespace: dict[str, Any]) -> Holder | None:
         name = _attribute(way.path[0])
@@ -216,7 +246,7 @@ class Search:
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"
             return Holder(kind="notebook", text=text, key=f"notebook {name}", name=name)
         variable = self.variables.of_module(namespace, name)
-        holder = self._variable(inner, name, variable.place, "global variable")
+        holder = self._variable(inner, name, variable.place, "global variable", way.entries)
         hook = self.hooks.using_global(namespace, name)
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
@@ -231,8 +261,8 @@ class Search:
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
             attribute, path = _attribute(path[1]), path[1:]
         text = f"{name}.{attribute}" + _path(path[1:])
-        stable = re.sub(r"\[\d+ entr(y|ies)\]", "", text)
-        return Holder(kind="module", text=text, key=stable, name=attribute, entries=way.entries)
+        alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # layers of one kind are one holder
+        return Holder(kind="module", text=text, key=alike, name=attribute, entries=way.entries)
 
     def _exception(self, way: _Way, error: BaseException) -> Holder:
         kind = type(error).__name__
@@ -278,6 +308,42 @@ def _add(found: dict[int, list[Holder]], way: _Way, holder: Holder) -> None:
 def _attribute(step: str) -> str:
     """`['name']` and `.name` -> `name`."""
     return step.removeprefix(".").removeprefix("['").removesuffix("']")
+
+
+def _referring_to(things: tuple[Any, ...]) -> list[Any]:
+    """All objects that refer to one of these, but for `things` itself."""
+    if len(things) <= _MANY:
+        return gc.get_referrers(*things)
+    numbers, own = {id(thing) for thing in things}, id(things)
+    objects = gc.get_objects()
+    return [o for o in objects if not numbers.isdisjoint(map(id, gc.get_referents(o))) and id(o) != own]
+
+
+_CONTAINERS = (list, deque, set, frozenset, dict)
+
+
+def _labels(container: Any) -> dict[int, str] | None:
+    """Things by id -> the names that a tuple or dict has for them; None for what is no container."""
+    if isinstance(container, tuple):
+        return {id(thing): f"[{index}]" for index, thing in enumerate(container)}
+    if isinstance(container, dict):
+        return {id(thing): f"[{key!r}]" for key, thing in list(dict.items(container)) if isinstance(key, str)}
+    return {} if isinstance(container, _CONTAINERS) else None
+
+
+def _gathers(way: _Way) -> bool:
+    return way.container in _CONTAINERS and bool(way.path) and way.path[0].startswith("[")
+
+
+def _shown(way: _Way, name: str, what: str) -> tuple[str, str]:
+    """How to call a variable that holds tensors by this way, and its name with the attributes that lead on from it."""
+    attributes = takewhile(lambda step: step.startswith("."), way.path)
+    if _gathers(way):
+        assert way.container is not None
+        shown = f"{way.container.__name__} '{name}' {_path(way.path)}"
+    else:
+        shown = f"{what} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
+    return shown, "".join((name, *attributes))
 
 
 def _path(path: tuple[str, ...]) -> str:

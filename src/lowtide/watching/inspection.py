@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide import _torch
 from lowtide.watching.calls import Backward, Call, Calls, Steps, roots_among
 from lowtide.watching.graphs import Graph, computed_by, graphs_of
-from lowtide.watching.heap import Heap, Known, storage_bytes
+from lowtide.watching.heap import Heap, Known, arrays_over, storage_bytes
 from lowtide.watching.holders import RANK, Holder, Search
 from lowtide.watching.hooks import Hooks
 
 if TYPE_CHECKING:
     from torch import nn
-
-MOST_TENSORS = 64
-"""Tensors whose holders are looked for in one inspection, largest first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +56,7 @@ class Survivor:
     @property
     def holder(self) -> Holder | None:
         """The one at fault; a list before the variable of its last entry."""
-        return min(self.holders, key=lambda h: (RANK.index(h.kind), h.entries is None), default=None)
+        return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers), default=None)
 
     @property
     def is_by_exception(self) -> bool:
@@ -85,7 +82,7 @@ class View:
 
 
 def inspect(view: View, heap: Heap) -> list[Survivor]:
-    """Everything of at least `least_bytes` that survived, largest first."""
+    """Everything that survived, largest first. Much that is small may have one holder, so nothing is too small here."""
     excused = heap.standing | {0}
     tensors = heap.tensors
     held = [index for index in range(len(tensors)) if _torch.held_by_python(tensors, index, 1)]  # 1: by the list
@@ -103,20 +100,20 @@ def inspect(view: View, heap: Heap) -> list[Survivor]:
         if not graph.unfreed:
             continue
         survivor = _of_graph(graph, view, heap, excused | of_user | view.inputs)
-        if survivor.held_bytes >= view.least_bytes:
-            given = [index for index in graph.tensors if _torch.storage_id(tensors[index]) in view.inputs]
-            others = sorted(set(graph.tensors) - set(given), key=lambda index: index != graph.top)
-            survivors.append((survivor, given + others))
+        given = [index for index in graph.tensors if _torch.storage_id(tensors[index]) in view.inputs]
+        others = sorted(set(graph.tensors) - set(given), key=lambda index: index != graph.top)
+        survivors.append((survivor, given + others))
     by_storage: dict[int, list[int]] = {}
     for index in held:
         number = _torch.storage_id(tensors[index])
         if index not in in_graphs and number in plain and number not in of_user and number not in view.inputs:
             by_storage.setdefault(number, []).append(index)
+    outputs = view.calls.of_output(set(by_storage))
     for number, indices in by_storage.items():
-        if storage_bytes(tensors[indices[0]]) >= view.least_bytes:
-            survivors.append((_of_storage(number, indices, view, heap), indices))
+        survivors.append((_of_storage(number, indices, outputs.get(number), view, heap), indices))
     survivors.sort(key=lambda entry: -entry[0].held_bytes)
-    _find_holders(survivors, view, heap)
+    if sum(survivor.held_bytes for survivor, _ in survivors) >= view.least_bytes:
+        _find_holders(survivors, view, heap)
     with_graph = {index for graph in graphs if graph.unfreed for index in graph.gradient_of}
     for survivor, _ in survivors:
         if survivor.is_of_gradients:
@@ -153,11 +150,11 @@ def _of_graph(graph: Graph, view: View, heap: Heap, excused: set[int]) -> Surviv
     )
 
 
-def _of_storage(number: int, indices: list[int], view: View, heap: Heap) -> Survivor:
+def _of_storage(number: int, indices: list[int], output_of: Call | None, view: View, heap: Heap) -> Survivor:
     tensors = [heap.tensors[index] for index in indices]
     n_bytes = storage_bytes(tensors[0])
     shown_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    output_of = call = view.calls.of_output({number}).get(number)
+    call = output_of
     made = [_torch.sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
     if call is None and made:  # its graph is freed, and tells where it is from
         call = next(iter(view.calls.between(min(made), max(made))), None)
@@ -178,12 +175,15 @@ def _of_storage(number: int, indices: list[int], view: View, heap: Heap) -> Surv
 def _find_holders(survivors: list[tuple[Survivor, list[int]]], view: View, heap: Heap) -> None:
     names = module_names(view.model, heap.modules)
     search = Search(names, Hooks(heap.modules), {id(heap.tensors), id(heap.modules), id(heap.optimizers)})
-    wanted: dict[int, Survivor] = {}
-    for survivor, indices in survivors:
-        for index in indices:
-            if len(wanted) < MOST_TENSORS:
-                wanted[index] = survivor
-    asked = [(index, heap.tensors[index]) for index in wanted]
+    wanted = {index: survivor for survivor, indices in survivors for index in indices}
+    _name(wanted, search, [(index, heap.tensors[index]) for index in wanted])
+    without = {index: survivor for index, survivor in wanted.items() if not survivor.holders}
+    if sum(survivor.held_bytes for survivor in without.values()) >= view.least_bytes:
+        _name(without, search, arrays_over({id(heap.tensors[index]): index for index in without}))
+
+
+def _name(wanted: dict[int, Survivor], search: Search, asked: list[tuple[int, Any]]) -> None:
+    """Note who holds what is asked for, each with the index of a tensor."""
     search.ignored.add(id(asked))
     search.ignored |= {id(pair) for pair in asked}
     found = search.holders(asked)

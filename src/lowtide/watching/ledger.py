@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from lowtide.watching.inspection import Survivor
 from lowtide.watching.places import Place
 from lowtide.watching.rules import SURVIVAL
 from lowtide.watching.rules.carried import CARRIED_STATE
+from lowtide.watching.rules.gathering import GROWING_LIST
 from lowtide.watching.rules.outputs import ALIVE_AT_NEXT_FORWARD, ALIVE_DURING_BACKWARD
 from lowtide.watching.rules.unreached import BACKWARD_SKIPPED, NO_GRAD_MISSING
 
@@ -38,6 +40,7 @@ class Entry:
     """Calls that no backward pass had come to; if one does later, there is nothing to find."""
     n_inspections: int = 0
     sizes: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
     storages: frozenset[int] = frozenset()
 
     def finding(self) -> Finding | None:
@@ -71,10 +74,24 @@ class Ledger:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
 
-    def add(self, survivors: Iterable[Survivor], *, largest_graph_bytes: int) -> None:
-        """Take in what one inspection found."""
+    def add(self, survivors: Iterable[Survivor], *, least_bytes: int, largest_graph_bytes: int) -> None:
+        """Take in what one inspection found, as far as a holder has at least `least_bytes` of it."""
         for key, group in _by_holder(survivors).items():
-            self._add(self._carrier(group) or key, group, largest_graph_bytes)
+            graphs = [survivor for survivor in group if survivor.has_graph]
+            if _bytes_of(graphs) < least_bytes:
+                group = [survivor for survivor in group if not survivor.has_graph]
+            if _bytes_of(group) >= least_bytes:
+                self._add(self._carrier(group) or key, group, largest_graph_bytes)
+
+    def take_back(self, survivors: Iterable[Survivor]) -> None:
+        """A step later: what has as many entries as before has stopped growing, whoever is said to hold it now."""
+        growing = [entry for entry in self.entries.values() if entry.rule is GROWING_LIST]
+        for group in _by_holder(survivors).values() if growing else ():
+            storages, n_entries = _storages_of(group), _entries_of(group)
+            for entry in growing:
+                is_the_same = 2 * len(entry.storages & storages) >= len(entry.storages)
+                if is_the_same and n_entries <= entry.entries[-1]:
+                    entry.rule = None
 
     def say(
         self,
@@ -105,7 +122,11 @@ class Ledger:
             found.append(finding)
             if entry.rule is BACKWARD_SKIPPED and entry.stats is not None:
                 told.add(id(entry.stats))
-        found += [_never_needed(s) for s in stats if id(s) not in told and _is_never_needed(s, least_bytes)]
+        lines: dict[tuple[Place, str], list[Stats]] = {}
+        for s in stats:
+            if id(s) not in told and _is_never_needed(s, least_bytes):
+                lines.setdefault((s.site.place, s.model), []).append(s)
+        found += map(_never_needed, lines.values())
         return sorted(found, key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _carrier(self, group: list[Survivor]) -> str | None:
@@ -121,22 +142,28 @@ class Ledger:
     def _add(self, key: str, group: list[Survivor], largest_graph_bytes: int) -> None:
         entry = self.entries.get(key)
         main = max(group, key=lambda s: (s.has_graph, s.held_bytes))
-        alive = {number: n_bytes for s in group for number, n_bytes in s.storages.items()}  # they may share memory
-        held_bytes, storages = sum(alive.values()), frozenset(alive)
+        held_bytes, storages = _bytes_of(group), _storages_of(group)
         born = min(s.born for s in group)
         if entry is None:
             entry = self.entries[key] = Entry(since_step=born)
+        holders = [s.holder for s in group if s.holder is not None]
+        entry.sizes = [*entry.sizes[-8:], held_bytes]
+        entry.entries = [*entry.entries[-8:], _entries_of(group)]
+        made_by = Counter(id(s.calls[0].stats) for s in group if s.has_graph and s.calls)
         past = Past(
             has_changed=entry.n_inspections > 0 and not storages <= entry.storages,
-            held_bytes=(*entry.sizes, held_bytes),
+            held_bytes=entry.sizes,
+            entries=entry.entries,
+            n_alike=max(made_by.values(), default=0),
             largest_graph_bytes=largest_graph_bytes,
         )
         entry.n_inspections += 1
-        entry.sizes = [*entry.sizes[-8:], held_bytes]
         entry.storages = storages
         rule = next((rule for rule in SURVIVAL if rule.matches is not None and rule.matches(main, past)), None)
         if entry.rule is CARRIED_STATE and main.has_graph:
             rule = CARRIED_STATE
+        if entry.rule is GROWING_LIST and entry.entries[-1] <= entry.entries[-2]:
+            entry.rule = None  # it has an end after all, as a cache of masks has
         if rule is None:
             return
         holder = main.holder
@@ -144,7 +171,9 @@ class Ledger:
         entry.since_step = min(entry.since_step, born)
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         if rule is not CARRIED_STATE or main.is_input:
-            entry.text, entry.name = _text(main), holder.name if holder else ""
+            n_others = len({holder.text for holder in holders}) - 1
+            entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
+            entry.name = holder.name if holder else ""
             entry.names = tuple(dict.fromkeys(h.name for h in main.holders if h.kind == "variable" and h.name))
         calls = sorted((call for s in group for call in s.calls), key=lambda call: call.number)
         entry.calls = {call.number for call in calls}
@@ -158,6 +187,19 @@ class Ledger:
         for call in unreached:
             call.is_explained = True
         entry.pending = unreached if rule.code in _NOT_BY_BACKWARD and not passes else []
+
+
+def _bytes_of(survivors: Iterable[Survivor]) -> int:
+    """What they hold together; they may share memory."""
+    return sum({number: n for s in survivors for number, n in s.storages.items()}.values())
+
+
+def _storages_of(survivors: Iterable[Survivor]) -> frozenset[int]:
+    return frozenset(number for s in survivors for number in s.storages)
+
+
+def _entries_of(survivors: Iterable[Survivor]) -> int:
+    return max(s.holder.entries or 0 for s in survivors if s.holder is not None)
 
 
 def _by_holder(survivors: Iterable[Survivor]) -> dict[str, list[Survivor]]:
@@ -184,16 +226,17 @@ def _is_never_needed(stats: Stats, least_bytes: int) -> bool:
     return bool(is_unneeded) and stats.unreached_bytes >= least_bytes
 
 
-def _never_needed(stats: Stats) -> Finding:
-    """Of calls whose graphs were dropped without a backward pass, all of them, and that no inspection met alive."""
+def _never_needed(stats: list[Stats]) -> Finding:
+    """Of a line's calls whose graphs were dropped without a backward pass, all of them, and that no inspection met."""
     rule = NO_GRAD_MISSING
+    place, model, n_times = stats[0].site.place, stats[0].model, sum(s.n_unreached for s in stats)
     return Finding(
         code=rule.code,
         name=rule.name,
-        held_bytes=stats.unreached_bytes,
-        since_step=stats.first_unreached_step,
-        holder=f"nobody after the forward of {stats.model}: its graph was made for nothing, {stats.n_unreached} times",
-        made_at=str(stats.site.place),
-        fix=rule.fix.format(name="its output", names="its output", made=stats.site.place, backward="backward()"),
-        n_steps=stats.n_unreached,
+        held_bytes=max(s.unreached_bytes for s in stats),
+        since_step=min(s.first_unreached_step for s in stats),
+        holder=f"nobody after the forward of {model}: its graph was made for nothing, {n_times} times",
+        made_at=str(place),
+        fix=rule.fix.format(name="its output", names="its output", made=place, backward="backward()"),
+        n_steps=n_times,
     )

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The line of the user's code that called, and a key that also tells apart the ways that led to it."""
+    """The line of the user's code that called, and a key that tells apart its calls, and the ways that led to it."""
 
     place: Place
     key: int
@@ -50,7 +50,7 @@ def calling_site() -> Site:
         kind = origin(code.co_filename)
         if kind != "ours":
             line = frame.f_lineno
-            key.append((code.co_filename, code.co_name, line))
+            key.append((code.co_filename, code.co_name, frame.f_lasti))
             if fallback is None:
                 fallback = Place(code.co_filename, line)
             if place is None and kind == "user":

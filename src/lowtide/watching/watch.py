@@ -116,12 +116,14 @@ class Watch:
         found = self.findings
         if self._failure is not None:
             return f"the watch ended early, by a fault of its own: {self._failure!r}"
+        untold = ""
+        where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
+        if self._has_begun and not self._boundaries.has_optimizer:
+            where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
+            untold = "no optimizer has stepped, so steps are not told apart"
         if not found:
-            if self._has_begun and not self._boundaries.has_optimizer:
-                calls = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
-                return f"nothing found in {calls}; no optimizer has stepped, so steps are not told apart"
-            return f"nothing found in {self.n_steps} step{'s' * (self.n_steps != 1)}"
-        return "\n\n".join(map(str, found))
+            return "; ".join(filter(None, (f"nothing found in {where}", untold)))
+        return "\n\n".join(filter(None, (*map(str, found), untold)))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The findings as JSON text; also written to `path` if given."""
@@ -162,6 +164,7 @@ class Watch:
     def backward_ends(self) -> None:
         """It is through, or has raised."""
         self._calls.running_backward = None
+        self._guarded(self._gradients.backward_ends)
 
     def optimizer_stepped(self) -> None:
         """An optimizer has updated its parameters."""
@@ -194,7 +197,7 @@ class Watch:
                 self._steps.begin(self._boundaries.first_number)
                 if self._boundaries.is_due():
                     self._at_boundary = True
-                    self._inspect(self._boundaries.first_number)
+                    self._inspect(self._boundaries.first_number, is_later=True)
                     self._at_boundary = False
             else:
                 self._suspect(site.key, module)
@@ -234,12 +237,12 @@ class Watch:
         nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
         for node in nodes:
             mark_root(node, backward)
-        self._gradients.backward_begins()
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
             say_outputs_alive(self._view(0), nodes, backward, self._ledger)
 
-    def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None) -> None:
+    def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None, *, is_later: bool = False) -> None:
+        """Look at all that is alive; `is_later` if a step has ended since the last look but for suspicions."""
         began = time.perf_counter()
         with torch.no_grad():
             heap = Heap()
@@ -247,8 +250,10 @@ class Watch:
             survivors = inspect(view, heap)
             if only is None:
                 say_twins(view, heap, self._events.arguments(), self._ledger)
+        if is_later:
+            self._ledger.take_back(survivors)
         chosen = survivors if only is None else [survivor for survivor in survivors if only(survivor)]
-        self._ledger.add(chosen, largest_graph_bytes=self._largest_graph_bytes)
+        self._ledger.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
         self._boundaries.inspected(time.perf_counter() - began)
 
     def _view(self, new_from: int) -> View:
@@ -270,6 +275,7 @@ class Watch:
             self._inspect(  # an output that is left over at the end is in no forward's way
                 _torch.next_sequence_number(),
                 only=lambda s: s.has_graph or (s.holder is not None and s.holder.key in entries),
+                is_later=True,
             )
 
     def _guarded(self, do: Callable[[], None]) -> None:

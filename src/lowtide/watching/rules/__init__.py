@@ -11,6 +11,7 @@ from lowtide.watching.rules.retained import CREATE_GRAPH, PARTIAL_BACKWARD, RETA
 from lowtide.watching.rules.stores import BUFFER, CONTEXT_ATTRIBUTE, HOOK, MODULE_ATTRIBUTE
 from lowtide.watching.rules.unreached import BACKWARD_SKIPPED, NO_GRAD_MISSING
 from lowtide.watching.rules.views import PINNING_VIEW
+from lowtide.watching.rules.weights import OF_WEIGHTS
 
 SURVIVAL = (
     EXCEPTION,
@@ -25,6 +26,7 @@ SURVIVAL = (
     LIST_OF_GRAPHS,
     RETAIN_GRAPH,
     PARTIAL_BACKWARD,
+    OF_WEIGHTS,
     BACKWARD_SKIPPED,
     PINNING_VIEW,
     GROWING_LIST,

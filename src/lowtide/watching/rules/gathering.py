@@ -1,5 +1,6 @@
 """Lists and sums that gather graphs or outputs step by step."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from lowtide.watching.finding import Past, Rule
@@ -10,13 +11,15 @@ GROWTHS = 3
 
 
 def _is_list_of_graphs(survivor: Survivor, past: Past) -> bool:
-    holder = survivor.holder
-    return _is_gathered(survivor) and holder is not None and holder.entries is not None and holder.kind == "variable"
+    """A list that is made anew in each step neither grows nor has two graphs of one call."""
+    return _is_gathered(survivor) and past.entries[-1] > 0 and (past.n_alike > 1 or past.entries[-1] > past.entries[0])
 
 
 def _is_sum(survivor: Survivor, past: Past) -> bool:
-    sites = [call.stats.site.key for call in survivor.calls]
-    return _is_gathered(survivor) and survivor.is_scalar and len(sites) > len(set(sites))
+    """One step may well call a model twice, and then has a backward pass for both."""
+    is_over_steps = len(survivor.steps) > 1 or not survivor.backwards
+    is_repeated = len(survivor.calls) > len({id(call.stats) for call in survivor.calls})
+    return _is_gathered(survivor) and survivor.is_scalar and is_over_steps and is_repeated
 
 
 def _is_gathered(survivor: Survivor) -> bool:
@@ -25,11 +28,12 @@ def _is_gathered(survivor: Survivor) -> bool:
 
 
 def _is_growing(survivor: Survivor, past: Past) -> bool:
-    holder = survivor.holder
-    if survivor.has_graph or holder is None or holder.entries is None:
-        return False
-    sizes = past.held_bytes[-GROWTHS:]
-    return len(sizes) == GROWTHS and all(a < b for a, b in pairwise(sizes))
+    return not survivor.has_graph and _grows(past.held_bytes) and _grows(past.entries)
+
+
+def _grows(sizes: Sequence[int]) -> bool:
+    last = sizes[-GROWTHS:]
+    return len(last) == GROWTHS and all(a < b for a, b in pairwise(last))
 
 
 LIST_OF_GRAPHS = Rule(
@@ -39,7 +43,7 @@ LIST_OF_GRAPHS = Rule(
     why="Each entry holds the whole graph of its step.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
-    fix="put numbers in `{name}`: `.item()`, or `.detach()` for small tensors",
+    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
     matches=_is_list_of_graphs,
 )
 
@@ -58,7 +62,7 @@ SUM_OF_GRAPHS = Rule(
 GROWING_LIST = Rule(
     code="LT021",
     name="list that grows by tensors without a graph",
-    what="A list holds more tensors at each inspection; they have no graph, and their own memory counts.",
+    what="A list, dict or cache holds more and more tensors. They have no graph, and their own memory counts.",
     why="It grows without end. `.detach()` does not help: the values are the memory.",
     bad="predictions.append(model(x).detach())",
     good="predictions.append(model(x).argmax(-1).cpu())",

@@ -1,0 +1,115 @@
+"""Which of the rules speaks where graphs come together: in lists, in sums, or because one step makes them so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
+
+
+def batches(n: int = 6) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(64, 64), torch.randint(4, (64,))) for _ in range(n)]
+
+
+def codes(watched: lowtide.Watch) -> list[str]:
+    return [finding.code for finding in watched.findings]
+
+
+def test_losses_of_a_criterion_that_is_called_on_the_model_s_line() -> None:
+    model, criterion, losses = mlp(), nn.CrossEntropyLoss(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            losses.append(loss)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    assert codes(watched) == ["LT008"]
+
+
+def both(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - model(x + 1)).square().mean()
+
+
+def each(model: nn.Module, x: Tensor) -> Tensor:
+    outputs = torch.stack([model(view) for view in (x, x + 1)])
+    return outputs.diff(dim=0).square().mean()
+
+
+@pytest.mark.parametrize("compare", [both, each])
+def test_a_model_that_is_called_twice_in_one_step(compare: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x, _ in batches():
+            optimizer.zero_grad()
+            loss = compare(model, x)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    assert codes(watched) == ["LT003"]
+
+
+def test_a_sum_of_losses_that_are_not_differentiated() -> None:
+    model, criterion, total = mlp(), nn.CrossEntropyLoss(), 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x, y in batches():
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        for x, y in batches():
+            total = total + criterion(model(x), y)
+    assert codes(watched) == ["LT009"]
+
+
+def test_a_line_that_calls_a_model_twice_for_nothing_is_said_once() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x, y in batches():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            both(model, x).item()
+    assert codes(watched) == ["LT002"]
+
+
+def test_zero_grad_while_the_graph_of_a_validation_is_kept() -> None:
+    model, kept = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for _ in range(2):
+            for x, y in batches():
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            kept.append(model(x))
+    assert "LT017" not in codes(watched)
+
+
+@pytest.mark.parametrize(("as_kept", "expected"), [(Tensor.item, []), (Tensor.detach, ["LT021"])])
+def test_losses_that_stay_in_the_memory_of_all_elements(
+    as_kept: Callable[[Tensor], object], expected: list[str]
+) -> None:
+    model, kept = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x, _ in batches():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x.repeat(100, 1)), torch.zeros(6400, 4))
+            loss.backward()
+            optimizer.step()
+            kept.append(as_kept(loss))
+            del loss
+    assert codes(watched) == expected
+    assert watched.findings == () or watched.findings[0].held_bytes == 6 * 4 * 6400 * 4
