@@ -634,8 +634,12 @@ def test_a_scripts_own_error_is_shown_as_python_shows_it(
     train = script(FAILS)
     alone = run_python(train)
     assert alone.returncode == 1
-    assert run("rehearse", train) == (1, alone.stdout, alone.stderr)
     assert run("run", "--budget", "90%", train) == (1, alone.stdout, alone.stderr)
+    said = f"{alone.stderr}lowtide: {train} ended with exit code 1, before a step of it was rehearsed.\n"
+    assert run("rehearse", train) == (2, alone.stdout, said)
+    for command in (("rehearse", "--json", "-"), ("frontier",), ("plan", "make", "--budget", "90%")):
+        done = run(*command, train)
+        assert (done.code, done.err[-len(said) :]) == (2, said)  # 1 would be a finding
 
 
 def test_a_script_that_is_no_python_is_shown_as_python_shows_it(
@@ -644,8 +648,10 @@ def test_a_script_that_is_no_python_is_shown_as_python_shows_it(
     train = script("import torch\ndef broken(:\n    pass\n")
     alone = run_python(train)
     assert "SyntaxError" in alone.stderr
-    assert run("rehearse", train) == (1, "", alone.stderr)
     assert run("run", "--budget", "90%", train) == (1, "", alone.stderr)
+    done = run("rehearse", train)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(alone.stderr)
 
 
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
@@ -691,14 +697,16 @@ def test_an_interrupt_that_python_drops_comes_again(
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "says"), [("3", 3, ""), ("0", 2, "no model was trained"), ("'words'", 1, "words\n")]
+    ("ending", "code", "says"), [("3", 3, ""), ("0", 0, "no model was trained"), ("'words'", 1, "words\n")]
 )
-def test_a_script_that_exits_gives_its_code(
+def test_a_script_that_exits_gives_its_code_to_a_run_and_fails_a_rehearsal(
     ending: str, code: int, says: str, script: Callable[[str], str], run: Run
 ) -> None:
-    done = run("rehearse", script(f"raise SystemExit({ending})"))
-    assert done.code == code
-    assert says in done.err
+    train = script(f"raise SystemExit({ending})")
+    for command, expected in ((("rehearse",), 2), (("run", "--budget", "90%"), code)):
+        done = run(*command, train)
+        assert done.code == expected
+        assert says in done.err
 
 
 def test_a_script_that_catches_everything_ends_all_the_same(script: Callable[[str], str], run: Run) -> None:
