@@ -3,8 +3,8 @@
 A model decides things by contents: whether a mask is all ones, which positions are padding, how many steps the
 optimizer took. What comes from the batch, from buffers and from constants alone is **known**: small operators on known
 tensors run on real ones beside. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is
-NaN or infinite, a gradient scaler finds no overflow and checks pass, as in every step worth rehearsing; and a router
-sends equally many tokens to each expert. Anything else is refused with its line.
+NaN or infinite, a gradient scaler finds no overflow, checks pass and training goes on (`branches.py`), as in every step
+worth rehearsing; and a router sends equally many tokens to each expert. Anything else is refused with its line.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ LARGEST_KNOWN_FLOAT = 2**17
 LARGEST_ASKED = 2**26
 """Elements of a batch up to which it is looked through for NaN and infinity."""
 
+MOST_ASKED = 10_000
+"""Times in a row that one line is told that a loop goes on."""
+
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
 EVENLY = "experts, or whatever is chosen here, are chosen evenly"
@@ -75,6 +78,8 @@ class Answers:
         self._generators: dict[torch.Generator, torch.Generator] = {}
         self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
         """Those of unknown numbers, by id."""
+        self._asked_at, self._n_asked = "", 0
+        """The line that was answered last without anybody knowing, and how often in a row."""
 
     # --- what is known
 
@@ -339,8 +344,13 @@ class Answers:
         found = passing()
         if found is None:
             raise self.refusal(why)
-        self.note("a check is taken to pass")
-        return found
+        self.note(found.why)
+        if (place := where()) != self._asked_at:
+            self._asked_at, self._n_asked = place, 0
+        self._n_asked += 1
+        if self._n_asked > MOST_ASKED:
+            raise self.refusal(f"{why}, {MOST_ASKED} times in a row, as if a loop ended by nothing else")
+        return found.answer
 
     def _number(self, tensor: Tensor) -> Any:
         value = self.value(tensor)
