@@ -624,3 +624,46 @@ def test_guards_and_early_stopping_let_training_go_on_and_the_best_model_is_kept
     code, _, err = rehearse("--device", "RTX 4090", text=shrinks)
     assert code == 2
     assert "train.py:27: it decides by the contents of a tensor" in err
+
+
+BY_HAND = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+for step in range(STEPS):
+    x = torch.randn(128, 64).cuda()
+    loss = (model(x) - x).square().mean()
+    loss.backward()
+    UPDATE
+    model.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("steps", ["9", "2"])
+@pytest.mark.parametrize(
+    "update",
+    [
+        "with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.1 * p.grad",
+        "for p in model.parameters():\n        p.data.add_(p.grad, alpha=-0.1)",
+        "for p in model.parameters():\n        p.data = p.data - 0.1 * p.grad",
+    ],
+    ids=["no_grad", "data", "other data"],
+)
+def test_parameters_may_be_updated_by_hand(update, steps, rehearse) -> None:
+    by_hand = BY_HAND.replace("STEPS", steps)
+    code, out, err = rehearse("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", "sgd.step()"))
+    assert code == 0, err
+    (alone,) = json.loads(out)
+    by_hand = by_hand.replace("sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)\n", "")
+    code, out, err = rehearse("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", update))
+    assert code == 0, err
+    (found,) = json.loads(out)
+    assert found["peak_reserved_bytes"] == alone["peak_reserved_bytes"]
+    assert found["assumed"] == [
+        "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
+    ]
+    code, _, err = rehearse("--device", "RTX 4090", text=by_hand.replace("UPDATE", "pass"))
+    assert code == 2
+    assert "no optimizer stepped" in err

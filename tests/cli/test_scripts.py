@@ -400,6 +400,9 @@ def test_updates_without_an_optimizer_of_torch_are_refused_early(
     assert done.code == 2
     assert "the parameters of Linear changed 6 times, and no torch.optim.Optimizer stepped" in done.err
     assert done.out.count("updated") == 6
+    done = run(*command, script(BY_HAND.replace("100", "3")))
+    assert done.code == 2
+    assert "no torch.optim.Optimizer stepped: something else updates Linear" in done.err
 
 
 def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str], str], run: Run) -> None:

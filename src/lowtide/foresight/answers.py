@@ -78,6 +78,8 @@ class Answers:
         self._generators: dict[torch.Generator, torch.Generator] = {}
         self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
         """Those of unknown numbers, by id."""
+        self.written: set[int] = set()
+        """Storages that operators wrote to, until somebody empties it."""
         self._asked_at, self._n_asked = "", 0
         """The line that was answered last without anybody knowing, and how often in a row."""
 
@@ -226,6 +228,7 @@ class Answers:
                 contents.forget(gradient)
             return  # what it found stays as it was: nothing
         targets = _targets(_torch.written_by(func), args, kwargs)
+        self.written.update(map(_torch.storage_id, targets))
         changes = targets or not all(map(contents.is_known, made))
         if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
             return

@@ -86,7 +86,7 @@ class Steps:
         """Of their state when the crew was done; None if there was none of them, or more has been said."""
         self._ends: list[str] = []
         """The last number of each parameter, when the model was called last."""
-        self._n_by_hand = 0
+        self.n_by_hand = 0
         """Times that these changed, and no optimizer had stepped so far."""
         self._is_open = False
         self._is_late = False
@@ -135,6 +135,9 @@ class Steps:
         """The script has ended: so has a step that waited for the next call."""
         if self._is_late and self.failed is None:
             self._close_late()
+        elif self._is_open and self.failed is None and self._is_updated_by_hand():
+            with self._noting():
+                self._close()
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,7 +183,7 @@ class Steps:
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:
             raise self.failed
-        if self._is_open and self._all_stepped():
+        if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, and no optimizer has it
         mine = set() if self.model is None else ids(self.model.parameters())
         self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}  # the others' steps are over
@@ -225,13 +228,17 @@ class Steps:
             self._n_aside.clear()
             self._give_up(whole(trained))
 
+    def _is_updated_by_hand(self) -> bool:
+        """Whether the model's parameters were updated, and by no optimizer of torch."""
+        return not self.n_updates and self.model is not None and self.crew.is_updated(self.model)
+
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
         """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
         trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
         ends = [str(p[(-1,) * p.dim()].item()) for whole in trained for p in parts_of(whole) if p.numel()]
-        self._n_by_hand += bool(self._ends) and ends != self._ends
+        self.n_by_hand += bool(self._ends and ends) and ends != self._ends
         self._ends = ends
-        if self._n_by_hand == MOST_BY_HAND:
+        if self.n_by_hand == MOST_BY_HAND:
             why = RehearsalError(
                 f"the parameters of {name_of(model)} changed {MOST_BY_HAND} times, and no torch.optim.Optimizer "
                 "stepped: something else updates them, so where a step ends is not known.\n"
