@@ -19,7 +19,7 @@ from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
 from lowtide.errors import Unforeseeable
 from lowtide.foresight import contents
-from lowtide.foresight.checks import in_optimizer, passing
+from lowtide.foresight.checks import in_optimizer, is_counted, passing
 from lowtide.foresight.kinds import (
     ALL_OR_ANY,
     BY_INTEGERS,
@@ -62,7 +62,7 @@ MOST_ASKED = 10_000
 
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
-EVENLY = "experts, or whatever is chosen here, are chosen evenly"
+EVENLY = "what is chosen here by its largest value is taken to be chosen evenly"
 
 _LEFT_REAL = "_lowtide_left_real"
 
@@ -125,6 +125,10 @@ class Answers:
         self._note_assumed(tensor)
         with _torch.on_real_tensors():
             return value.tolist()
+
+    def is_score(self, tensor: Tensor) -> bool:
+        """Whether it is a number that says how good choices are, and no count of what was chosen: an accuracy."""
+        return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
         """A copy's contents are those of its tensor."""

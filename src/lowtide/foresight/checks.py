@@ -30,6 +30,8 @@ _SCORES = "sklearn.metrics"
 
 _CHOOSING = ("max", "min")
 
+_ROUNDING = ("int", "ceil", "floor")
+
 _PASSES = Taken(True, "a check is taken to pass")
 
 _BETWEEN = ("lowtide.", "torch._tensor", "torch.overrides", "torch.functional")
@@ -53,6 +55,8 @@ class _Found(NamedTuple):
     """Whole statements: pytest puts other code in their place."""
     telling: list[_Span]
     """What is made into text, or added to a count."""
+    divided: list[_Span]
+    """What is divided by something, and not made a whole number again."""
     choices: dict[_Span, str]
     """Where `max` and `min` are called."""
 
@@ -84,6 +88,16 @@ def is_telling() -> bool:
     if frame is None or span is None:
         return False
     return any(_is_within(span, place) for place in _found(frame).telling)
+
+
+def is_counted() -> bool:
+    """Whether what is asked for is only told, or becomes part of a sum or a share."""
+    frame = _asking()
+    span = None if frame is None else _span(frame)
+    if frame is None or span is None:
+        return False
+    found = _found(frame)
+    return any(_is_within(span, place) for place in (*found.telling, *found.divided))
 
 
 def is_scoring() -> bool:
@@ -141,12 +155,13 @@ def _found(frame: FrameType) -> _Found:
 @functools.lru_cache(maxsize=64)
 def _searched(source: str) -> _Found:
     """What there is in a whole file."""
-    found = _Found([], set(), [], {})
+    found = _Found([], set(), [], [], {})
     try:
         tree = ast.parse(source)
     except SyntaxError:  # what was typed into a notebook, say
         return found
     branches = Source(tree)
+    whole: list[_Span] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             found.checks.append(_Check(node.test, _PASSES))
@@ -159,8 +174,13 @@ def _searched(source: str) -> _Found:
             found.telling.append(_of(node))
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
             found.telling.append(_of(node.value))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            found.divided.append(_of(node.left))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
             found.choices[_of(node)] = node.func.id
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _ROUNDING:
+            whole.append(_of(node))
+    found.divided[:] = [span for span in found.divided if not any(_is_within(span, place) for place in whole)]
     return found
 
 
