@@ -209,10 +209,12 @@ def _driver(m: Message, _: Facts) -> Cause | None:
 def _evaluation(m: Message, f: Facts) -> Cause | None:
     if not _would_do(f.evaluation_bytes, m):
         return None
+    n = f.evaluation_graphs
+    holds = f"its {n} graphs, of outputs that are kept, hold" if n > 1 else "its graph holds"
     return Cause(
         code="evaluation-with-gradients",
         claim="a model in evaluation mode is run with gradients on",
-        evidence=(f"its graph holds {format_bytes(f.evaluation_bytes)} for a backward that will not come",),
+        evidence=(f"{holds} {format_bytes(f.evaluation_bytes)} for a backward that will not come",),
     )
 
 
