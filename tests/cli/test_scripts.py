@@ -985,6 +985,49 @@ def test_models_beside_the_trained_one_count(script: Callable[[str], str], run: 
     assert Profile.from_json(saved).static.parameters == 4 * sum(parameters)
 
 
+PROMPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+def block():
+    return nn.Sequential(nn.Linear(64, 256), nn.Softplus(), nn.Tanh(), nn.Linear(256, 64))
+model = nn.Sequential(*[block() for _ in range(4)])
+model.requires_grad_(False).MODE()
+prompt = nn.Parameter(torch.randn(16, 64))
+optimizer = torch.optim.AdamW([prompt], lr=1e-2)
+for step in range(6):
+    x = torch.randn(512, 64)
+    with torch.no_grad():
+        model(x)
+    loss = (model(torch.cat([prompt.repeat(8, 1), x])) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex())
+print(prompt.sum().item().hex())
+"""
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_prompt_of_no_module_is_trained_through_a_frozen_model(
+    mode: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    text, saved = script(PROMPT.replace("MODE", mode)), str(tmp_path / "plan.json")
+    alone = run_python(text).stdout
+    done = run("run", "--budget", "70%", "--save", saved, text)
+    assert (done.code, done.out) == (0, alone), done.err
+    assert done.err.count("within the budget") == 1
+    plan = Plan.from_json(saved)
+    assert plan.remake or plan.replay
+    again = run("run", "--plan", saved, text)
+    assert (again.code, again.out) == (0, alone), again.err
+    assert again.err.count("within the budget") == 1
+    card = run("rehearse", "--device", "T4", text)
+    assert card.code == 0, card.err
+    assert "it fits" in card.out
+
+
 LAZY = """
 import torch
 from torch import nn

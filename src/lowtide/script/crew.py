@@ -44,6 +44,9 @@ class Crew:
         """
         raise NotImplementedError
 
+    def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        """It is `model` that is trained: a step of it is over that was not seen. Called from an optimizer's hook."""
+
     def is_updated(self, model: nn.Module) -> bool:
         """Whether parameters of `model` were changed since this was asked last, and that may be the end of a step.
 

@@ -85,6 +85,11 @@ class Foreseeing(Crew):
         self._data = {id(p): _torch.storage_id(p) for p in model.parameters()}
         self._rehearsal.answers.written.clear()
 
+    def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        """What is trained is put on the card now: the next step begins before the model is called."""
+        self._optimizers = optimizers
+        self._enter(model, [])
+
     def goes_on(self, batch: Any) -> None:
         """Models that take turns may have the next batch before all have had theirs."""
         self._resize(self._of_other_size(batch, is_first=False))
