@@ -34,7 +34,7 @@ def compare(path: Path) -> None:
     zoo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(zoo)
     errors = []
-    print(f"{'entry':20} {'foreseen':>12} {'measured':>12} {'error':>10} {'seconds':>8}  not counted; assumed")
+    print(f"{'entry':20} {'foreseen':>12} {'measured':>12} {'error':>10} {'seconds':>8}  not known; assumed")
     for name, build in zoo.ZOO.items():
         model, batch, step = build()
         began = time.process_time()

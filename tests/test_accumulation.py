@@ -139,6 +139,14 @@ LOSSES: dict[str, Callable[[Net, dict[str, Tensor]], Tensor]] = {
     "token mean, shifted": shifted,
     "token sum": lambda m, p: of_tokens(m, p, reduction="sum"),
     "class weights": lambda m, p: of_tokens(m, p, weight=torch.linspace(0.5, 2, 11, dtype=torch.float64)),
+    "smoothed": lambda m, p: of_tokens(m, p, label_smoothing=0.1),
+    "smoothed, shifted": lambda m, p: F.cross_entropy(
+        m(p["input_ids"])[:, :-1].flatten(0, 1), p["labels"][:, 1:].flatten(), label_smoothing=0.3
+    ),
+    "smoothed sum": lambda m, p: of_tokens(m, p, label_smoothing=0.1, reduction="sum"),
+    "smoothed, class weights": lambda m, p: of_tokens(
+        m, p, label_smoothing=0.1, weight=torch.linspace(0.5, 2, 11, dtype=torch.float64)
+    ),
     "another ignored label": lambda m, p: (
         of_tokens(m, p, ignore_index=3) if (p["labels"] >= 0).all() else of_tokens(m, p)
     ),
@@ -265,6 +273,8 @@ UNKNOWN: dict[str, Callable[[Net, dict[str, Tensor]], Tensor]] = {
     "several losses": lambda m, p: of_tokens(m, p) + (m(p["input_ids"]) ** 2).mean(),
     "a stack of means": lambda m, p: torch.stack([of_tokens(m, p), of_tokens(m, p)]).sum(),
     "a division": lambda m, p: of_tokens(m, p, reduction="sum") / 20,
+    "a smoothed mean and a mean": lambda m, p: of_tokens(m, p, label_smoothing=0.1) + m(p["input_ids"]).mean(),
+    "as if smoothed": lambda m, p: 0.5 * of_tokens(m, p) + 0.5 * m(p["input_ids"]).sum() / torch.tensor(20.0),
     "labels of its own": lambda m, p: F.cross_entropy(m(p["input_ids"][:, 0]), torch.arange(len(p["labels"]))),
     "terms that are no rows": lambda m, p: (m(p["input_ids"]) ** 2).mean((0, 1)).mean(),
 }
@@ -314,6 +324,12 @@ def test_a_piece_that_averages_in_another_way_is_noticed_before_its_backward() -
     last = batch["labels"][2:]
     with pytest.raises(LowtideError, match=r"micro-batch 1 was reduced as a mean.*zero them"):
         lowtide.accumulate(loss_of, batch, 2)
+
+
+def test_a_piece_that_is_smoothed_in_another_way_is_noticed() -> None:
+    model, smoothing = Net(), iter([0.1, 0.2])
+    with pytest.raises(LowtideError, match=r"micro-batch 1 .*label_smoothing=0\.2 and not 0\.1"):
+        lowtide.accumulate(lambda part: of_tokens(model, part, label_smoothing=next(smoothing)), tokens(4), 2)
 
 
 # --- refused --------------------------------------------------------------------------------------------------------

@@ -566,3 +566,104 @@ def test_a_script_may_ask_what_a_card_can_be_asked_before_its_first_forward_and_
     code, out, err = rehearse("--device", "RTX 4090", text=API)
     assert code == 0, err
     assert "assumed" not in out
+
+
+STOPS = """
+import copy, math, torch
+from torch import nn
+
+class EarlyStopping:
+    def __init__(self):
+        self.best, self.counter, self.stop = math.inf, 0, False
+
+    def __call__(self, loss, model):
+        if loss < self.best - 1e-4:
+            self.best, self.counter = loss, 0
+            torch.save(model.state_dict(), "best.pt")
+        else:
+            self.counter += 1
+            if self.counter >= 3:
+                self.stop = True
+
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+early, best, best_state = EarlyStopping(), math.inf, None
+for epoch in range(9):
+    x, y = torch.randn(96, 64).cuda(), torch.randint(0, 10, (96,)).cuda()
+    loss = nn.functional.cross_entropy(model(x), y)
+    if loss.item() != loss.item():
+        print("nan")
+        break
+    if loss > 1e4 or loss.item() < 0:
+        optimizer.zero_grad()
+        continue
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("good" if loss.item() < 1 else "bad")
+    if loss.item() < best:
+        best = loss.item()
+        best_state = copy.deepcopy(model.state_dict())
+    best = min(best, loss.item())
+    early(loss.item(), model)
+    if early.stop or best < 0.1:
+        break
+"""
+
+
+def test_guards_and_early_stopping_let_training_go_on_and_the_best_model_is_kept(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 4090", text=STOPS)
+    assert code == 0, err
+    notes = [line.partition("train.py:")[2] for line in out.partition("assumed:\n")[2].splitlines()]
+    more = "the way that saves or copies something is taken, as the one that needs more memory"
+    assert notes == [
+        *("24: training is taken to go on", "27: training is taken to go on", "33: either way is only told"),
+        *(f"34: {more}", f"10: {more}", "12: torch.save is left out", "39: training is taken to go on"),
+    ]
+    shrinks = STOPS.replace("optimizer.zero_grad()\n        cont", "x = torch.cat([x, x])\n        cont")
+    code, _, err = rehearse("--device", "RTX 4090", text=shrinks)
+    assert code == 2
+    assert "train.py:27: it decides by the contents of a tensor" in err
+
+
+BY_HAND = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+for step in range(STEPS):
+    x = torch.randn(128, 64).cuda()
+    loss = (model(x) - x).square().mean()
+    loss.backward()
+    UPDATE
+    model.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("steps", ["9", "2"])
+@pytest.mark.parametrize(
+    "update",
+    [
+        "with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.1 * p.grad",
+        "for p in model.parameters():\n        p.data.add_(p.grad, alpha=-0.1)",
+        "for p in model.parameters():\n        p.data = p.data - 0.1 * p.grad",
+    ],
+    ids=["no_grad", "data", "other data"],
+)
+def test_parameters_may_be_updated_by_hand(update, steps, rehearse) -> None:
+    by_hand = BY_HAND.replace("STEPS", steps)
+    code, out, err = rehearse("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", "sgd.step()"))
+    assert code == 0, err
+    (alone,) = json.loads(out)
+    by_hand = by_hand.replace("sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)\n", "")
+    code, out, err = rehearse("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", update))
+    assert code == 0, err
+    (found,) = json.loads(out)
+    assert found["peak_reserved_bytes"] == alone["peak_reserved_bytes"]
+    assert found["assumed"] == [
+        "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
+    ]
+    code, _, err = rehearse("--device", "RTX 4090", text=by_hand.replace("UPDATE", "pass"))
+    assert code == 2
+    assert "no optimizer stepped" in err

@@ -400,6 +400,9 @@ def test_updates_without_an_optimizer_of_torch_are_refused_early(
     assert done.code == 2
     assert "the parameters of Linear changed 6 times, and no torch.optim.Optimizer stepped" in done.err
     assert done.out.count("updated") == 6
+    done = run(*command, script(BY_HAND.replace("100", "3")))
+    assert done.code == 2
+    assert "no torch.optim.Optimizer stepped: something else updates Linear" in done.err
 
 
 def test_many_calls_before_the_first_update_are_no_updates(script: Callable[[str], str], run: Run) -> None:
@@ -634,8 +637,12 @@ def test_a_scripts_own_error_is_shown_as_python_shows_it(
     train = script(FAILS)
     alone = run_python(train)
     assert alone.returncode == 1
-    assert run("rehearse", train) == (1, alone.stdout, alone.stderr)
     assert run("run", "--budget", "90%", train) == (1, alone.stdout, alone.stderr)
+    said = f"{alone.stderr}lowtide: {train} ended with exit code 1, before a step of it was rehearsed.\n"
+    assert run("rehearse", train) == (2, alone.stdout, said)
+    for command in (("rehearse", "--json", "-"), ("frontier",), ("plan", "make", "--budget", "90%")):
+        done = run(*command, train)
+        assert (done.code, done.err[-len(said) :]) == (2, said)  # 1 would be a finding
 
 
 def test_a_script_that_is_no_python_is_shown_as_python_shows_it(
@@ -644,8 +651,10 @@ def test_a_script_that_is_no_python_is_shown_as_python_shows_it(
     train = script("import torch\ndef broken(:\n    pass\n")
     alone = run_python(train)
     assert "SyntaxError" in alone.stderr
-    assert run("rehearse", train) == (1, "", alone.stderr)
     assert run("run", "--budget", "90%", train) == (1, "", alone.stderr)
+    done = run("rehearse", train)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(alone.stderr)
 
 
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "50%")], ids=lambda command: command[0])
@@ -691,14 +700,16 @@ def test_an_interrupt_that_python_drops_comes_again(
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "says"), [("3", 3, ""), ("0", 2, "no model was trained"), ("'words'", 1, "words\n")]
+    ("ending", "code", "says"), [("3", 3, ""), ("0", 0, "no model was trained"), ("'words'", 1, "words\n")]
 )
-def test_a_script_that_exits_gives_its_code(
+def test_a_script_that_exits_gives_its_code_to_a_run_and_fails_a_rehearsal(
     ending: str, code: int, says: str, script: Callable[[str], str], run: Run
 ) -> None:
-    done = run("rehearse", script(f"raise SystemExit({ending})"))
-    assert done.code == code
-    assert says in done.err
+    train = script(f"raise SystemExit({ending})")
+    for command, expected in ((("rehearse",), 2), (("run", "--budget", "90%"), code)):
+        done = run(*command, train)
+        assert done.code == expected
+        assert says in done.err
 
 
 def test_a_script_that_catches_everything_ends_all_the_same(script: Callable[[str], str], run: Run) -> None:
@@ -972,6 +983,49 @@ def test_models_beside_the_trained_one_count(script: Callable[[str], str], run: 
     assert run("rehearse", "--json", str(saved), script(TEACHER)).code == 0
     parameters = [65 * 64 * 512, 65 * 64 * 256, (64 + 1) * 256, (256 + 1) * 64]
     assert Profile.from_json(saved).static.parameters == 4 * sum(parameters)
+
+
+PROMPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+def block():
+    return nn.Sequential(nn.Linear(64, 256), nn.Softplus(), nn.Tanh(), nn.Linear(256, 64))
+model = nn.Sequential(*[block() for _ in range(4)])
+model.requires_grad_(False).MODE()
+prompt = nn.Parameter(torch.randn(16, 64))
+optimizer = torch.optim.AdamW([prompt], lr=1e-2)
+for step in range(6):
+    x = torch.randn(512, 64)
+    with torch.no_grad():
+        model(x)
+    loss = (model(torch.cat([prompt.repeat(8, 1), x])) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex())
+print(prompt.sum().item().hex())
+"""
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_prompt_of_no_module_is_trained_through_a_frozen_model(
+    mode: str, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    text, saved = script(PROMPT.replace("MODE", mode)), str(tmp_path / "plan.json")
+    alone = run_python(text).stdout
+    done = run("run", "--budget", "70%", "--save", saved, text)
+    assert (done.code, done.out) == (0, alone), done.err
+    assert done.err.count("within the budget") == 1
+    plan = Plan.from_json(saved)
+    assert plan.remake or plan.replay
+    again = run("run", "--plan", saved, text)
+    assert (again.code, again.out) == (0, alone), again.err
+    assert again.err.count("within the budget") == 1
+    card = run("rehearse", "--device", "T4", text)
+    assert card.code == 0, card.err
+    assert "it fits" in card.out
 
 
 LAZY = """

@@ -171,6 +171,20 @@ ROWS = [
         ),
     ),
     Row(
+        "2.4, own number unknown in a container, with engines beside PyTorch",
+        "not-pytorch",
+        numbers=dict(
+            tried_bytes=mib(512),
+            total_bytes=gib(79.11),
+            free_bytes=mib(300.75),
+            process_bytes=gib(78.38),
+            allocated_bytes=gib(51.20),
+            unallocated_bytes=mib(612.40),
+        ),
+        others={"process 1204117": mib(420)},
+        device=0,
+    ),
+    Row(
         "2.1, cut off at the device",
         "true-need",
         numbers=dict(tried_bytes=gib(2)),

@@ -1,6 +1,7 @@
 """That a real out-of-memory error is explained at the moment when it happens, and goes on as it was."""
 
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -65,6 +66,17 @@ def test_a_step_is_rehearsed_and_the_plan_that_fits_is_said() -> None:
     assert "a rehearsal says: " in done.stdout
     assert 'lowtide.fit(model, step, batch, budget="' in done.stdout
     assert "fits in the least that a plan reaches" in done.stdout
+
+
+@linux_only
+def test_outputs_of_an_evaluation_that_are_kept_hold_a_graph_each() -> None:
+    done = run(scripts.EVALUATION_KEPT)
+    assert "[evaluation-with-gradients]" in done.stderr
+    found = re.search(r"its (\d+) graphs, of outputs that are kept, hold (\d+) MiB for a backward", done.stderr)
+    assert found is not None
+    n_graphs, held_mib = int(found[1]), int(found[2])
+    assert n_graphs > 2
+    assert (n_graphs - 1) * 80 <= held_mib <= n_graphs * 80  # eight blocks each, the last one not to the end
 
 
 def test_other_errors_and_none_pass_untouched() -> None:

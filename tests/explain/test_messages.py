@@ -86,6 +86,43 @@ def test_a_log_of_several_ranks_is_one_explanation() -> None:
     assert str(explained).endswith("1 more message of the kind in this text")
 
 
+def in_a_container(free: str, *processes: str, allocated: str) -> Explanation:
+    named = " ".join(f"Process {n} has {size} memory in use." for n, size in enumerate(processes, 7))
+    found = explain(
+        f"CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which {free} is "
+        f"free. {named} Of the allocated memory {allocated} is allocated by PyTorch, and 0 bytes is reserved by "
+        "PyTorch but unallocated."
+    )
+    assert found is not None
+    return found
+
+
+def test_which_process_is_this_one_is_concluded_or_said_to_be_open() -> None:
+    found = in_a_container("0.50 GiB", "30.00 GiB", "49.00 GiB", allocated="45.00 GiB")
+    assert (found.message.process_bytes, found.message.others_bytes) == (49 * GIB, 30 * GIB)
+    assert found.message.maybe_own == ()
+    assert "does not say" not in str(found)
+
+    found = in_a_container("0.50 GiB", "36.00 GiB", "43.00 GiB", allocated="30.00 GiB")
+    assert found.message.process_bytes is None
+    assert found.message.maybe_own == ("process 7", "process 8")
+    assert found.cause.claim == "other processes hold at least 36 GiB of the device's 80 GiB"
+    assert "it may be process 7, process 8\n" in str(found)
+    assert "79 GiB  other processes, or this one" in str(found)
+
+    found = in_a_container("0.50 GiB", "36.00 GiB", "43.00 GiB", allocated="35.00 GiB")
+    assert (found.message.process_bytes, found.message.others_bytes) == (36 * GIB, 43 * GIB)
+    assert "it may be process 7, process 8; the one whose size is nearest is taken for it" in str(found)
+
+    found = in_a_container("10.00 GiB", "30.00 GiB", allocated="20.00 GiB")  # room for both, and for a third that hides
+    assert found.message.process_bytes is None
+    assert found.cause.claim.endswith("the message does not say which process it is")
+    assert "ps -p 7 on the machine itself" in found.actions[0].text
+
+    found = in_a_container("1.00 GiB", "38.00 GiB", allocated="40.00 GiB")  # too small to be this one
+    assert (found.message.process_bytes, found.message.others_bytes, found.message.maybe_own) == (None, 38 * GIB, ())
+
+
 def test_numbers_are_preferred_to_what_came_first() -> None:
     row = next(row for row in ROWS if row.name == "1.5")
     found = explain(f"Cuda failure 2 'out of memory'\n{row.text}")

@@ -296,6 +296,29 @@ def test_what_is_decided_by_chance_is_noted_and_draws_from_no_generator_of_the_s
     assert torch.equal(torch.get_rng_state(), of_all)
 
 
+@pytest.mark.parametrize("device", [None, "T4"])
+def test_an_accuracy_is_a_number_that_nobody_knows_and_nothing_is_said_of_it(model, device):
+    labels = torch.arange(32) % 4
+
+    def step(batch):
+        found = model(batch)
+        found.sum().backward()
+        right = found.argmax(1).cpu() == labels
+        n_right = 0
+        n_right += right.sum().item()
+        accuracies = right.float().mean().item(), right.sum().item() / 32, 100.0 * right.sum().item() / 32
+        print(f"{n_right} {right.float().mean():.2f} {right.sum().item()}", accuracies)  # noqa: T201
+        rows = int(found.argmax(1).eq(0).sum().item() / 2)  # as many as an expert may get
+        assert batch[:rows].shape == (4, 16)
+        for accuracy in accuracies:
+            if accuracy > 0.9:
+                break
+
+    rows, goes_on = lowtide.foresee(model, step, BATCH, device=device).assumed
+    assert rows.endswith("what is chosen here by its largest value is taken to be chosen evenly")
+    assert goes_on.endswith("training is taken to go on")
+
+
 def test_gradient_scaling_and_schedules_work_and_come_back(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -91,7 +91,7 @@ def test_what_is_decided_by_an_array_is_refused_with_its_line(model, decide):
     def ask(out):
         found = decide(out.numpy())
         if found:
-            raise ArithmeticError
+            out.clone()
 
     with pytest.raises(lowtide.Unforeseeable, match=r"test_unknown\.py:\d+: it decides by a number from a tensor"):
         asked(model, ask)
@@ -146,7 +146,7 @@ def test_whole_numbers_may_be_told_and_counted(model):
 def test_the_mean_of_unknown_numbers_is_unknown(model):
     def ask(out):
         losses = [out.sum().item() for _ in range(2)]
-        return statistics.mean(losses) > 2
+        return bool(statistics.mean(losses) > 2)
 
     with pytest.raises(lowtide.Unforeseeable, match="decides by a number"):
         asked(model, ask)

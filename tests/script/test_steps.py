@@ -225,6 +225,57 @@ def test_modules_that_are_trained_together_are_parts_of_one() -> None:
     assert [name for name, _ in parts.named_children()] == ["Sequential", "Sequential2", "Linear"]
 
 
+def test_parameters_of_no_module_are_parts_of_one_with_the_frozen_model_that_they_go_through() -> None:
+    model, teacher = net().requires_grad_(False), net().requires_grad_(False)
+    prompt = nn.Parameter(torch.randn(4, 8))
+    optimizer = torch.optim.SGD([prompt], lr=0.1)
+
+    def loop() -> None:
+        for _ in range(3):
+            with torch.no_grad():
+                model(X)
+            teacher(X)
+            (model(X + prompt) - teacher(X)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 1", "ends", "begins 1", "ends"]
+    (parts,) = {*crew.models}
+    assert isinstance(parts, Parts)
+    assert [*parts.children()] == [model]
+    assert [name for name, p in parts.named_parameters() if p is prompt] == ["alone0"]
+
+
+def test_a_model_behind_a_frozen_one_is_the_model() -> None:
+    frozen, model = net().requires_grad_(False), net()
+    optimizer = sgd(model)
+    image = nn.Parameter(torch.randn(4, 8))
+
+    def loop() -> None:
+        for _ in range(2):
+            frozen(image)
+            model(frozen(X)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    crew = watched(loop)
+    assert crew.log == ["begins 0", "ends", "begins 1", "ends"]
+    assert {*crew.models} == {model}
+
+
+def test_a_model_in_evaluation_mode_is_not_taken_for_parameters_of_no_module() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), net().requires_grad_(False)).eval()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def loop() -> None:
+        for _ in range(3):
+            model(X).sum().backward()
+            optimizer.step()
+
+    assert watched(loop).log == []
+
+
 def test_parts_of_a_model_that_is_called_as_a_whole_are_not_apart_from_it() -> None:
     model = net()
     optimizer = sgd(model)

@@ -6,7 +6,7 @@ The reasoning is in `whole.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -55,6 +55,8 @@ class Average:
     """The labels of a negative log-likelihood."""
     ignored: int = -100
     class_weight: Tensor | None = None
+    smoothing: float = 0.0
+    """How much of it is the same for all classes (`label_smoothing`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ def _average_by(node: Node) -> Average | None:
     name = node.name()
     if name in _NLL:
         return _likelihood(node)
+    if (smoothed := _smoothed(node)) is not None:
+        return smoothed.average()
     terms = _terms(node)
     if terms is None:
         return None
@@ -138,6 +142,53 @@ def _likelihood(node: Node) -> Average | None:
     return Average(kind, terms, target, ignored, weight)
 
 
+@dataclass(frozen=True, slots=True)
+class _Smoothed:
+    """The parts of `cross_entropy(..., label_smoothing=smoothing)`: a likelihood, and a sum over the same labels.
+
+    (1 - s) nll + s / classes * sum / terms, which averages as the likelihood alone if both are divided by the same.
+    """
+
+    likelihood: Node
+    total: Node
+    divisor: Tensor | None
+    """What the sum was divided by; None for a sum that was not."""
+    smoothing: float
+
+    def average(self) -> Average | None:
+        found = _likelihood(self.likelihood)
+        if found is None or (found.kind == "mean") != (self.divisor is not None):
+            return None
+        if self.divisor is not None and abs(float(self.divisor) - found.terms) > 1e-6 * found.terms:
+            return None
+        return replace(found, smoothing=self.smoothing)
+
+
+def _smoothed(node: Node) -> _Smoothed | None:
+    """The parts, of a node that adds them; None of any other one."""
+    if node.name() != "AddBackward0" or getattr(node, _torch.SAVED + "alpha", 1) != 1:
+        return None
+    scaled = [upstream for upstream, _ in node.next_functions]
+    if any(each is None or each.name() != "MulBackward1" for each in scaled):  # by numbers
+        return None
+    (likelihood, kept), (total, spread) = (
+        (each.next_functions[0][0], getattr(each, _torch.SAVED + "other")) for each in scaled if each is not None
+    )
+    divisor = None
+    if total is not None and total.name() == "DivBackward0" and total.next_functions[1][0] is None:
+        divisor = _saved(total, "other")
+        total = total.next_functions[0][0] if divisor is not None and divisor.numel() == 1 else None
+    if likelihood is None or likelihood.name() not in _NLL or total is None or total.name() not in _SUMS:
+        return None
+    producer, output = likelihood.next_functions[0]
+    assert producer is not None
+    shape = _torch.output_metadata(producer, output).shape
+    n_classes = shape[1] if len(shape) > 1 else shape[0]
+    if abs(kept + spread * n_classes - 1) > 1e-9:
+        return None
+    return _Smoothed(likelihood, total, divisor, 1 - kept)
+
+
 def _saved(node: Node, name: str) -> Tensor | None:
     """A saved tensor, also where a plan of Lowtide holds it; None where somebody else's hooks do."""
     found = peek(node, _torch.SAVED + name)
@@ -160,7 +211,9 @@ def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
     """Whether something else in the graph behind `loss` was reduced to one number: then its node tells only a part."""
     node, _ = _reducing(loss, weight)
     assert node is not None
-    pending, seen = [node], {node}
+    smoothed = _smoothed(node)
+    pending = [node] if smoothed is None else [smoothed.likelihood, smoothed.total]
+    seen = {*pending}
     for current in pending:  # grows while it is walked
         for upstream, output in current.next_functions:
             if upstream is None or is_leaf(upstream):
@@ -180,10 +233,13 @@ def _terms_or_one(node: Node) -> int:
 class Shares:
     """The share of each piece in the whole batch's loss, and how many terms each is expected to have."""
 
-    def __init__(self, shares: Sequence[float], kind: str = "", expected: Sequence[float] = ()) -> None:
+    def __init__(
+        self, shares: Sequence[float], kind: str = "", expected: Sequence[float] = (), smoothing: float = 0.0
+    ) -> None:
         self._shares = shares
         self._kind = kind
         self._expected = expected
+        self._smoothing = smoothing
 
     def of(self, number: int) -> float:
         return self._shares[number]
@@ -191,9 +247,15 @@ class Shares:
     def check(self, number: int, average: Average | None) -> None:
         """Raise LowtideError unless the piece was averaged as foreseen."""
         foreseen = self._expected[number]
-        if average is not None and average.kind == self._kind and abs(average.terms - foreseen) <= 1e-6 * foreseen:
+        if (
+            average is not None
+            and (average.kind, average.smoothing) == (self._kind, self._smoothing)
+            and abs(average.terms - foreseen) <= 1e-6 * foreseen
+        ):
             return
         found = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
+        if average is not None and average.smoothing != self._smoothing:
+            found += f", with label_smoothing={average.smoothing:g} and not {self._smoothing:g}"
         raise LowtideError(
             f"the loss of micro-batch {number} was reduced {found}, where a {self._kind} over {foreseen:g} was "
             "foreseen from the first one. The gradients hold only the pieces before it: zero them. Say what each "
@@ -228,7 +290,8 @@ def shares_for(
         raise _cannot_tell(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
     else:
         counts = [average.terms / rows[0] * each for each in rows]
-    shares = Shares([1.0] * len(parts) if average.kind == "sum" else _normalized(counts), average.kind, counts)
+    each = [1.0] * len(parts) if average.kind == "sum" else _normalized(counts)
+    shares = Shares(each, average.kind, counts, average.smoothing)
     shares.check(0, average)
     return shares
 

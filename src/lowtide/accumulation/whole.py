@@ -10,11 +10,12 @@ the first backward: scaling gradients afterwards would come too late for hooks t
 was in them before.
 
 How a loss averages is written in its own autograd node: `NllLossBackward0` knows the targets, the ignored label, the
-class weights and the kind of reduction; `MeanBackward0` and the like know how many terms they had. After the first
-piece's forward the node is compared with the batch: the targets must be one of the batch's tensors, as it is or shifted
-by one as language models do, or the terms must be a multiple of the rows. That gives every piece's share from the batch
-alone, and each further piece is checked against its own node before its backward. What can't be told that way (a sum of
-several losses, a division by hand, a compiled loss) is asked for with `weight`, and never guessed.
+class weights and the kind of reduction; `MeanBackward0` and the like know how many terms they had. With label smoothing
+a second sum is added, which has to be divided by what the first one is. After the first piece's forward the node is
+compared with the batch: the targets must be one of the batch's tensors, as it is or shifted by one as language models
+do, or the terms must be a multiple of the rows. That gives every piece's share from the batch alone, and each further
+piece is checked against its own node before its backward. What can't be told that way (a sum of several losses, a
+division by hand, a compiled loss) is asked for with `weight`, and never guessed.
 
 Debts: batch statistics inside reentrant checkpoints and compiled models are not seen.
 """

@@ -50,7 +50,7 @@ def rehearse(
     Where batches are of several sizes it takes up to 20, until the largest came twice. Options of its own come before
     SCRIPT; all that follows is the script's.
 
-    The profile is what `lowtide plan make` and `lowtide frontier` work on.
+    The profile is what `lowtide plan make` and `lowtide frontier` work on. Exit code 2: the script failed before.
 
     With --device the steps are not taken: from the first training forward on the script runs on tensors without
     memory. It says what a card would be asked for, and whether it has that. With --batch, which may be repeated, the

@@ -100,7 +100,7 @@ def profile_of(
 ) -> Profile:
     """The profile in a `.json` file, or of a script that is rehearsed now; what that prints goes to stderr if `quiet`.
 
-    Ends the command with the script's exit code if the script fails.
+    Ends the command with exit code 2 and a word about it if the script fails: 1 would say something of its memory.
     """
     if target.endswith(".json") and not is_module:
         from lowtide.planner.records import Profile as Record
@@ -115,13 +115,16 @@ def profile_of(
     require_torch(f"lowtide, to rehearse {target},")
     from lowtide.levers import in_script
     from lowtide.script.rehearsing import Rehearsing
-    from lowtide.script.running import Script
+    from lowtide.script.running import INTERRUPTED, Script
     from lowtide.script.watching import run_watched
 
     crew = Rehearsing(plain=plain, levers=tuple(map(in_script, levers)))
     script = Script(target=target, args=args, is_module=is_module)
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
         code = run_watched(script, crew)
-    if code or crew.profile is None:
+    if code == INTERRUPTED:
         click.get_current_context().exit(code)
+    if code or crew.profile is None:
+        say(f"{target} ended with exit code {code}, before a step of it was rehearsed.")
+        click.get_current_context().exit(2)
     return crew.profile

@@ -3,8 +3,8 @@
 A model decides things by contents: whether a mask is all ones, which positions are padding, how many steps the
 optimizer took. What comes from the batch, from buffers and from constants alone is **known**: small operators on known
 tensors run on real ones beside. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is
-NaN or infinite, a gradient scaler finds no overflow and checks pass, as in every step worth rehearsing; and a router
-sends equally many tokens to each expert. Anything else is refused with its line.
+NaN or infinite, a gradient scaler finds no overflow, checks pass and training goes on (`branches.py`), as in every step
+worth rehearsing; and a router sends equally many tokens to each expert. Anything else is refused with its line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
 from lowtide.errors import Unforeseeable
 from lowtide.foresight import contents
-from lowtide.foresight.checks import in_optimizer, passing
+from lowtide.foresight.checks import in_optimizer, is_counted, passing
 from lowtide.foresight.kinds import (
     ALL_OR_ANY,
     BY_INTEGERS,
@@ -58,9 +58,12 @@ LARGEST_KNOWN_FLOAT = 2**17
 LARGEST_ASKED = 2**26
 """Elements of a batch up to which it is looked through for NaN and infinity."""
 
+MOST_ASKED = 10_000
+"""Times in a row that one line is told that a loop goes on."""
+
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
-EVENLY = "experts, or whatever is chosen here, are chosen evenly"
+EVENLY = "what is chosen here by its largest value is taken to be chosen evenly"
 
 _LEFT_REAL = "_lowtide_left_real"
 
@@ -76,6 +79,10 @@ class Answers:
         self._generators: dict[torch.Generator, torch.Generator] = {}
         self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
         """Those of unknown numbers, by id."""
+        self.written: set[int] = set()
+        """Storages that operators wrote to, until somebody empties it."""
+        self._asked_at, self._n_asked = "", 0
+        """The line that was answered last without anybody knowing, and how often in a row."""
 
     # --- what is known
 
@@ -119,6 +126,10 @@ class Answers:
         self._note_assumed(tensor)
         with _torch.on_real_tensors():
             return value.tolist()
+
+    def is_score(self, tensor: Tensor) -> bool:
+        """Whether it is a number that says how good choices are, and no count of what was chosen: an accuracy."""
+        return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
         """A copy's contents are those of its tensor."""
@@ -237,6 +248,7 @@ class Answers:
                 contents.forget(gradient)
             return  # what it found stays as it was: nothing
         targets = _targets(_torch.written_by(func), args, kwargs)
+        self.written.update(map(_torch.storage_id, targets))
         changes = targets or not all(map(contents.is_known, made))
         if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
             return
@@ -355,8 +367,13 @@ class Answers:
         found = passing()
         if found is None:
             raise self.refusal(why)
-        self.note("a check is taken to pass")
-        return found
+        self.note(found.why)
+        if (place := where()) != self._asked_at:
+            self._asked_at, self._n_asked = place, 0
+        self._n_asked += 1
+        if self._n_asked > MOST_ASKED:
+            raise self.refusal(f"{why}, {MOST_ASKED} times in a row, as if a loop ended by nothing else")
+        return found.answer
 
     def _number(self, tensor: Tensor) -> Any:
         value = self.value(tensor)

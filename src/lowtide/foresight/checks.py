@@ -2,8 +2,9 @@
 
 A condition may be part of a check: `assert` and `if ...: raise` ask of tensors whether all is well. Arguments of
 distributions are looked through, boxes have to be boxes, a loss is not to explode. A rehearsal can't know; but where
-the other answer would end the step, or only warn, this one is that of every step worth rehearsing. Optimizers compare
-numbers to bound their steps, and of numbers the largest may be kept. And what is only printed or counted may be any.
+the other answer would end the step, or only warn, this one is that of every step worth rehearsing. Which other
+branches are answered is said in `branches.py`. Optimizers compare numbers to bound their steps, and of numbers the
+largest may be kept. And what is only printed or counted may be any.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import sys
 from types import FrameType
 from typing import NamedTuple
 
-_TELLING = frozenset({"print", "warn", "warning", "warning_once", "info", "debug", "error"})
-"""Functions, and methods of loggers, that change nothing."""
+from lowtide._torch import CALL_CODE
+from lowtide.foresight.branches import Source, Taken, makes_text
 
 _CONSTRAINTS = "torch.distributions.constraints"
 """Its code looks whether arguments of distributions are what they have to be."""
@@ -29,6 +30,10 @@ _SCORES = "sklearn.metrics"
 
 _CHOOSING = ("max", "min")
 
+_ROUNDING = ("int", "ceil", "floor")
+
+_PASSES = Taken(True, "a check is taken to pass")
+
 _BETWEEN = ("lowtide.", "torch._tensor", "torch.overrides", "torch.functional")
 
 _Span = tuple[int, int, int, int]
@@ -36,33 +41,43 @@ _Span = tuple[int, int, int, int]
 
 
 class _Check(NamedTuple):
-    """The condition of a statement that ends the step, or tells something; and what it is if the check passes."""
+    """A condition, and what it is taken to be; None if it decides about memory."""
 
     test: ast.expr
-    passes: bool
+    taken: Taken | None
 
 
 class _Found(NamedTuple):
     """What is looked for in a source."""
 
     checks: list[_Check]
+    asserts: set[_Span]
+    """Whole statements: pytest puts other code in their place."""
     telling: list[_Span]
     """What is made into text, or added to a count."""
+    divided: list[_Span]
+    """What is divided by something, and not made a whole number again."""
     choices: dict[_Span, str]
     """Where `max` and `min` are called."""
 
 
-def passing() -> bool | None:
-    """What the condition that is being asked for has to be so that a check passes; None if it is part of none."""
+def passing() -> Taken | None:
+    """What the condition that is being asked for is taken to be as a whole; None if it is none, or decides."""
     frame = _asking()
     if frame is None:
         return None
     if frame.f_globals.get("__name__") == _CONSTRAINTS:
-        return True
-    span = _span(frame)
-    for check in _found(frame).checks:
+        return _PASSES
+    span, found = _span(frame), _found(frame)
+    if span in found.asserts:
+        return _PASSES
+    for check in found.checks:
         if span is not None and _is_within(span, _of(check.test)):
-            return _asked(check, span)
+            taken = check.taken
+            if taken is None or (taken.outside and _in_module()):
+                return None
+            answer = _asked(check.test, taken.answer, span)
+            return None if answer is None else taken._replace(answer=answer)
     return None
 
 
@@ -73,6 +88,16 @@ def is_telling() -> bool:
     if frame is None or span is None:
         return False
     return any(_is_within(span, place) for place in _found(frame).telling)
+
+
+def is_counted() -> bool:
+    """Whether what is asked for is only told, or becomes part of a sum or a share."""
+    frame = _asking()
+    span = None if frame is None else _span(frame)
+    if frame is None or span is None:
+        return False
+    found = _found(frame)
+    return any(_is_within(span, place) for place in (*found.telling, *found.divided))
 
 
 def is_scoring() -> bool:
@@ -94,6 +119,14 @@ def choosing() -> str:
     frame = _asking()
     span = None if frame is None or in_optimizer() else _span(frame)
     return "" if frame is None or span is None else _found(frame).choices.get(span, "")
+
+
+def _in_module() -> bool:
+    """Whether a module's forward asks."""
+    frame = _asking()
+    while frame is not None and frame.f_code is not CALL_CODE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _asking() -> FrameType | None:
@@ -122,53 +155,37 @@ def _found(frame: FrameType) -> _Found:
 @functools.lru_cache(maxsize=64)
 def _searched(source: str) -> _Found:
     """What there is in a whole file."""
-    found = _Found([], [], {})
+    found = _Found([], set(), [], [], {})
     try:
         tree = ast.parse(source)
     except SyntaxError:  # what was typed into a notebook, say
         return found
+    branches = Source(tree)
+    whole: list[_Span] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            found.checks.append(_Check(node.test, passes=True))
-        elif isinstance(node, ast.If) and _only_ends_or_tells(node.body):
-            found.checks.append(_Check(node.test, passes=False))
-        elif isinstance(node, ast.If) and node.orelse and isinstance(node.orelse[-1], ast.Raise):
-            found.checks.append(_Check(node.test, passes=True))
-        elif isinstance(node, ast.expr) and _makes_text(node):
+            found.checks.append(_Check(node.test, _PASSES))
+            found.asserts.add(_of(node))
+        elif isinstance(node, ast.If):
+            found.checks.append(_Check(node.test, branches.branch(node)))
+        elif isinstance(node, ast.IfExp):
+            found.checks.append(_Check(node.test, branches.choice(node)))
+        if isinstance(node, ast.expr) and makes_text(node):
             found.telling.append(_of(node))
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
             found.telling.append(_of(node.value))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            found.divided.append(_of(node.left))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
             found.choices[_of(node)] = node.func.id
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _ROUNDING:
+            whole.append(_of(node))
+    found.divided[:] = [span for span in found.divided if not any(_is_within(span, place) for place in whole)]
     return found
 
 
-def _only_ends_or_tells(body: list[ast.stmt]) -> bool:
-    return isinstance(body[-1], ast.Raise) or all(map(_tells, body))
-
-
-def _makes_text(node: ast.expr) -> bool:
-    """Whether it is a text with values in it, or the call of a function that tells them."""
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node) in {*_TELLING, "format"})
-
-
-def _tells(statement: ast.stmt) -> bool:
-    expression = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(expression, ast.Call) and _name(expression) in _TELLING
-
-
-def _name(call: ast.Call) -> str:
-    """Of the function that is called, without where it is from."""
-    found = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
-    assert isinstance(found, str)
-    return found
-
-
-def _asked(check: _Check, span: _Span) -> bool | None:
+def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
     """What the part of a condition at `span` has to be. None where more than `not`, `and` and `or` is made of it."""
-    test, passes = check.test, check.passes
     while True:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, passes = test.operand, not passes
@@ -183,7 +200,7 @@ def _asked(check: _Check, span: _Span) -> bool | None:
             return passes if span == _of(test) else None
 
 
-def _of(node: ast.expr) -> _Span:
+def _of(node: ast.expr | ast.stmt) -> _Span:
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset

@@ -53,7 +53,7 @@ class Foresight:
     static: Static
     """What exists when the step begins, its optimizer state included."""
     unknown: tuple[str, ...]
-    """Memory inside of operators that was not counted, with its size as far as known."""
+    """Memory inside of operators that is not known exactly, with its bounds and what it is counted as, if known."""
     assumed: tuple[str, ...]
     """What the step asked of its tensors and was told without anybody knowing, with the line that asked."""
 

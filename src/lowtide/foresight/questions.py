@@ -48,7 +48,7 @@ class Questions(TorchFunctionMode):
         if asked == "text":
             return func(tensor, *args[1:]) if tensor.dim() else self._shown(tensor).__format__(*args[1:])
         value = self._answers.value(tensor)
-        if value is not None:
+        if value is not None and not (asked in ("item", "float") and self._answers.is_score(tensor)):
             return func(tensor)  # what it assumes is noted there
         if asked == "item":
             return Unknown(self._answers)
@@ -62,8 +62,10 @@ class Questions(TorchFunctionMode):
 
     def _shown(self, tensor: Tensor) -> Any:
         """A number as it is put into a text."""
-        if self._answers.value(tensor) is not None:
-            return tensor.item()
+        value = self._answers.value(tensor)
+        if value is not None:
+            with _torch.on_real_tensors():
+                return value.item()
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _exchange(self, tensor: Tensor, data: Tensor) -> None:

@@ -18,7 +18,7 @@ def table(foresight: Foresight) -> Iterator[str]:
     entry |= {"buffers": static.buffers, "inputs": static.inputs}
     yield from text.table(foresight.timeline, entry=entry)
     yield from foresight.more()
-    for title, lines in (("not counted", foresight.unknown), ("assumed", foresight.assumed)):
+    for title, lines in (("not known exactly", foresight.unknown), ("assumed", foresight.assumed)):
         if lines:
             yield f"{title}:"
             yield from (f"  {line}" for line in lines)

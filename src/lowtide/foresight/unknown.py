@@ -39,17 +39,13 @@ class Unknown(float):
     def _decided(self, *_: object) -> NoReturn:
         raise self._answers.refusal(_BY_NUMBER)
 
-    def _compared(self, *_: object) -> bool:
-        return self._answers.truth(_BY_NUMBER)
-
     def __gt__(self, other: object) -> bool:
-        """`max` and `min` give what nobody knows: this."""
-        return choice == "max" if (choice := choosing()) else self._compared()
+        """`max` and `min` give what nobody knows: this. What else is compared is asked for where it is decided by."""
+        return choice == "max" if (choice := choosing()) else self._computed()  # type: ignore[return-value]
 
     def __lt__(self, other: object) -> bool:
-        return choice == "min" if (choice := choosing()) else self._compared()
+        return choice == "min" if (choice := choosing()) else self._computed()  # type: ignore[return-value]
 
-    __le__ = __ge__ = _compared
     __index__ = _decided
     __floor__ = __ceil__ = __trunc__ = _decided
     __hash__ = float.__hash__
@@ -74,6 +70,7 @@ class Unknown(float):
     def _computed(self, *_: object) -> Unknown:
         return Unknown(self._answers)
 
+    __le__ = __ge__ = _computed  # type: ignore[assignment]
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
     __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __floordiv__ = _computed
 

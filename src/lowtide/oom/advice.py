@@ -61,9 +61,12 @@ def _other_process(m: Message, f: Facts) -> Actions:
     if m.others:
         for other in sorted(m.others, key=lambda each: -each.bytes)[:3]:
             number = other.name.rpartition(" ")[2]
-            yield Action(
-                text=f"see what process {number} is (ps -p {number}), and end it if it is yours", bytes=other.bytes
-            )
+            see = f"see what process {number} is (ps -p {number}"
+            if other.name in m.maybe_own and m.process_bytes is None:
+                text = f"{see} on the machine itself): another one, or this one with libraries outside of PyTorch"
+            else:
+                text = f"{see}), and end it if it is yours"
+            yield Action(text=text, bytes=other.bytes)
     else:
         yield Action(
             text="look with nvidia-smi on the machine itself: another container, a display, MPS or MIG partitions",

@@ -129,9 +129,14 @@ def _other_process(m: Message, _: Facts) -> Cause | None:
         return None
     if m.others_bytes > _SHARE * total:
         named = [f"{other.name} holds {format_bytes(other.bytes)}" for other in _largest(m)]
+        hold, rest = format_bytes(m.others_bytes), ""
+        if m.sure_others_bytes <= _SHARE * total:
+            rest = ", or this one holds much outside of PyTorch: the message does not say which process it is"
+        elif m.sure_others_bytes < m.others_bytes:
+            hold = f"at least {format_bytes(m.sure_others_bytes)}"
         return Cause(
             code="other-process",
-            claim=f"other processes hold {format_bytes(m.others_bytes)} of the device's {format_bytes(total)}",
+            claim=f"other processes hold {hold} of the device's {format_bytes(total)}{rest}",
             evidence=(*named, _ours(m)),
         )
     unnamed = m.unnamed_bytes
@@ -204,10 +209,12 @@ def _driver(m: Message, _: Facts) -> Cause | None:
 def _evaluation(m: Message, f: Facts) -> Cause | None:
     if not _would_do(f.evaluation_bytes, m):
         return None
+    n = f.evaluation_graphs
+    holds = f"its {n} graphs, of outputs that are kept, hold" if n > 1 else "its graph holds"
     return Cause(
         code="evaluation-with-gradients",
         claim="a model in evaluation mode is run with gradients on",
-        evidence=(f"its graph holds {format_bytes(f.evaluation_bytes)} for a backward that will not come",),
+        evidence=(f"{holds} {format_bytes(f.evaluation_bytes)} for a backward that will not come",),
     )
 
 
@@ -297,4 +304,6 @@ def _held(m: Message) -> str:
 
 def _ours(m: Message) -> str:
     mine = m.reserved_bytes if m.process_bytes is None else m.process_bytes
+    if mine is not None and m.process_bytes is None and m.maybe_own:
+        return f"PyTorch has {format_bytes(mine)} in this process"
     return "this process's share is unknown" if mine is None else f"this process has {format_bytes(mine)}"

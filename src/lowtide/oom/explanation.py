@@ -53,6 +53,10 @@ def _lines(e: Explanation) -> Iterator[str]:
     sure = "" if e.message.certain else " (this message often means memory, not always)"
     yield f"out of memory: {e.cause.claim} [{e.cause.code}]{sure}"
     yield from (f"  {line}" for line in e.cause.evidence)
+    if e.message.maybe_own:
+        among = ", ".join(e.message.maybe_own)
+        taken = "" if e.message.process_bytes is None else "; the one whose size is nearest is taken for it"
+        yield f"  the message does not say whether this process is among those named: it may be {among}{taken}"
     numbers = list(_numbers(e.message))
     if numbers:
         where = f" of {e.message.kind} {e.message.device}" if e.message.device is not None else ""
@@ -73,6 +77,7 @@ def _lines(e: Explanation) -> Iterator[str]:
 
 
 def _numbers(m: Message) -> Iterator[tuple[str, int]]:
+    open_ = ", or this one" if m.maybe_own and m.process_bytes is None else ""
     amounts = (
         ("tried", m.tried_bytes),
         ("capacity", m.total_bytes),
@@ -83,7 +88,7 @@ def _numbers(m: Message) -> Iterator[tuple[str, int]]:
         ("  of that in private pools", m.private_pool_bytes),
         ("held by PyTorch, not in use", m.unallocated_bytes),
         ("this process, outside of PyTorch", m.outside_bytes),
-        ("other processes", m.others_bytes if m.others else None),
+        ("other processes" + open_, m.others_bytes if m.others else None),
         ("held by nobody named here", m.unnamed_bytes),
     )
     yield from ((name, amount) for name, amount in amounts if amount is not None)

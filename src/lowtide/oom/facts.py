@@ -36,7 +36,9 @@ class Facts(Record):
     inside: str = ""
     """Path of the module whose forward was running."""
     evaluation_bytes: int = 0
-    """Held by the graph of a model in evaluation mode: nobody will call backward on it."""
+    """Held by the graphs of a model in evaluation mode: nobody will call backward on them."""
+    evaluation_graphs: int = 0
+    """How many these are: more than one where outputs are kept."""
     leftover_graphs: int = 0
     """Graphs of earlier steps that are still alive."""
     leftover_bytes: int = 0

@@ -48,6 +48,9 @@ class Message(Record):
     """All that this process has on the device: PyTorch's, the context, libraries."""
     others: tuple[Holder, ...] = ()
     """Other processes on the device."""
+    maybe_own: tuple[str, ...] = ()
+    """Processes of which one may be this one, where the message leaves that open. If `process_bytes` is given all the
+    same, it is that of the one whose size is the usual one."""
     allowed_bytes: int | None = None
     """A limit set below the capacity: `set_per_process_memory_fraction`, MPS's watermark."""
     elsewhere_bytes: int | None = None
@@ -64,6 +67,12 @@ class Message(Record):
     def others_bytes(self) -> int:
         """What other processes hold, as far as the message names them."""
         return sum(other.bytes for other in self.others)
+
+    @property
+    def sure_others_bytes(self) -> int:
+        """What other processes hold at least, whichever of them this one is."""
+        mine = [other.bytes for other in self.others if other.name in self.maybe_own]
+        return self.others_bytes - (max(mine, default=0) if self.process_bytes is None else 0)
 
     @property
     def outside_bytes(self) -> int | None:

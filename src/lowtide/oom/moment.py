@@ -34,6 +34,8 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
         optimizer = next((found for _, found in _selves(frames, Optimizer)), None)
     graphs = separate(tensors_with_graphs())
     left, left_bytes = _leftover(graphs)
+    evaluated = _evaluated(graphs, model)
+    roots = [root for graph in evaluated for root in graph.roots]
     limit = _limit()
     machine = host.machine()
     return Facts(
@@ -41,7 +43,8 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
         expandable=_expandable(),
         windows=os.name == "nt",
         inside=_inside(frames, model),
-        evaluation_bytes=_evaluation_bytes(graphs, model),
+        evaluation_bytes=look(roots, None).held_bytes if roots else 0,
+        evaluation_graphs=len(evaluated),
         leftover_graphs=left,
         leftover_bytes=left_bytes,
         new_state_bytes=_new_state_bytes(optimizer),
@@ -105,14 +108,21 @@ def _storages(graph: Alive) -> dict[int, int]:
     return {each.storage: each.bytes for each in kept}
 
 
-def _evaluation_bytes(graphs: list[Alive], model: nn.Module | None) -> int:
-    """What the newest graph holds, if it was made by a model in evaluation mode. Frozen parts of one do not count."""
-    if model is None or not graphs or any(module.training for module in model.modules()):
-        return 0
+def _evaluated(graphs: list[Alive], model: nn.Module | None) -> list[Alive]:
+    """The graphs that hold something and go through a model in evaluation mode: the newest, and those of kept outputs.
+
+    Frozen parts of one do not count. What was trained holds nothing after its backward.
+    """
+    if model is None or any(module.training for module in model.modules()):
+        return []
     own = {_torch.storage_id(parameter) for parameter in model.parameters()}
-    newest = look(graphs[-1].roots, None)
-    through = any(leaf.tensor is not None and _torch.storage_id(leaf.tensor) in own for leaf in newest.leaves)
-    return newest.held_bytes if through else 0
+    found = []
+    for graph in graphs:
+        seen = look(graph.roots, None)
+        through = any(leaf.tensor is not None and _torch.storage_id(leaf.tensor) in own for leaf in seen.leaves)
+        if through and seen.held_bytes:
+            found.append(graph)
+    return found if found and found[-1] is graphs[-1] else []
 
 
 def _new_state_bytes(optimizer: Optimizer | None) -> int:

@@ -40,8 +40,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LONGEST = 2000
 """Characters of the longest message, with some twenty processes in it."""
 
-_OWN_OVERHEAD_BYTES = 2 << 30
-"""A context and its libraries take less."""
+_USUAL_OVERHEAD_BYTES = 2 << 30
+"""A context and its libraries mostly take less."""
+_SLACK_BYTES = 1 << 26
+"""Amounts are rounded."""
 
 
 def messages(text: str) -> list[Message]:
@@ -133,16 +135,24 @@ def _without_nonsense(message: Message) -> Message:
 
 
 def _this_process_among(message: Message) -> Message:
-    """In a container a process does not know its own number, and is listed as another: it is the one of its size."""
-    if message.process_bytes is not None or message.reserved_bytes is None:
+    """In a container a process does not know its own number, and is listed as another.
+
+    It is sure which one where only one is as large as what PyTorch holds, and the device has no room for that beside
+    all of them. Else the one whose size is that and a usual context is taken, or none, and `maybe_own` says so.
+    """
+    if message.process_bytes is not None or not message.others:
         return message
-    reserved = message.reserved_bytes
-    slack = 1 << 26  # amounts are rounded
-    for other in message.others:
-        if reserved - slack <= other.bytes < reserved + _OWN_OVERHEAD_BYTES:
-            rest = tuple(each for each in message.others if each is not other)
-            return replace(message, process_bytes=other.bytes, others=rest)
-    return message
+    reserved = message.reserved_bytes or 0
+    taken = message.others_bytes + reserved + (message.free_bytes or 0)
+    is_among = message.total_bytes is not None and taken > message.total_bytes + _SLACK_BYTES
+    large = [other for other in message.others if other.bytes >= reserved - _SLACK_BYTES]
+    usual = [other for other in large if other.bytes < reserved + _USUAL_OVERHEAD_BYTES]
+    own = large if is_among and len(large) == 1 else usual if reserved and len(usual) == 1 else []
+    in_doubt = () if own is large else tuple(other.name for other in large)
+    if not own:
+        return replace(message, maybe_own=in_doubt)
+    rest = tuple(each for each in message.others if each is not own[0])
+    return replace(message, process_bytes=own[0].bytes, others=rest, maybe_own=in_doubt)
 
 
 def _amount(pattern: str, text: str) -> int | None:

@@ -44,6 +44,16 @@ class Crew:
         """
         raise NotImplementedError
 
+    def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        """It is `model` that is trained: a step of it is over that was not seen. Called from an optimizer's hook."""
+
+    def is_updated(self, model: nn.Module) -> bool:
+        """Whether parameters of `model` were changed since this was asked last, and that may be the end of a step.
+
+        Asked where no optimizer has stepped so far. If nobody can tell, as here, such a step has no end.
+        """
+        return False
+
     def loses_track(self, why: RehearsalError) -> None:
         """Where a step ends can't be known: raise `why`, or be done without that."""
         raise why

@@ -20,10 +20,10 @@ from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
 from lowtide.identity import tensors_in
 from lowtide.rehearsal.reached import Reached
-from lowtide.script.callers import at_hand
+from lowtide.script.callers import at_hand, optimizers_at_hand
 from lowtide.script.crew import Crew, Enough
 from lowtide.script.running import Script
-from lowtide.script.turns import PATIENCE, others_at_hand
+from lowtide.script.turns import PATIENCE, held_by, ids, others_at_hand
 from lowtide.script.watching import run_watched
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from lowtide.foresight.answers import Answers
     from lowtide.foresight.device.outcome import CardForesight
     from lowtide.memory.cards import Card
+
+
+BY_HAND = "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
 
 
 class Foreseeing(Crew):
@@ -59,6 +62,8 @@ class Foreseeing(Crew):
         self.asked = AskedForCuda()
         self.answers: Answers | None = None
         """Since the first forward."""
+        self._data: dict[int, int] = {}
+        """The storages of the parameters, by their ids, when they were looked at last."""
         self.compiles = False
         """Whether the script compiles anything."""
 
@@ -77,6 +82,13 @@ class Foreseeing(Crew):
         if self._n_steps == 1:
             self._rehearsal.second(batch)
         self._model = model
+        self._data = {id(p): _torch.storage_id(p) for p in model.parameters()}
+        self._rehearsal.answers.written.clear()
+
+    def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        """What is trained is put on the card now: the next step begins before the model is called."""
+        self._optimizers = optimizers
+        self._enter(model, [])
 
     def goes_on(self, batch: Any) -> None:
         """Models that take turns may have the next batch before all have had theirs."""
@@ -143,6 +155,19 @@ class Foreseeing(Crew):
         Before any update nothing but a forward has been. Else that was a whole step.
         """
         self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
+
+    def is_updated(self, model: nn.Module) -> bool:
+        """Whether its parameters were written to, or got other data, and there is no optimizer that is yet to step."""
+        mine = ids(model.parameters())
+        if self.answers is None or any(held_by(optimizer) & mine for optimizer in optimizers_at_hand()):
+            return False
+        before, self._data = self._data, {id(p): _torch.storage_id(p) for p in model.parameters()}
+        written = {*self._data.values()} & self.answers.written
+        self.answers.written.clear()
+        is_updated = bool(written) or (bool(before) and before != self._data)
+        if is_updated:
+            self.answers.notes[BY_HAND] = None
+        return is_updated
 
     def leaves(self) -> None:
         """Put everything back."""

@@ -1,4 +1,4 @@
-"""Models that nothing calls as a whole: an encoder and a decoder, the two of a GAN."""
+"""Models that nothing calls as a whole: an encoder and a decoder, the two of a GAN, a frozen model and a prompt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 
 
 class Parts(nn.Module):
-    """Modules that are trained together and that nothing calls as a whole; each under the name of its class."""
+    """Modules that are trained together and that nothing calls as a whole; each under the name of its class.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    `alone`: parameters of no module, for which gradients go through these.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], alone: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
+        self.alone = tuple(alone)
+        for number, parameter in enumerate(self.alone):
+            self.register_parameter(f"alone{number}", parameter)
         count: Counter[str] = Counter()
         for module in modules:
             name = type(module).__name__

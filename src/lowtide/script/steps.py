@@ -4,8 +4,9 @@ A step begins when a module with trainable parameters is called by nobody else's
 gradients on; it is over when every parameter that got a gradient has been updated, by all optimizers there are for it.
 Optimizers that step inside of backward (`register_post_accumulate_grad_hook`) update it in the middle of a step: that
 is over when a module is called next. The model is the module whose parameters are updated; several, as an encoder and a
-decoder, are `Parts` of one. Where another one is updated twice and the model is not called meanwhile, that one is it
-from there on. What is done with the steps is up to the `Crew`.
+decoder, are `Parts` of one. So are, from the first update on, a frozen model and parameters of no module that are
+trained through it, as a prompt is. Where another model is updated twice and the one is not called meanwhile, the other
+is it from there on. What is done with the steps is up to the `Crew`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Steps:
         """Other modules that were called by nobody, in training, since the model was."""
         self._n_aside: Counter[int] = Counter()
         """Updates of these, by their optimizers."""
+        self._frozen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        """Modules without anything to train that were called with what is trained, as long as there is no model."""
+        self._in_evaluation: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules with something to train that were called in evaluation mode meanwhile."""
         self._turns = Turns()
         self._waits_until = 0
         """Number of updates up to which a crew that is done waits for another model to take turns with its own."""
@@ -86,7 +91,7 @@ class Steps:
         """Of their state when the crew was done; None if there was none of them, or more has been said."""
         self._ends: list[str] = []
         """The last number of each parameter, when the model was called last."""
-        self._n_by_hand = 0
+        self.n_by_hand = 0
         """Times that these changed, and no optimizer had stepped so far."""
         self._is_open = False
         self._is_late = False
@@ -135,13 +140,17 @@ class Steps:
         """The script has ended: so has a step that waited for the next call."""
         if self._is_late and self.failed is None:
             self._close_late()
+        elif self._is_open and self.failed is None and self._is_updated_by_hand():
+            with self._noting():
+                self._close()
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_late and not self._depth and self._is_here() and not in_backward():
             self._close_late()
-        begins = not self._depth and self._begins_training(module)
-        if self._depth or not (begins or any(map(is_lazy, module.parameters()))):
+        begins = not self._depth and self._begins_training(module, (args, kwargs))
+        is_noted = id(module) in self._frozen
+        if self._depth or not (begins or is_noted or any(map(is_lazy, module.parameters()))):
             return plain(module, *args, **kwargs)
         self._depth += 1  # nor does any module begin a step that is called by one with parameters yet to be made
         try:
@@ -153,16 +162,20 @@ class Steps:
             self._depth -= 1
 
     @never_compiled
-    def _begins_training(self, module: nn.Module) -> bool:
+    def _begins_training(self, module: nn.Module, given: Any) -> bool:
         """Whether this call is one that a backward of training will follow."""
-        if not (
-            module.training
-            and torch.is_grad_enabled()
-            and not in_transform()
-            and not is_tracing()
-            and any(p.requires_grad for p in module.parameters())
-            and not any(is_lazy(p) for p in module.parameters())
+        if (
+            not torch.is_grad_enabled()
+            or in_transform()
+            or is_tracing()
+            or any(is_lazy(p) for p in module.parameters())
         ):
+            return False
+        if not any(p.requires_grad for p in module.parameters()):
+            return self._begins_frozen(module, given)
+        if not module.training:
+            if self.model is None:
+                self._in_evaluation.add(module)
             return False
         if in_backward():
             self.in_backward_only |= self.model is None
@@ -170,6 +183,30 @@ class Steps:
         is_here = self._is_here()
         self.in_other_thread |= not is_here
         return is_here
+
+    def _begins_frozen(self, module: nn.Module, given: Any) -> bool:
+        """The same of a module without anything to train. It may be one that a prompt goes through."""
+        is_whole = type(self.model) is Parts and bool(self.model.alone)
+        if not (self.model is None or (is_whole and self._is_ours(module))) or not any(
+            tensor.requires_grad for tensor in tensors_in(given)
+        ):
+            return False
+        if in_backward() or not self._is_here():
+            return False
+        if self.model is None and any(True for _ in module.parameters()):
+            self._frozen[id(module)] = module
+        return is_whole
+
+    def _look_for_parameters_alone(self, optimizer: Optimizer) -> None:
+        """Whether it updates nothing but parameters of no module, for which gradients went through frozen ones."""
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
+        if self._frozen and updated and not ids(updated) & in_modules:
+            self.model = Parts([whole([*self._frozen.values()])], updated)
+            self._frozen.clear()
+            self._in_evaluation.clear()
+            with self._noting():
+                self.crew.finds(self.model, (optimizer,))
 
     @never_compiled
     def _is_here(self) -> bool:
@@ -180,7 +217,7 @@ class Steps:
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:
             raise self.failed
-        if self._is_open and self._all_stepped():
+        if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, and no optimizer has it
         mine = set() if self.model is None else ids(self.model.parameters())
         self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}  # the others' steps are over
@@ -194,6 +231,8 @@ class Steps:
             return
         if self.model is None:
             self.model = module
+            self._frozen.clear()
+            self._in_evaluation.clear()
         elif self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._give_up(module)  # the first call may have been to try something small
             self._is_open = False
@@ -225,13 +264,17 @@ class Steps:
             self._n_aside.clear()
             self._give_up(whole(trained))
 
+    def _is_updated_by_hand(self) -> bool:
+        """Whether the model's parameters were updated, and by no optimizer of torch."""
+        return not self.n_updates and self.model is not None and self.crew.is_updated(self.model)
+
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
         """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
         trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
         ends = [str(p[(-1,) * p.dim()].item()) for whole in trained for p in parts_of(whole) if p.numel()]
-        self._n_by_hand += bool(self._ends) and ends != self._ends
+        self.n_by_hand += bool(self._ends and ends) and ends != self._ends
         self._ends = ends
-        if self._n_by_hand == MOST_BY_HAND:
+        if self.n_by_hand == MOST_BY_HAND:
             why = RehearsalError(
                 f"the parameters of {name_of(model)} changed {MOST_BY_HAND} times, and no torch.optim.Optimizer "
                 "stepped: something else updates them, so where a step ends is not known.\n"
@@ -246,6 +289,8 @@ class Steps:
             self._look_elsewhere(optimizer)
             return
         self._optimizers[id(optimizer)] = optimizer
+        if self.model is None:
+            self._look_for_parameters_alone(optimizer)
         held = held_by(optimizer)
         if self.model is not None and not held & ids(self.model.parameters()):
             self._turns.others_updated(held)

@@ -70,7 +70,7 @@ class CardForesight(Foresight):
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the card that neither the allocator takes, at most, nor a context: for what is not counted."""
+        """Bytes of the card that neither the allocator takes, at most, nor a context: for what is not known."""
         return max(self.card.total_bytes - context_bytes(self.card)[1] - self.interval[1], 0)
 
     def more(self) -> Iterator[str]:
