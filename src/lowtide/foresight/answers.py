@@ -19,7 +19,7 @@ from lowtide import _torch
 from lowtide._torch import tree_leaves, tree_map
 from lowtide.errors import Unforeseeable
 from lowtide.foresight import contents
-from lowtide.foresight.checks import in_optimizer, is_counted, passing
+from lowtide.foresight.checks import in_optimizer, is_counted, is_searching, passing
 from lowtide.foresight.kinds import (
     ALL_OR_ANY,
     BY_INTEGERS,
@@ -29,6 +29,8 @@ from lowtide.foresight.kinds import (
     EMPTY,
     GATHERING,
     INDEXING,
+    LESS,
+    MORE,
     NORMED_BY_BATCH,
     NOT_IN_HEALTH,
     PACKING,
@@ -65,6 +67,11 @@ HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
 EVENLY = "what is chosen here by its largest value is taken to be chosen evenly"
 
+SEARCHING = (
+    "LBFGS is taken to find a better point in each iteration; later steps keep more, up to two vectors as large as all "
+    "parameters for each of history_size iterations"
+)
+
 _LEFT_REAL = "_lowtide_left_real"
 
 
@@ -82,6 +89,7 @@ class Answers:
         self.written: set[int] = set()
         """Storages that operators wrote to, until somebody empties it."""
         self._asked_at, self._n_asked = "", 0
+        self._n_searched = 0
         """The line that was answered last without anybody knowing, and how often in a row."""
 
     # --- what is known
@@ -257,9 +265,12 @@ class Answers:
         for target in targets:
             contents.forget(target)
         verdict = self._healthy(func, args, tensors)
+        goes_on = None if verdict is not None else _goes_on(func, args)
         with _torch.on_real_tensors():
             if verdict is not None:
                 contents.learn_alike(made[0], torch.tensor(verdict), HEALTH)
+            elif goes_on is not None:
+                contents.learn_alike(made[0], torch.tensor(goes_on), SEARCHING)
             elif func in CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
                 contents.learn(made[-1], _evenly(made[-1], count), EVENLY)
 
@@ -375,10 +386,19 @@ class Answers:
             raise self.refusal(f"{why}, {MOST_ASKED} times in a row, as if a loop ended by nothing else")
         return found.answer
 
+    def falling(self) -> float:
+        """A loss for LBFGS, smaller than the one before."""
+        self.note(SEARCHING)
+        self._n_searched += 1
+        return 1 / self._n_searched
+
     def _number(self, tensor: Tensor) -> Any:
         value = self.value(tensor)
         if value is None and tensor.dtype is torch.bool:
             return self.truth("it asks for a number that depends on contents")
+        if value is None and tensor.dtype.is_floating_point and in_optimizer():
+            self.note("a number that an optimizer computes with is taken as 1.0")
+            return 1.0
         if value is None:
             raise self.refusal("it asks for a number that depends on contents")
         self._note_assumed(tensor)
@@ -423,6 +443,18 @@ def _candidates(func: Any, args: Any) -> int:
 def _evenly(choices: Tensor, count: int) -> Tensor:
     """Each of `count` equally often: the first tensor of choices of this shape that comes to mind."""
     return (torch.arange(choices.numel()) % count).view(choices.shape)
+
+
+def _goes_on(func: Any, args: Any) -> bool | None:
+    """What a comparison of LBFGS gives where its search goes on: steps and gradients are far from nothing.
+
+    A tensor is compared with bounds above and below it, and with another tensor where a point is good enough.
+    """
+    if (func not in LESS and func not in MORE) or not is_searching():
+        return None
+    if isinstance(args[1], torch.Tensor):
+        return func in LESS
+    return func in MORE and args[1] > 0
 
 
 def _has_mask(indices: Any) -> bool:

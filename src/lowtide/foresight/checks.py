@@ -26,6 +26,8 @@ _CONSTRAINTS = "torch.distributions.constraints"
 
 _OPTIMIZERS = ("torch.optim", "transformers.optimization")
 
+_SEARCHING = "torch.optim.lbfgs"
+
 _SCORES = "sklearn.metrics"
 
 _CHOOSING = ("max", "min")
@@ -112,6 +114,12 @@ def in_optimizer() -> bool:
     """Whether an optimizer asks."""
     frame = _asking()
     return frame is not None and frame.f_globals.get("__name__", "").startswith(_OPTIMIZERS)
+
+
+def is_searching() -> bool:
+    """Whether an optimizer asks that runs its closure until it has found what it looks for."""
+    frame = _asking()
+    return frame is not None and frame.f_globals.get("__name__", "") == _SEARCHING
 
 
 def choosing() -> str:

@@ -38,6 +38,8 @@ PACKING = aten._pack_padded_sequence.default
 """The only operator that gives a tensor on the CPU beside one on a card."""
 BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor, PACKING})
 """Operators whose results' shapes depend on contents, but not on those of floating-point arguments."""
+LESS = frozenset({aten.le.Scalar, aten.lt.Scalar, aten.le.Tensor, aten.lt.Tensor})
+MORE = frozenset({aten.ge.Scalar, aten.gt.Scalar, aten.ge.Tensor, aten.gt.Tensor})
 COMPARING = frozenset({aten.equal.default, aten.allclose.default})
 """Operators that give yes or no."""
 BY_SHAPE = frozenset(

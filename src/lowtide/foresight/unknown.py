@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from lowtide.foresight.checks import choosing, is_scoring, is_telling
+from lowtide.foresight.checks import choosing, is_scoring, is_searching, is_telling
 
 if TYPE_CHECKING:
     from lowtide.foresight.answers import Answers
@@ -60,6 +60,8 @@ class Unknown(float):
         return self._answers.truth(_BY_NUMBER)
 
     def __float__(self) -> float:
+        if is_searching():
+            return self._answers.falling()
         if not is_scoring():
             self._answers.note("a number from a tensor is taken as 1.0")
         return 1.0
