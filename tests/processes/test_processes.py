@@ -47,6 +47,8 @@ def test_a_script_in_several_processes_runs_within_a_budget(name: str, run_pytho
     script, saved = str(HERE / name), tmp_path / "plan.json"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     plain = run_python(*torchrun, script)
+    if "terminate called" in plain.stderr:  # torch's own end of a process group, now and then, without Lowtide
+        plain = run_python(*torchrun, script)
     assert plain.returncode == 0, plain.stderr
     lowtide = ("--no-python", sys.executable, "-m", "lowtide", "run", "--budget", "70%", "--save", str(saved))
     planned = run_python(*torchrun, *lowtide, script)
