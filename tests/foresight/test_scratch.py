@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import lowtide
 from lowtide import _torch
 from lowtide.foresight import trials
 from lowtide.foresight.scratch import Scratch
@@ -114,3 +115,26 @@ def test_what_is_too_large_to_be_tried_is_listed_with_its_size(monkeypatch: pyte
     known.learn()
     assert known.of(aten.mm.default, (one, one), {}) == ({}, [])
     assert known.unknown == {"aten.mm.default": 2 * 64 * 64 * 2}
+
+
+def test_an_operator_of_others_is_listed_and_not_tried() -> None:
+    calls = []
+
+    @torch.library.custom_op("lowtide_tests::squared", mutates_args=())
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x * x
+
+    @squared.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    model = torch.nn.Linear(64, 64)
+
+    def step(batch: torch.Tensor) -> None:
+        (model(batch) + squared(batch)).sum().backward()
+        model.zero_grad()
+
+    foreseen = lowtide.foresee(model, step, t(8, 64))
+    assert foreseen.unknown == ("lowtide_tests.squared.default: scratch memory, beside arguments of 2048 bytes",)
+    assert calls == []

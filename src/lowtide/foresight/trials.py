@@ -152,11 +152,19 @@ class Trials:
             return {}, []
         script = _table[key]
         if script is None:
-            self._untried[str(func)] = max(call.n_bytes, self._untried.get(str(func), 0))
+            self._leave(call)
             return {}, []
         by_contents = torch.Tag.dynamic_output_shape in func.tags  # which the trial has not: all of a mask is taken
         sizes = {} if by_contents else {number: n_bytes for number, n_bytes in enumerate(script.results) if n_bytes}
         return sizes, [script.beyond_results()]
+
+    def leave(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Of this operator nothing will be known."""
+        self._leave(_Call.of(func, args, kwargs))
+
+    def _leave(self, call: _Call) -> None:
+        name = str(call.func)
+        self._untried[name] = max(call.n_bytes, self._untried.get(name, 0))
 
     @property
     def unknown(self) -> dict[str, int]:
