@@ -138,3 +138,17 @@ def test_an_operator_of_others_is_listed_and_not_tried() -> None:
     foreseen = lowtide.foresee(model, step, t(8, 64))
     assert foreseen.unknown == ("lowtide_tests.squared.default: scratch memory, beside arguments of 2048 bytes",)
     assert calls == []
+
+
+def test_a_trial_draws_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_table", {})
+    generator = torch.Generator()
+    before = torch.get_rng_state(), generator.get_state()
+    known = Trials()
+    for drawing in (None, generator):
+        known.of(aten.multinomial.default, (t(8, 16), 4, False), {"generator": drawing})
+    known.learn()
+    assert len(trials._table) == 2
+    assert all(trials._table.values())
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], generator.get_state())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.foresight import sparse
+from lowtide.foresight.kinds import BY_INTEGERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +97,8 @@ NEVER = frozenset(
         *(aten.threshold_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default),
         *(aten.hardtanh_backward.default, aten.hardswish.default, aten.hardswish_backward.default),
         *(aten.hardsigmoid_backward.default, aten.softplus_backward.default, aten.log_sigmoid_backward.default),
-        *(aten._ctc_loss.default, aten._ctc_loss.Tensor, aten.scatter_add_.default),
+        *BY_INTEGERS,
+        aten.scatter_add_.default,
         *(aten.mish_backward.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
     }
 )

@@ -180,7 +180,8 @@ class Trials:
         if not wanted:
             return
         results: list[tuple[Hashable, tuple[int, ...] | None]] = []
-        with _torch.on_real_tensors(), torch.enable_grad(), CpuRecorder(watch=()) as recorder:
+        recorder = CpuRecorder(watch=())
+        with _torch.on_real_tensors(), torch.enable_grad(), torch.random.fork_rng(devices=()), recorder:
             for key, call in wanted.items():
                 for run in call.trials():
                     try:
@@ -208,6 +209,9 @@ def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
 
 
 def _real(leaf: Any, rows: int = 0) -> Any:
+    """A tensor for a geometry; and a generator that nobody else draws from."""
+    if isinstance(leaf, torch.Generator):
+        return leaf.clone_state()
     return leaf.real(rows) if isinstance(leaf, Geometry) else leaf
 
 
