@@ -80,12 +80,14 @@ NEVER = frozenset(
         *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.linalg_vector_norm.default),
         *(aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default),
         *(aten.all.default, aten.any.default, aten.any.dim, aten.all.dim, aten.var.correction, aten.std.correction),
-        *(aten.var_mean.correction, aten.dot.default, aten.topk.default),
+        *(aten.var_mean.correction, aten.std_mean.correction, aten.dot.default, aten.topk.default),
+        *(aten.prod.default, aten.prod.dim_int, aten.cumprod.default, aten.cummax.default, aten.cummin.default),
         # elements by their indices
         *(aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default),
         *(aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index_put.default),
         *(aten.index_add.default, aten.index_add_.default, aten.scatter.src, aten.scatter_.src, aten.scatter_.value),
         *(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
+        *(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.take.default),
         *(aten.nonzero.default, aten.bucketize.Tensor, aten.searchsorted.Tensor),
         # random numbers
         *(aten.bernoulli_.float, aten.bernoulli.default, aten.bernoulli.p, aten.uniform_.default, aten.normal_.default),
@@ -99,6 +101,7 @@ NEVER = frozenset(
         *(aten.hardsigmoid_backward.default, aten.softplus_backward.default, aten.log_sigmoid_backward.default),
         *BY_INTEGERS,
         aten.scatter_add_.default,
+        *(aten.hardshrink_backward.default, aten.softshrink_backward.default, aten._adaptive_avg_pool3d.default),
         *(aten.mish_backward.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
     }
 )
@@ -107,6 +110,11 @@ WHERE_CONTIGUOUS = frozenset(
     {
         *(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, aten.index_select.default),
         *(aten.log_sigmoid_forward.default, aten.max.default, aten.min.default, aten.gelu_backward.default),
+        *(aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default),
+        *(aten.replication_pad1d.default, aten.replication_pad1d_backward.default),
+        *(aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default),
+        *(aten.replication_pad2d.default, aten.replication_pad2d_backward.default),
+        *(aten.avg_pool3d.default, aten.avg_pool3d_backward.default),
     }
 )
 """Operators that copy arguments whose elements do not lie one after the other, and nothing else."""
