@@ -2,10 +2,11 @@
 
 import json
 import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -681,6 +682,15 @@ finally:
 """
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Interrupts as ever, also where the tests run in the background, for which shells have them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_interrupt_that_python_drops_comes_again(
     busy: bool, script: Callable[[str], str], run: Run, monkeypatch: pytest.MonkeyPatch
