@@ -1,5 +1,6 @@
 """What operators take inside, for all that torch has samples of, with arguments laid out in several ways."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide import _torch
+from lowtide.foresight import trials
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
 from lowtide.memory.cpu import CpuRecorder
-from lowtide.memory.events import Allocate, Free, Mark
 
 SAMPLES, CALLS = 4, 4
 """Of each function of torch, and of each operator."""
@@ -100,18 +101,7 @@ def taken(calls: list[tuple[Any, Any, Any]]) -> list[tuple[Any, int]]:
             recorder.mark("end")
             new = {_torch.storage_id(t): t.untyped_storage().nbytes() for t in tree_leaves(out) if is_plain(t)}
             results.append((out, sum(n_bytes for key, n_bytes in new.items() if key not in given)))
-    peaks: list[int] = []
-    level = 0
-    inside = False
-    for event in recorder.stream:
-        if type(event) is Mark:
-            inside = event.label == "begin"
-            if inside:
-                peaks.append(0)
-                level = 0
-        elif inside:
-            level += event.bytes if type(event) is Allocate else -event.bytes if type(event) is Free else 0
-            peaks[-1] = max(peaks[-1], level)
+    peaks = [max((0, *itertools.accumulate(events))) for events in trials._between_marks(recorder.stream)]
     return [(out, peak - n_bytes) for (out, n_bytes), peak in zip(results, peaks, strict=True)]
 
 
@@ -126,8 +116,8 @@ def test_what_operators_take_is_what_they_are_known_to_take(
         for call in each
         if func.__name__.partition(".")[0] not in BY_CONTENTS | NOT_STRIDED
     ]
-    trials = Trials()
-    scratch = Scratch("cpu", trials)
+    known = Trials()
+    scratch = Scratch("cpu", known)
 
     def foreseen(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -140,7 +130,7 @@ def test_what_operators_take_is_what_they_are_known_to_take(
     assert len(worked) > 500
     for call, out, _ in worked:
         foreseen(*call, out)
-    trials.learn()
+    known.learn()
     wrong = [
         f"{call[0]}: {n_bytes} bytes, not {guess}"
         for call, out, n_bytes in worked

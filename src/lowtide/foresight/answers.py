@@ -89,8 +89,9 @@ class Answers:
         self.written: set[int] = set()
         """Storages that operators wrote to, until somebody empties it."""
         self._asked_at, self._n_asked = "", 0
-        self._n_searched = 0
         """The line that was answered last without anybody knowing, and how often in a row."""
+        self._n_searched = 0
+        """Losses that LBFGS was told."""
 
     # --- what is known
 
