@@ -668,6 +668,15 @@ def test_a_script_that_is_interrupted_says_where(
     assert run(*command, train) == (130, alone.stdout, alone.stderr)
 
 
+@pytest.mark.parametrize("own", ["", "parser.add_argument('--device')"], ids=["ours", "the script's"])
+def test_an_option_of_ours_behind_the_script_is_the_script_s_and_said(
+    own: str, script: Callable[[str], str], run: Run
+) -> None:
+    done = run("rehearse", script(f"raise SystemExit(3)  # {own}\n"), "--device", "L4")
+    assert done.code == 2
+    assert ("--device stands after" in done.err) is not bool(own)
+
+
 DROPS = """
 import signal, time
 class Saved:

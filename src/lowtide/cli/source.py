@@ -23,11 +23,24 @@ def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], 
     """Adds `-m`, the script and its arguments to a command."""
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
-        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(body)
+        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
         body = click.argument("target", metavar=metavar)(body)
         return click.option("-m", "is_module", is_flag=True, help=f"{metavar} is a module, as in `python -m`.")(body)
 
     return add
+
+
+def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
+    """The script's arguments. Options of this command among them are said, unless the script names them itself."""
+    script = Path(ctx.params.get("target", ""))
+    ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
+    given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]
+    if given and script.is_file():
+        source = script.read_text(encoding="utf-8", errors="replace")
+        for name in given:
+            if name not in source:
+                say(f"{name} stands after {script}, so the script has it. Options of lowtide's own come before it.")
+    return args
 
 
 def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
