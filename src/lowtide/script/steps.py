@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,27 +23,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._torch import (
-    in_backward,
-    in_transform,
-    is_fake,
-    is_tracing,
-    never_compiled,
-    not_compiled_alone,
-    parts_of,
-)
+from lowtide._torch import in_backward, in_transform, is_tracing, never_compiled, not_compiled_alone
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.identity import tensors_in
+from lowtide.script.afterwards import Afterwards
+from lowtide.script.aside import Aside
+from lowtide.script.by_hand import ByHand
 from lowtide.script.crew import Crew, Enough
-from lowtide.script.parts import Parts, name_of, whole
+from lowtide.script.parts import Parts, whole
+from lowtide.script.prompted import Prompted
 from lowtide.script.turns import PATIENCE, Turns, held_by, ids, others_at_hand
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-
-MOST_BY_HAND = 6
-"""Changes of the parameters, with no optimizer of torch, before that is said: whoever updates them goes on so."""
 
 
 class Steps:
@@ -66,33 +56,15 @@ class Steps:
         self._called: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
-        self._aside: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        """Other modules that were called by nobody, in training, since the model was."""
-        self._n_aside: Counter[int] = Counter()
-        """Updates of these, by their optimizers."""
-        self._frozen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        """Modules without anything to train that were called with what is trained, as long as there is no model."""
-        self._in_evaluation: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules with something to train that were called in evaluation mode meanwhile."""
-        self._turns = Turns()
+        self._aside, self._prompted, self._turns, self.by_hand = Aside(), Prompted(), Turns(), ByHand()
         self._waits_until = 0
         """Number of updates up to which a crew that is done waits for another model to take turns with its own."""
-        self._left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Models that were given up for such others: models that take turns are not taken in turn."""
         self.in_other_thread = False
         """Whether a model was trained in a thread that is not watched."""
         self.in_backward_only = False
         """Whether a model was called with gradients on in backward passes, and else with gradients off."""
-        self._watched: list[weakref.ref[nn.Module]] = []
-        """The model's modules, when the crew is done: nothing is held any longer."""
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Its optimizers, those that were seen since included."""
-        self._state_bytes: int | None = None
-        """Of their state when the crew was done; None if there was none of them, or more has been said."""
-        self._ends: list[str] = []
-        """The last number of each parameter, when the model was called last."""
-        self.n_by_hand = 0
-        """Times that these changed, and no optimizer had stepped so far."""
+        self._afterwards: Afterwards | None = None
+        """Who looks on when the crew is done: nothing is held here any longer."""
         self._is_open = False
         self._is_late = False
         """Whether updates were made inside of backward: the step may be over as soon as that is."""
@@ -124,10 +96,7 @@ class Steps:
         """Watch no calls any longer, and hold nothing. May be called again."""
         self._replace_call(self._plain_call)
         if self.crew.done and self.model is not None:
-            self._watched = [weakref.ref(module) for module in self.model.modules()]
-            mine = ids(self.model.parameters())
-            self._known.update(o for o in self._optimizers.values() if mine & held_by(o))
-            self._state_bytes = _state_bytes(self._known) if self._known else None
+            self._afterwards = Afterwards(self.crew, self.model, self._optimizers.values())
             self.model = None
             self._called.clear()
             self._optimizers.clear()
@@ -149,8 +118,8 @@ class Steps:
         if self._is_late and not self._depth and self._is_here() and not in_backward():
             self._close_late()
         begins = not self._depth and self._begins_training(module, (args, kwargs))
-        is_noted = id(module) in self._frozen
-        if self._depth or not (begins or is_noted or any(map(is_lazy, module.parameters()))):
+        is_quiet = not begins and module not in self._prompted and not any(map(is_lazy, module.parameters()))
+        if self._depth or is_quiet:
             return plain(module, *args, **kwargs)
         self._depth += 1  # nor does any module begin a step that is called by one with parameters yet to be made
         try:
@@ -175,7 +144,7 @@ class Steps:
             return self._begins_frozen(module, given)
         if not module.training:
             if self.model is None:
-                self._in_evaluation.add(module)
+                self._prompted.evaluated(module)
             return False
         if in_backward():
             self.in_backward_only |= self.model is None
@@ -194,19 +163,8 @@ class Steps:
         if in_backward() or not self._is_here():
             return False
         if self.model is None and any(True for _ in module.parameters()):
-            self._frozen[id(module)] = module
+            self._prompted.frozen(module)
         return is_whole
-
-    def _look_for_parameters_alone(self, optimizer: Optimizer) -> None:
-        """Whether it updates nothing but parameters of no module, for which gradients went through frozen ones."""
-        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
-        if self._frozen and updated and not ids(updated) & in_modules:
-            self.model = Parts([whole([*self._frozen.values()])], updated)
-            self._frozen.clear()
-            self._in_evaluation.clear()
-            with self._noting():
-                self.crew.finds(self.model, (optimizer,))
 
     @never_compiled
     def _is_here(self) -> bool:
@@ -231,8 +189,7 @@ class Steps:
             return
         if self.model is None:
             self.model = module
-            self._frozen.clear()
-            self._in_evaluation.clear()
+            self._prompted.forget()
         elif self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._give_up(module)  # the first call may have been to try something small
             self._is_open = False
@@ -243,8 +200,7 @@ class Steps:
         if self._is_open:
             self.crew.goes_on(batch)
         elif self._is_ours(module):
-            self._aside.clear()
-            self._n_aside.clear()
+            self._aside.forget()
             self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
             self._is_open = True
         if self._is_open:
@@ -252,16 +208,12 @@ class Steps:
 
     def _called_aside(self, module: nn.Module) -> None:
         """Another module is called: the model's place is its own if it was trained for two steps by now."""
-        self._aside[id(module)] = module
-        optimizers = [self._optimizers[key] for key, n in self._n_aside.items() if n > 1]
-        updated = {p for optimizer in optimizers for p in held_by(optimizer)}
-        trained = [aside for aside in self._aside.values() if updated & ids(aside.parameters())]
-        if trained and not any(aside in self._left for aside in trained):
+        self._aside.called(module)
+        trained, optimizers = self._aside.trained()
+        if trained:
             assert self.model is not None
-            self._left.update(self.model.modules())
+            self._aside.leave(self.model)
             self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}  # the others' state may go
-            self._aside.clear()
-            self._n_aside.clear()
             self._give_up(whole(trained))
 
     def _is_updated_by_hand(self) -> bool:
@@ -270,27 +222,22 @@ class Steps:
 
     def _look_for_updates_by_hand(self, model: nn.Module) -> None:
         """Refuse what updates it by itself: its first step would never end, and be recorded all the time."""
-        trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
-        ends = [str(p[(-1,) * p.dim()].item()) for whole in trained for p in parts_of(whole) if p.numel()]
-        self.n_by_hand += bool(self._ends and ends) and ends != self._ends
-        self._ends = ends
-        if self.n_by_hand == MOST_BY_HAND:
-            why = RehearsalError(
-                f"the parameters of {name_of(model)} changed {MOST_BY_HAND} times, and no torch.optim.Optimizer "
-                "stepped: something else updates them, so where a step ends is not known.\n"
-                "  Derive what updates them from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) in the "
-                "script."
-            )
+        try:
+            self.by_hand.called(model)
+        except RehearsalError as why:
             self.crew.loses_track(why)
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         self.n_updates += 1
-        if self.crew.done and self.model is None:
-            self._look_elsewhere(optimizer)
+        if self._afterwards is not None:
+            self._afterwards.updated(optimizer)
             return
         self._optimizers[id(optimizer)] = optimizer
-        if self.model is None:
-            self._look_for_parameters_alone(optimizer)
+        if self.model is None and (found := self._prompted.updated(optimizer)) is not None:
+            self.model = found
+            self._prompted.forget()
+            with self._noting():
+                self.crew.finds(found, (optimizer,))
         held = held_by(optimizer)
         if self.model is not None and not held & ids(self.model.parameters()):
             self._turns.others_updated(held)
@@ -298,8 +245,8 @@ class Steps:
             self._takes_turns(others)
         if self.crew.done:
             return
-        if not self._is_open and any(held & ids(aside.parameters()) for aside in self._aside.values()):
-            self._n_aside[id(optimizer)] += 1
+        if not self._is_open:
+            self._aside.updated(optimizer)
         if not self._is_open or self.failed is not None:
             return
         self._stepped[id(optimizer)] = optimizer
@@ -308,20 +255,6 @@ class Steps:
         elif not self._gradients() - self._updated() and self._all_stepped():
             with self._noting():
                 self._close()
-
-    def _look_elsewhere(self, optimizer: Optimizer) -> None:
-        """Say once if what it updates is not of the model, which alone was watched, and once if its state is more."""
-        if not self._watched or optimizer in self._known:
-            return
-        there = [module for reference in self._watched if (module := reference()) is not None]
-        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in there):
-            self._known.add(optimizer)
-            if self._state_bytes is not None and (more_bytes := _state_bytes(self._known) - self._state_bytes) > 0:
-                self._state_bytes = None
-                self.crew.outgrows(more_bytes)
-        else:
-            self._watched.clear()
-            self.crew.passes_over()
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
@@ -403,9 +336,3 @@ class Steps:
 
 def _n_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Of the tensors in their state, but for counters."""
-    found = (t for o in optimizers for entry in o.state.values() for t in tensors_in(entry) if t.dim())
-    return sum(part.nbytes for tensor in found for part in parts_of(tensor))

@@ -55,7 +55,7 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
             "  Call model.train() before the training loop, and let Lowtide run the script that trains."
         )
     name = name_of(steps.model)
-    if not steps.n_updates and steps.n_by_hand:
+    if not steps.n_updates and steps.by_hand.n_updates:
         return (
             f"{ended}, and no torch.optim.Optimizer stepped: something else updates {name}, so where a step ends is "
             "not known.\n  Derive what updates it from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) "
