@@ -22,6 +22,7 @@ from lowtide.rehearsal.outcome import digest
 from lowtide.rehearsal.trials import identical
 from lowtide.remat import in_place
 from lowtide.remat.engine import Engine
+from lowtide.remat.overwriting import OPERATORS
 from lowtide.remat.seam import Seam
 from lowtide.remat.surroundings import Surroundings
 
@@ -184,7 +185,7 @@ def test_gradients_in_place_on_a_card():
 
         def gradient(node=node, x=x):
             torch.cuda.reset_peak_memory_stats()
-            (found,) = torch.autograd.grad((in_place.OPERATORS[node].forward(x * 1) * x.detach()).sum(), x)
+            (found,) = torch.autograd.grad((OPERATORS[node].forward(x * 1) * x.detach()).sum(), x)
             return found, torch.cuda.memory_stats()["requested_bytes.all.peak"]
 
         (plain, plain_bytes), wrote = gradient(), []

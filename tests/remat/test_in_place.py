@@ -22,7 +22,8 @@ from lowtide.memory.cpu import CpuRecorder
 from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.remat import in_place
-from lowtide.remat.in_place import OPERATORS, InPlace
+from lowtide.remat.in_place import InPlace
+from lowtide.remat.overwriting import OPERATORS
 
 NODES = sorted(OPERATORS)
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}

@@ -19,7 +19,8 @@ from lowtide.memory.events import Allocate, Free, Mark
 from lowtide.planner import records
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.trials import CAN_GO_WRONG
-from lowtide.remat.in_place import MIN_BYTES, OPERATORS, InPlace, Operator, available
+from lowtide.remat.in_place import MIN_BYTES, InPlace, available
+from lowtide.remat.overwriting import OPERATORS, Operator
 
 if TYPE_CHECKING:
     from lowtide.memory.events import EventStream
