@@ -6,12 +6,10 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide._removable import Removable
-from lowtide.errors import StalePlan
-from lowtide.identity import fingerprint
+from lowtide.identity import check_made_for
 from lowtide.levers import of_plan
 from lowtide.lookout import Lookout, passed_by
 from lowtide.planner.records import Plan
@@ -76,10 +74,5 @@ def apply(
     that can't be put on; then nothing is in force.
     """
     Plan.expect(plan, "apply")
-    found = fingerprint(model, None)
-    differences = plan.fingerprint.differences(replace(found, batch=plan.fingerprint.batch))
-    if differences:
-        raise StalePlan(
-            f"this plan is not for this {type(model).__name__}: rehearse and plan again.", differences=differences
-        )
+    check_made_for(plan.fingerprint, model)
     return Applied(model, plan, optimizer, say)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lowtide._removable import Removable
 from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
-from lowtide.identity import device_of, fingerprint
+from lowtide.identity import check_made_for, device_of
 from lowtide.levers import DEFAULT, named
 from lowtide.levers.choosing import Choice, advice, choose, optimizer_of
 from lowtide.levers.lever import Site
@@ -146,8 +146,8 @@ def fit(
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
     if profile is None:
         profile = rehearse(model, step, batch, optimizer=optimizer)
-    elif differences := Profile.expect(profile, "fit(profile=...)").fingerprint.differences(fingerprint(model, batch)):
-        raise StalePlan(f"this profile is not of this {type(model).__name__} and batch.", differences=differences)
+    else:
+        check_made_for(Profile.expect(profile, "fit(profile=...)").fingerprint, model, batch, what="profile")
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)
         return _fit_sizes(model, step, sizes, budget, optimizer, profile)

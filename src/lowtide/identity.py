@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lowtide._torch import is_compiled, parts_of, tree_leaves, tree_map
+from lowtide.errors import StalePlan
 from lowtide.planner.records import Fingerprint, Static
 
 if TYPE_CHECKING:
@@ -30,6 +32,25 @@ def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
         batch=in_words(tensors_in(batch)),
         device=device_of(model),
     )
+
+
+ANY = object()
+"""Instead of a batch: one of any size."""
+
+
+def check_made_for(
+    made: Fingerprint, model: nn.Module, batch: Any = ANY, *, device: str | None = None, what: str = "plan"
+) -> None:
+    """Raise StalePlan if a plan or profile was made for another model or another size of batch.
+
+    `device` is the type that it shall be for where that is not the model's own.
+    """
+    found = fingerprint(model, batch)
+    found = replace(found, batch=made.batch if batch is ANY else found.batch, device=device or found.device)
+    if differences := made.differences(found):
+        name = type(model).__name__ if batch is ANY else f"{type(model).__name__} and batch"
+        again = "rehearse again" if what == "profile" else "rehearse and plan again"
+        raise StalePlan(f"this {what} is not for this {name}: {again}.", differences=differences)
 
 
 def in_words(tensors: Iterable[Tensor]) -> str:

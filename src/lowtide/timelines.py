@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import StalePlan
-from lowtide.identity import fingerprint, place_of, tensors_in
+from lowtide.identity import check_made_for, place_of, tensors_in
 from lowtide.levers import of_plan
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
@@ -41,9 +39,7 @@ def timeline(
     check(model, step, batch)
     if plan is not None:
         Plan.expect(plan, "timeline")
-        found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch)
-        if differences := plan.fingerprint.differences(found):
-            raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
+        check_made_for(plan.fingerprint, model)
     with Unchanged(model, batch, optimizer, step) as unchanged, of_plan(plan, model, optimizer):
         step(batch)
         with recorder_for(place_of(model)) as recorder:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
 from lowtide.applying import apply
-from lowtide.errors import StalePlan
-from lowtide.identity import fingerprint, place_of, static_bytes
+from lowtide.identity import check_made_for, place_of, static_bytes
 from lowtide.levers import named, put_on
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
@@ -137,8 +136,7 @@ def verify(
     """
     Plan.expect(plan, "verify")
     check(model, step, batch)
-    if differences := plan.fingerprint.differences(fingerprint(model, batch)):
-        raise StalePlan(f"this plan is not for this {type(model).__name__} and batch.", differences=differences)
+    check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
     with Unchanged(model, batch, optimizer, step) as unchanged:
         untouched = Outcome.of(model, lambda _: None, batch)

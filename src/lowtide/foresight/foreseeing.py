@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 from unittest.mock import patch
 
 import torch
 
 from lowtide import _torch
-from lowtide.errors import RehearsalError, StalePlan
+from lowtide.errors import RehearsalError
 from lowtide.foresight.answers import Answers
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.ledger import Ledger
@@ -21,7 +21,7 @@ from lowtide.foresight.questions import Questions
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
 from lowtide.foresight.twins import placed
-from lowtide.identity import device_of, fingerprint, tensors_in
+from lowtide.identity import check_made_for, device_of, tensors_in
 from lowtide.levers import of_plan
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.cards import Card, parse_card
@@ -198,9 +198,7 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
         )
     if plan is None:
         return Planned(model, None)
-    found = replace(fingerprint(model, batch), batch=plan.fingerprint.batch, device=device or plan.fingerprint.device)
-    if differences := plan.fingerprint.differences(found):
-        raise StalePlan(f"this plan is not for this {type(model).__name__}.", differences=differences)
+    check_made_for(plan.fingerprint, model, device=device or plan.fingerprint.device)
     return Planned(model, plan)
 
 
