@@ -9,7 +9,7 @@ from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.expandable import allocator_for
-from lowtide.memory.allocator.simulation import simulate, smallest_capacity
+from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.events import Allocate, Event, EventStream, Free
 
 MIB = 2**20
@@ -170,7 +170,9 @@ def test_the_fast_one_does_what_the_plain_one_does(asked: list[tuple[str, int, i
 def test_what_is_never_freed_needs_its_peak_and_no_page_less(asked: list[int], text: str) -> None:
     stream = EventStream(tuple(Allocate(number, n_bytes, 0, "") for number, n_bytes in enumerate(asked)))
     config = AllocatorConfig.parse(text.partition(",per_process")[0])
-    assert smallest_capacity(stream, config) == simulate(stream, config).peak_reserved_bytes
+    peak = simulate(stream, config).peak_reserved_bytes
+    assert simulate(stream, config, peak).fits
+    assert not simulate(stream, config, peak - 1).fits
 
 
 @given(st.lists(st.tuples(sizes, st.integers(0, 10**6)), max_size=30), texts)

@@ -6,7 +6,7 @@ import pytest
 
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.simulation import Failure, Reserved, simulate, smallest_capacity
+from lowtide.memory.allocator.simulation import Failure, Reserved, simulate
 from lowtide.memory.allocator.traces import Trace, replay
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 
@@ -93,18 +93,19 @@ def test_a_failure_says_where_it_happened() -> None:
     assert simulate(STREAM, capacity=42 * MIB).fits
 
 
-def test_the_smallest_capacity_counts_on_the_cache_being_emptied() -> None:
+def test_the_cache_is_emptied_where_that_makes_it_fit() -> None:
     stream = EventStream((Allocate(0, 30 * MIB, 0, ""), Free(0, 30 * MIB), Allocate(1, 36 * MIB, 0, "")))
     assert simulate(stream).peak_reserved_bytes == 66 * MIB
-    assert smallest_capacity(stream) == 36 * MIB
+    assert not simulate(stream, capacity=35 * MIB).fits
     assert simulate(stream, capacity=36 * MIB).n_retries == 1
 
 
-def test_the_smallest_capacity_lies_between_what_is_allocated_and_what_is_reserved() -> None:
+def test_a_capacity_between_what_is_allocated_and_what_is_reserved_may_do() -> None:
     small = [Allocate(n, MIB, 0, "") for n in range(40)]  # 20 segments, which can be given back
     fragments = (Allocate(40, 30 * MIB, 0, ""), Free(40, 30 * MIB), Allocate(41, 11 * MIB, 0, ""))  # 30, which cannot
     last = Allocate(42, 24 * MIB, 0, "")
     stream = EventStream((*small, *(Free(block.block, MIB) for block in small), *fragments, last))
     assert simulate(stream).peak_allocated_bytes == 40 * MIB
     assert simulate(stream).peak_reserved_bytes == 94 * MIB
-    assert smallest_capacity(stream) == 54 * MIB
+    assert simulate(stream, capacity=54 * MIB).fits
+    assert not simulate(stream, capacity=53 * MIB).fits

@@ -89,27 +89,6 @@ def simulate(
     )
 
 
-def smallest_capacity(
-    stream: EventStream, config: AllocatorConfig | None = None, *, at_entry: Iterable[int] = ()
-) -> int:
-    """The fewest bytes of a device on which `stream` runs, to 2 MiB; below its peak of reserved bytes if retries help.
-
-    Bisection over simulations. That what fits a device also fits every larger one holds for all recordings tried, but
-    best fit does not promise it.
-    """
-    step = 2 * 2**20
-    blocks = tuple(at_entry)
-    free = simulate(stream, config, at_entry=blocks)
-    low, high = free.peak_allocated_bytes // step, -(-free.peak_reserved_bytes // step)
-    while low < high:
-        middle = (low + high) // 2
-        if simulate(stream, config, middle * step, at_entry=blocks).fits:
-            high = middle
-        else:
-            low = middle + 1
-    return high * step
-
-
 def freed_from_entry(stream: EventStream) -> tuple[Free, ...]:
     """The frees of blocks that the stream did not allocate."""
     allocated = {event.block for event in stream.events if type(event) is Allocate}
