@@ -279,6 +279,18 @@ _LETTERS: dict[type, str] = {Allocate: "a", Free: "f", Mark: "m"}
 _KINDS: dict[str, type[Event]] = {"a": Allocate, "f": Free, "m": Mark}
 
 
+def most_between(stream: EventStream, begins: str, ends: str) -> Iterator[tuple[object, int]]:
+    """From each mark `begins` to the next mark `ends`: what that says, and the most that was allocated in between."""
+    level = start = peak = 0
+    for event in stream.events:
+        level += _bytes_added(event)
+        peak = max(peak, level)
+        if type(event) is Mark and event.label == begins:
+            start = peak = level
+        elif type(event) is Mark and event.label == ends:
+            yield event.data, peak - start
+
+
 def _bytes_added(event: Event) -> int:
     if type(event) is Allocate:
         return event.bytes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lowtide._clock import now_ms
-from lowtide.memory.events import Allocate, Free, Mark
+from lowtide.memory.events import most_between
 from lowtide.planner import records
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.trials import CAN_GO_WRONG
@@ -95,19 +95,11 @@ def _ms(calls: list[float]) -> float:
 
 
 def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
-    """The most that was allocated at once between marks `own` and `owned`, by what the latter say."""
+    """The most that torch's own kernels allocated at once, by node and bytes of the gradient."""
     found: dict[tuple[str, int], int] = defaultdict(int)
-    level = start = peak = 0
-    for event in stream.events:
-        if type(event) is Allocate:
-            level += event.bytes
-            peak = max(peak, level)
-        elif type(event) is Free:
-            level -= event.bytes
-        elif type(event) is Mark and event.label == "own":
-            start = peak = level
-        elif type(event) is Mark and event.label == "owned" and isinstance(event.data, tuple):
-            found[event.data] = max(found[event.data], peak - start)
+    for call, n_bytes in most_between(stream, "own", "owned"):
+        assert isinstance(call, tuple)
+        found[call] = max(found[call], n_bytes)
     return found
 
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.memory.events import Allocate, EventStream, Free, Mark
+from lowtide.memory.events import EventStream, most_between
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.gone import withdraw_gone
@@ -253,18 +253,7 @@ def _one_storage_a_value(seen: Seen, slots: list[SlotDraft]) -> None:
 
 def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
     """Fill in what each audited recipe allocated beyond its result, from the marks around its run."""
-    peaks: dict[int, int] = {}
-    level = start = peak = 0
-    for event in stream.events:
-        if type(event) is Allocate:
-            level += event.bytes
-            peak = max(peak, level)
-        elif type(event) is Free:
-            level -= event.bytes
-        elif type(event) is Mark and event.label == "making":
-            start = peak = level
-        elif type(event) is Mark and event.label == "made" and isinstance(event.data, int):
-            peaks[event.data] = peak - start
+    peaks = dict(most_between(stream, "making", "made"))
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
             draft.transient_bytes = max(0, peaks.get(draft.spent, 0) - draft.bytes)
