@@ -25,6 +25,11 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
         x.view(-1, 10, 20, 20).contiguous(memory_format=torch.channels_last), 2
     ).square(),
     "pooling in one dimension": lambda x: functional.avg_pool1d(x.view(10, 10, -1), 2),
+    "mean cross entropy of two": lambda x: functional.binary_cross_entropy_with_logits(x, HALF / 1.0, reduction="mean"),
+    "cross entropy of two": lambda x: functional.binary_cross_entropy_with_logits(x, HALF.float()),
+    "weighted cross entropy of two": lambda x: functional.binary_cross_entropy_with_logits(
+        x, HALF.float(), weight=HALF + 1.0, pos_weight=torch.ones(500)
+    ),
     "logits": lambda x: x.logsumexp(0),
     "a norm of columns": lambda x: functional.layer_norm(x.t(), [400]).square(),
     "inverse": lambda x: torch.linalg.inv(x[:, :100] @ x[:, :100].t() + torch.eye(400)),

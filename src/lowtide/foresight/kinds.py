@@ -22,6 +22,11 @@ INPLACE_OTHERWISE = frozenset(
 )
 """What autograd's own code calls in place of the operator that writes to its first argument (torch 2.13)."""
 
+IN_FORMULA = {
+    "BinaryCrossEntropyWithLogitsBackward0": frozenset({aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}),
+}
+"""By a node's name, what its formula writes over what it has computed so far, but not under a mode (torch 2.13)."""
+
 CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
 """Operators whose results the CPU lays out contiguously, and fake tensors like their arguments (torch 2.13)."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from lowtide._torch import TorchDispatchMode, tree_map
 from lowtide.errors import RehearsalError
 from lowtide.foresight import sparse
 from lowtide.foresight.answers import Answers, detached_real
-from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, INPLACE_OTHERWISE, PACKING
+from lowtide.foresight.kinds import BATCH_NORMED, CONTIGUOUS, GROUPED, IN_FORMULA, INPLACE_OTHERWISE, PACKING
 from lowtide.foresight.lines import where
 from lowtide.foresight.packed import copies
 from lowtide.foresight.scratch import Scratch
@@ -75,6 +76,10 @@ class Ledger(TorchDispatchMode, Recorder):
         self._n_entry = 0
         self._given: tuple[int, int, int] | None = None
         """Memory that was perhaps handed on: number of the old storage, number of the new one, where in the events."""
+        self._formula = (-1, 0)
+        """The last node with a formula of `IN_FORMULA`, by its number, and the first block since it began."""
+        self._n_sharing: Counter[int] = Counter()
+        """By block, the other storages that have its memory."""
         self._asked: set[int] = set()
         """What autograd has just asked of its device: what a node gave, and is added to other gradients next."""
         self._recording = False
@@ -214,6 +219,11 @@ class Ledger(TorchDispatchMode, Recorder):
         new = [tensor for tensor in made if _storage(tensor) not in self._living]
         if len(new) == 1 and self._writes_otherwise(func, args) and self._hand_on(args[0], new[0]):
             return
+        if len(new) == 1 and self._is_written_over(func, args, new[0]):
+            block = self._living[_storage(args[0])].block
+            self._n_sharing[block] += 1
+            self._inherit(block, new[0].untyped_storage())
+            return
         if new and in_place.wanted_from(func, args):
             self._hand_on(args[0], made[0])
         sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
@@ -230,6 +240,17 @@ class Ledger(TorchDispatchMode, Recorder):
         if func is not aten.add.Tensor or _torch.running_node_name() == _torch.ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
         return any(id(arg) in self._asked for arg in args)
+
+    def _is_written_over(self, func: Any, args: Any, new: Tensor) -> bool:
+        """Whether the formula of a node writes to the first argument, which it has computed itself."""
+        if (writes := IN_FORMULA.get(_torch.running_node_name())) is None:
+            return False
+        if self._formula[0] != (node := _torch.running_node_number()):
+            self._formula = node, self._n_blocks
+        living = self._living.get(_storage(args[0])) if func in writes else None
+        if living is None or living.block < self._formula[1]:
+            return False
+        return living.bytes == new.untyped_storage().nbytes()
 
     def _inside(self, sizes: Sequence[int], op: str) -> range:
         """Blocks that an operator takes and gives back. Their numbers."""
@@ -272,7 +293,9 @@ class Ledger(TorchDispatchMode, Recorder):
         if self._given is not None and self._given[0] == key:
             self._given = None  # handed on indeed: its block goes on as the new storage's
             return
-        if self._recording and living.bytes:
+        if self._n_sharing[living.block] > 0:
+            self._n_sharing[living.block] -= 1
+        elif self._recording and living.bytes:
             self._events.append(Free(living.block, living.bytes))
 
     def _hand_on(self, old: Any, new: Tensor) -> bool:
@@ -290,13 +313,16 @@ class Ledger(TorchDispatchMode, Recorder):
         living = self._living.get(key)
         if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
             return False
-        storage = new.untyped_storage()
+        self._given = key, self._inherit(living.block, new.untyped_storage()), len(self._events)
+        return True
+
+    def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
+        """Let a new storage have the memory of a block. Gives the storage's number."""
         number = _torch.storage_number(storage)
-        heir = _Living(living.block, living.bytes)
+        heir = _Living(block, storage.nbytes())
         heir.end = weakref.ref(storage, _Ending(self, number, heir))
         self._living[number] = heir
-        self._given = key, number, len(self._events)
-        return True
+        return number
 
     def _settle(self) -> None:
         """The old storage outlived its operator: the new one has memory of its own."""
