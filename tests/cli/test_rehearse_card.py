@@ -667,3 +667,36 @@ def test_parameters_may_be_updated_by_hand(update, steps, rehearse) -> None:
     code, _, err = rehearse("--device", "RTX 4090", text=by_hand.replace("UPDATE", "pass"))
     assert code == 2
     assert "no optimizer stepped" in err
+
+
+PHYSICS = """
+import torch
+from torch import nn
+
+points = torch.rand(4000, 1, dtype=torch.float64, requires_grad=True)
+x = points.float()
+y = torch.rand(4000, 1, requires_grad=True)
+model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters())
+before = [x.grad_fn, x.detach().clone(), y.detach().clone()]
+try:
+    for step in range(5):
+        optimizer.zero_grad()
+        u = model(torch.cat([x, y], 1))
+        u_x, u_y = torch.autograd.grad(u, (x, y), torch.ones_like(u), create_graph=True)
+        u_xx = torch.autograd.grad(u_x, x, torch.ones_like(u), create_graph=True)[0]
+        (u_y + u * u_x - u_xx).square().mean().backward()
+        optimizer.step()
+finally:
+    print("as before", before[0] is x.grad_fn, torch.equal(before[1], x), torch.equal(before[2], y))
+"""
+
+
+def test_derivatives_for_what_is_computed_before_the_model_is_called(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=PHYSICS)
+    assert code == 0, err
+    assert "as before True True True" in err
+    on_card = PHYSICS.replace("dtype=torch.float64, requires_grad=True)", "requires_grad=True)")
+    _, plain, _ = rehearse("--device", "RTX 3060", "--json", "-", text=on_card.replace("points.float()", "points"))
+    (found,), (expected,) = json.loads(out), json.loads(plain)
+    assert found["peak_requested_bytes"] == pytest.approx(expected["peak_requested_bytes"], rel=0.02)

@@ -15,6 +15,7 @@ from lowtide import _torch
 from lowtide.errors import LowtideError
 from lowtide.foresight.device.asked import AskedForCuda
 from lowtide.foresight.device.cuda import cuda_is_there
+from lowtide.foresight.device.placing import is_given
 from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
@@ -72,7 +73,8 @@ class Foreseeing(Crew):
         resizing = self._of_other_size(batch, is_first=True)
         self._optimizers = optimizers
         if self._rehearsal is None:
-            if _torch.saved_tensor_hooks() is not None:  # a checkpoint has begun without a card: it has to end so
+            # A checkpoint, or a graph from inputs on, has begun without a card: it has to end so.
+            if _torch.saved_tensor_hooks() is not None or not all(t.is_leaf for t in tensors_in(batch)):
                 return
             self._enter(model, batch, resizing)
         elif model is not self._model:
@@ -127,6 +129,7 @@ class Foreseeing(Crew):
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
         there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
+        there += (t for t in found.things if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
         rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def ends(self, model: nn.Module) -> None:

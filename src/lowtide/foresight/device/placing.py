@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowtide import _torch
+from lowtide._nodes import nodes_behind
 from lowtide.foresight.twins import Twins, swap
 from lowtide.identity import tensors_in
 
@@ -39,10 +40,12 @@ class Placed:
         return any(tensor is placed() for placed, _ in self._done)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Exchange leaves for fake ones, gradients included. Raises RehearsalError for those that torch can't."""
+        """Exchange tensors that are given for fake leaves, gradients included. Raises RehearsalError for those that
+        torch can't.
+        """
         done = {id(placed()) for placed, _ in self._done}
         for tensor in {id(t): t for t in tensors}.values():
-            if id(tensor) in done or not tensor.is_leaf or _torch.is_fake(tensor):
+            if id(tensor) in done or _torch.is_fake(tensor) or not is_given(tensor):
                 continue
             shown = resized(tensor)
             fake = self._twins.apart(shown) if self._comes_alone(shown) else self._twins.of(shown)
@@ -52,7 +55,7 @@ class Placed:
             elif tensor.requires_grad:
                 fake.requires_grad_()
             _torch.share_hooks(tensor, fake)
-            if tensor.grad is not None:
+            if tensor.is_leaf and tensor.grad is not None:
                 fake.grad = self._twins.of(tensor.grad)
             swap(tensor, fake)
             real = fake if shown is tensor else shown  # they have changed places
@@ -99,8 +102,17 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
     for optimizer in optimizers:
         found += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
         found += _state(optimizer)
-    found += (t for t in reached if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+    found += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
     return found + tensors_in(batch)
+
+
+def is_given(tensor: Tensor) -> bool:
+    """Whether a step may take it as it is: a leaf, or computed from leaves alone that are no parameters, as points in
+    space are that derivatives are asked for.
+    """
+    return tensor.is_leaf or not any(
+        isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor])
+    )
 
 
 def _module(module: nn.Module, found: list[Tensor]) -> None:
