@@ -538,6 +538,7 @@ def test_a_script_whose_models_take_turns_has_one_plan_for_both(
         done = run("run", *within, *given)
         assert (done.code, done.out) == (0, plain)
         assert "another model is trained now, without a plan" not in done.err
+        assert "is given up" not in done.err
         assert "within the budget" in done.err.splitlines()[-2 if "--save" in within else -1]
     plan = Plan.from_json(saved)
     widths = [(64, 256), (256, 64), (64, 512), (512, 64), (64, 1)]

@@ -16,6 +16,8 @@ from lowtide.rehearsal.observed import PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.parts import name_of
 from lowtide.script.rehearsing import Rehearsing
+from lowtide.script.turns import PATIENCE as TURNS
+from lowtide.script.turns import others_at_hand
 from lowtide.script.under_plan import Measured, UnderPlan
 from lowtide.units import format_bytes, format_change, format_ratio, format_time
 
@@ -40,6 +42,8 @@ class Fitting(UnderPlan):
         """Peaks that were measured under plans, and were over the budget."""
         self._told = False
         """Whether it was said that sizes vary."""
+        self._n_waited = 0
+        """Steps after the rehearsal in which others might have taken turns."""
 
     @property
     def awaits(self) -> str:
@@ -72,12 +76,17 @@ class Fitting(UnderPlan):
             if self._rehearsing.n_sizes > 1 and not self._told:
                 self._told = True
                 self._say(f"batches are of several sizes: the largest of {PATIENCE} steps is planned for")
-            if self._rehearsing.profile is not None:
+            if self._rehearsing.profile is not None and not self._awaits_others(model):
                 self.plan = plan(self._rehearsing.profile, self._budget)
                 self._announce(self.plan)
         elif self._open is not None:
             step, self._open = self._open, None
             self._judge(self.plan, step.peak_bytes())
+
+    def _awaits_others(self, model: nn.Module) -> bool:
+        """Whether a model that may take turns with this one is yet to be updated: one budget is for both."""
+        self._n_waited += 1
+        return self._n_waited <= TURNS and others_at_hand(model)
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one: what is trained instead is rehearsed anew."""
@@ -86,7 +95,7 @@ class Fitting(UnderPlan):
         if self.plan is not None:
             name = name_of(model)
             self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
-        self.plan, self._over = None, []
+        self.plan, self._over, self._n_waited = None, [], 0
 
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
