@@ -86,7 +86,9 @@ def test_the_step_is_written_as_a_snapshot(rehearse, tmp_path) -> None:
     file = tmp_path / "step.pickle"
     code, out, _ = rehearse("--device", "RTX 3060", "--snapshot", str(file))
     assert code == 0
-    assert f"{format_bytes(Timeline.from_snapshot(file).peak_bytes)}  requested at the peak of both steps" in out
+    assert (
+        f"{format_bytes(Timeline.from_snapshot(file).peak_bytes)}  requested at the peak of both steps, in the " in out
+    )
     for options in (("--snapshot", "x"), ("--device", "T4", "--batch", "1", "--batch", "2", "--snapshot", "x")):
         code, _, err = rehearse(*options)
         assert code == 2

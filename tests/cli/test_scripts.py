@@ -420,7 +420,7 @@ def test_of_batches_of_many_sizes_the_largest_is_planned_for(
     train, rows = script(TRAIN), ("--steps", "9", "--rows", "200", "256", "224", "200", "256")
     done = run_python("-m", "lowtide", "run", "--budget", "90%", train, *rows)
     assert (done.returncode, done.stdout) == (0, run_python(train, *rows).stdout)
-    assert done.stderr.count("batches are of several sizes: the largest of 20 steps is planned for") == 1
+    assert done.stderr.count("batches are of several sizes: the largest of at most 20 steps is planned for") == 1
     assert done.stderr.count("within the budget") == 1
     assert "was given" not in done.stderr
 

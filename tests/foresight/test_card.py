@@ -11,6 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from conftest import RunPython
+from lowtide.foresight.behaviours.products import workspace_bytes
+from lowtide.memory.cards import parse_card
+from lowtide.units import format_bytes
 from models import build
 
 MIB = 2**20
@@ -368,3 +371,23 @@ def test_what_the_card_gives_may_be_written_to_a_tensor_that_was_made_without_a_
 
     whole = nn.ModuleList([model, head])
     assert lowtide.foresee(whole, step, torch.randn(8, 16), device="L4").verdict == "fits"
+
+
+def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> None:
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sizes = [65536, 256]
+
+    def step(batch):
+        model(batch.expand(sizes[0], -1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.reverse()
+
+    workspaces = format_bytes(2 * workspace_bytes(parse_card("L4")))  # of this thread and of backward's
+    for which in ("first", "second"):
+        foreseen = lowtide.foresee(model, step, torch.randn(1, 256), device="L4")
+        assert f"requested at the peak of both steps, in the {which} one, with {workspaces} of cuBLAS's" in str(
+            foreseen
+        )
+        sizes.reverse()

@@ -49,7 +49,7 @@ class Fitting(UnderPlan):
     def awaits(self) -> str:
         if self.plan is None:
             return self._rehearsing.awaits
-        return "took a step under its plan, which is for that one object: another of its class runs without"
+        return "took a step under its plan, so all of them were without"
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
@@ -75,7 +75,10 @@ class Fitting(UnderPlan):
             self._rehearsing.ends(model)
             if self._rehearsing.n_sizes > 1 and not self._told:
                 self._told = True
-                self._say(f"batches are of several sizes: the largest of {PATIENCE} steps is planned for")
+                self._say(
+                    f"batches are of several sizes: the largest of at most {PATIENCE} steps is planned for, which take "
+                    "longer than others"
+                )
             if self._rehearsing.profile is not None and not self._awaits_others(model):
                 self.plan = plan(self._rehearsing.profile, self._budget)
                 self._announce(self.plan)

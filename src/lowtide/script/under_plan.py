@@ -81,7 +81,8 @@ class UnderPlan(Crew):
     def _say_smaller_only(self) -> None:
         """Of a plan that got no batch of its size."""
         found = f"the largest measured peak is {format_bytes(self._most)}" if self._most else "no peak was measured"
-        self._say(f"in {self._n_others} steps under the plan no batch was of the size it is for: {found}")
+        steps = "1 step" if self._n_others == 1 else f"{self._n_others} steps"
+        self._say(f"in {steps} under the plan no batch was of the size it is for: {found}")
 
 
 class Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -15,7 +16,7 @@ from lowtide.memory.allocator.addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import Reserved, simulate
 from lowtide.memory.cards import CARDS, Card, context_bytes
-from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline
+from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline, bytes_added
 from lowtide.memory.snapshots.writing import write_snapshot
 from lowtide.units import format_bytes
 
@@ -81,13 +82,23 @@ class CardForesight(Foresight):
         if self.verdict == "unknown" and self.left_bytes:
             answer += f", for which {format_bytes(self.left_bytes)} are left"
         yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {answer}"
-        yield f"  {format_bytes(self.peak_requested_bytes)}  requested at the peak of both steps"
+        peak = format_bytes(self.peak_requested_bytes)
+        yield f"  {peak}  requested at the peak of both steps, {self._peak_in_words()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
         context = " to ".join(format_bytes(n) for n in context_bytes(self.card))
         yield f"  {context}  the CUDA context, which is not the allocator's"
         smallest = "none of the table" if self.smallest_card is None else self.smallest_card.name
         yield f"smallest card on which it is sure to fit: {smallest}"
+
+    def _peak_in_words(self) -> str:
+        """Why it is not the peak of the step that was recorded last, which is shown."""
+        levels = [*accumulate(map(bytes_added, self.whole.events))]
+        peak = max(range(len(levels)), key=levels.__getitem__)
+        workspaces = sum(e.bytes for e in self.whole.events[:peak] if type(e) is Allocate and e.op == WORKSPACE)
+        which = "second" if peak >= len(levels) - len(self.timeline.stream.events) else "first"
+        included = f", with {format_bytes(workspaces)} of cuBLAS's workspaces" if workspaces else ""
+        return f"in the {which} one{included}"
 
 
 _IN_WORDS: dict[Verdict, str] = {
