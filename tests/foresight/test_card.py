@@ -13,7 +13,6 @@ import lowtide
 from conftest import RunPython
 from lowtide.foresight.behaviours.products import workspace_bytes
 from lowtide.memory.cards import parse_card
-from lowtide.units import format_bytes
 from models import build
 
 MIB = 2**20
@@ -384,8 +383,8 @@ def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> No
         optimizer.zero_grad()
         sizes.reverse()
 
-    workspaces = format_bytes(2 * workspace_bytes(parse_card("L4")))  # of this thread and of backward's
-    for which in ("first", "second"):
+    workspaces = workspace_bytes(parse_card("L4"))
+    for which, n_bytes in (("first", workspaces), ("second", 2 * workspaces)):  # the second is of backward's thread
         foreseen = lowtide.foresee(model, step, torch.randn(1, 256), device="L4")
         assert f"requested at the peak of both steps, in the {which} one, with {workspaces} of cuBLAS's" in str(
             foreseen
