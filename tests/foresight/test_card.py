@@ -13,6 +13,7 @@ import lowtide
 from conftest import RunPython
 from lowtide.foresight.behaviours.products import workspace_bytes
 from lowtide.memory.cards import parse_card
+from lowtide.units import format_bytes
 from models import build
 
 MIB = 2**20
