@@ -98,13 +98,14 @@ class Infeasible(LowtideError, ValueError):
         self.smallest_peak_bytes = smallest_peak_bytes
         self.parts = dict(parts)
         self.extra_ratio = extra_ratio
+        self.notes = tuple(notes)
         budget, smallest = units.format_apart(budget_bytes, smallest_peak_bytes, round_up=True)
         extra = "" if extra_ratio is None else f" ({units.format_ratio(extra_ratio, signed=True)} time)"
         super().__init__(
             f"no plan fits {budget}.\n"
             f"  Smallest peak: {smallest}{units.format_parts(smallest_peak_bytes, self.parts)}.\n"
             f"  Nearest: {', or '.join((_as_budget(smallest_peak_bytes) + extra, *nearest))}."
-            + "".join(f"\n  Note: {note}." for note in notes)
+            + "".join(f"\n  Note: {note}." for note in self.notes)
         )
 
 

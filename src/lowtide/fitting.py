@@ -196,7 +196,7 @@ def _chosen(
             parts=error.parts,
             extra_ratio=error.extra_ratio,
             nearest=advice(site, levers, choice.notes, error),
-            notes=choice.notes.values(),
+            notes=(*error.notes, *choice.notes.values()),
         ) from None
     return choice, budget_bytes
 

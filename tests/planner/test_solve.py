@@ -209,6 +209,17 @@ def test_the_error_offers_a_budget_that_works() -> None:
     assert f"Smallest peak: {format_bytes(error.smallest_peak_bytes, round_up=True)}" in str(error)
 
 
+def test_the_error_says_where_plans_save_nothing() -> None:
+    profile = transformer(3, width=1000)
+    least = min(profile.base_bytes)
+    profile = replace(profile, base_bytes=tuple(n - least + 100 * max(profile.base_bytes) for n in profile.base_bytes))
+    with pytest.raises(
+        Infeasible, match=r"Note: plans save next to nothing of this step. At its peak, in backward, "
+    ) as e:
+        plan(profile, "50%")
+    assert f"{format_bytes(e.value.parts['temporaries'])} are temporaries" in str(e.value)
+
+
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])
 def test_a_time_limit_gives_the_best_so_far_and_its_gap(limit_s: float) -> None:
     profile = replace(TRANSFORMER)

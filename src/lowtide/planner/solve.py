@@ -34,6 +34,7 @@ from lowtide.planner.pool import Found, Pool, Span, staircase
 from lowtide.planner.predict import Simulator
 from lowtide.planner.programme import is_over
 from lowtide.planner.records import Decisions
+from lowtide.units import format_bytes
 
 Solver = Callable[[Simulator, int], Decisions]
 """From a simulator and a budget in bytes to decisions whose predicted peak is within it. Raises Infeasible."""
@@ -54,6 +55,10 @@ NOTHING_NEW = 1e-3
 """A rung that costs less than the one below by no more than this share of it tells nothing new ..."""
 STUCK = 0.05
 """... and if costs differ by no more than this share, no more rungs are solved above it."""
+
+
+NOTHING_SAVED = 0.97
+"""Of the plain step's peak: where plans save less than the rest it is said."""
 
 
 def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> Decisions:
@@ -87,13 +92,22 @@ def most_saving(simulator: Simulator) -> Decisions:
 
 def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Infeasible:
     """The error for a budget below the peak of `smallest`."""
-    prediction = simulator.predict(simulator.decisions(smallest))
+    prediction, plain = (simulator.predict(made) for made in (simulator.decisions(smallest), Decisions()))
     step_ms = simulator.profile.step_ms
+    notes = []
+    if prediction.peak_bytes > NOTHING_SAVED * plain.peak_bytes:
+        begins = sorted((first, phase) for phase, first in simulator.profile.phases.items())
+        phase = [phase for first, phase in begins if first <= prediction.peak_position][-1]
+        notes.append(
+            f"plans save next to nothing of this step. At its peak, in {phase}, "
+            f"{format_bytes(prediction.parts.get('temporaries', 0))} are temporaries: smaller batches need less"
+        )
     return Infeasible(
         budget_bytes=budget_bytes,
         smallest_peak_bytes=prediction.peak_bytes,
         parts={name: size for name, size in prediction.parts.items() if size},
         extra_ratio=prediction.extra_ms / step_ms if step_ms else None,
+        notes=notes,
     )
 
 
