@@ -1,6 +1,7 @@
 """`lowtide rehearse --device`: an unchanged script, for a card that is not there."""
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -353,6 +354,14 @@ def test_a_loop_that_pads_and_masks_by_itself(rehearse) -> None:
     code, out, err = rehearse("--device", "RTX 4090", text=LOOP)
     assert code == 0, err
     assert "it fits" in out
+    sizes = re.search(r"batches are of several sizes, and these two steps had (\[8, \d+\]).* and (\[8, \d+\])", out)
+    assert sizes is not None
+    assert sizes[1] != sizes[2]
+
+
+def test_batches_of_one_size_are_not_said_to_be_of_several(rehearse) -> None:
+    _, out, _ = rehearse("--device", "RTX 3060")
+    assert "several sizes" not in out
 
 
 ASKS = """

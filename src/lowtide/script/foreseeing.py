@@ -19,7 +19,7 @@ from lowtide.foresight.device.placing import is_given
 from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
-from lowtide.identity import tensors_in
+from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal.reached import Reached
 from lowtide.script.callers import at_hand, optimizers_at_hand
 from lowtide.script.crew import Crew, Enough
@@ -63,6 +63,8 @@ class Foreseeing(Crew):
         self.asked = AskedForCuda()
         self.answers: Answers | None = None
         """Since the first forward."""
+        self._sizes = ""
+        """The batch that the last step began with, in words."""
         self._data: dict[int, int] = {}
         """The storages of the parameters, by their ids, when they were looked at last."""
         self.compiles = False
@@ -72,6 +74,7 @@ class Foreseeing(Crew):
         """From here on nothing is computed; or the second step begins."""
         resizing = self._of_other_size(batch, is_first=True)
         self._optimizers = optimizers
+        before, self._sizes = self._sizes, in_words(tensors_in(batch))
         if self._rehearsal is None:
             # A checkpoint, or a graph from inputs on, has begun without a card: it has to end so.
             if _torch.saved_tensor_hooks() is not None or not all(t.is_leaf for t in tensors_in(batch)):
@@ -83,6 +86,11 @@ class Foreseeing(Crew):
         assert self._rehearsal is not None
         if self._n_steps == 1:
             self._rehearsal.second(batch)
+            if before and before != self._sizes and self._size is None:
+                self._rehearsal.answers.notes[
+                    f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
+                    "need more"
+                ] = None
         self._model = model
         self._data = {id(p): _torch.storage_id(p) for p in model.parameters()}
         self._rehearsal.answers.written.clear()
