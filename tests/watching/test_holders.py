@@ -187,3 +187,22 @@ def test_small_tensors_of_equal_layers() -> None:
     (finding,) = watched.findings
     assert (finding.code, finding.held_bytes) == ("LT014", STEPS * 100 * 4 * 64)
     assert finding.holder.endswith(".means[6 entries] and 99 more like it")
+
+
+def test_who_holds_only_what_backward_has_freed_is_no_holder() -> None:
+    model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x in batches():
+            out = {"hidden": model(x)}
+            out["unused"] = out["hidden"].log_softmax(1).exp().mean()
+            loss = out["hidden"].square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = watched.findings
+    assert found.code == "LT005"
+    assert "local variable 'out' -> ['unused']" in found.holder
+    assert "loss" not in found.holder
+    assert "`del out`" in found.fix
+    assert loss.item() > 0

@@ -28,13 +28,14 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
+    """The one that was made last first."""
     numbers: list[int] = field(default_factory=list)
     unfreed: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes, of what is saved for a backward pass."""
     context: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes, of the tensors that custom Functions put on their ctx as attributes."""
-    top: int | None = None
-    """The tensor that was made last."""
+    keepers: set[int] = field(default_factory=set)
+    """The tensors that lead to anything that is kept. What is before the others a backward pass has freed."""
     gradient_of: list[int] = field(default_factory=list)
     """The leaves whose `.grad` ends in this graph."""
 
@@ -106,22 +107,45 @@ def graphs_of(
     for node, number in owner.items():
         graph = graphs.setdefault(find(number), Graph())
         graph.nodes.append(node)
-    newest: dict[int, int] = {}
+    ends: dict[int, list[tuple[int, Node]]] = {}
     for number, (index, root, leaf) in enumerate(roots):
         key = find(number)
-        graph = graphs[key]
         if leaf is not None:
-            graph.gradient_of.append(leaf)
-            continue
-        graph.tensors.append(index)
-        if _torch.sequence_number(root) >= newest.get(key, -1):
-            newest[key] = _torch.sequence_number(root)
-            graph.top = index
-    for graph in graphs.values():
+            graphs[key].gradient_of.append(leaf)
+        else:
+            ends.setdefault(key, []).append((index, root))
+    for key, graph in graphs.items():
         graph.numbers = [n for node in graph.nodes if (n := _torch.sequence_number(node)) < _LEAF_NUMBERS]
         if graph.numbers:
             graph.unfreed, graph.context = kept_by(graph.nodes)
+            newest_first = sorted(ends.get(key, []), key=lambda end: -_torch.sequence_number(end[1]))
+            graph.tensors = [index for index, _ in newest_first]
+            graph.keepers = _keepers(newest_first, graph.nodes)
     return [graph for graph in graphs.values() if graph.numbers and min(graph.numbers) < new_from]
+
+
+def _keepers(ends: list[tuple[int, Node]], nodes: Sequence[Node]) -> set[int]:
+    """Tensors whose nodes lead to one that keeps anything. One alone is not looked at."""
+    if len(ends) < 2:
+        return {index for index, _ in ends}
+    keeping = {node for node in nodes if any(kept_by([node]))}
+    in_vain: set[Node] = set()
+    return {index for index, root in ends if _leads_to(keeping, root, in_vain)}
+
+
+def _leads_to(keeping: set[Node], root: Node, in_vain: set[Node]) -> bool:
+    """Whether one of `keeping` is upstream of a node. If not, all that was walked goes to `in_vain`."""
+    pending, seen = [root], {root}
+    while pending:
+        node = pending.pop()
+        if node in keeping:
+            return True
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in seen and upstream not in in_vain:
+                seen.add(upstream)
+                pending.append(upstream)
+    in_vain |= seen
+    return False
 
 
 def _attributes(node: Node) -> Iterator[Tensor]:

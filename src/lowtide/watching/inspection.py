@@ -100,9 +100,9 @@ def inspect(view: View, heap: Heap) -> list[Survivor]:
         if not graph.unfreed:
             continue
         survivor = _of_graph(graph, view, heap, excused | of_user | view.inputs)
-        given = [index for index in graph.tensors if _torch.storage_id(tensors[index]) in view.inputs]
-        others = sorted(set(graph.tensors) - set(given), key=lambda index: index != graph.top)
-        survivors.append((survivor, given + others))
+        holding = [index for index in graph.tensors if _matters(index, graph, survivor, heap)]
+        given = [index for index in holding if _torch.storage_id(tensors[index]) in view.inputs]
+        survivors.append((survivor, given + [index for index in holding if index not in given]))
     by_storage: dict[int, list[int]] = {}
     for index in held:
         number = _torch.storage_id(tensors[index])
@@ -123,6 +123,12 @@ def inspect(view: View, heap: Heap) -> list[Survivor]:
     return [survivor for survivor, _ in survivors]
 
 
+def _matters(index: int, graph: Graph, survivor: Survivor, heap: Heap) -> bool:
+    """Whether something goes when who holds that tensor lets go: of the graph, or enough memory of its own."""
+    own_bytes = survivor.storages.get(_torch.storage_id(heap.tensors[index]), 0)
+    return index in graph.keepers or 20 * own_bytes >= survivor.held_bytes
+
+
 def _of_graph(graph: Graph, view: View, heap: Heap, excused: set[int]) -> Survivor:
     tensors = [heap.tensors[index] for index in graph.tensors]
     own = {_torch.storage_id(t): storage_bytes(t) for t in tensors}
@@ -140,7 +146,7 @@ def _of_graph(graph: Graph, view: View, heap: Heap, excused: set[int]) -> Surviv
         steps=tuple(sorted({view.steps.of(number) for number in numbers})),
         backwards=list(backwards.values()),
         has_graph=True,
-        is_scalar=graph.top is not None and heap.tensors[graph.top].numel() == 1,
+        is_scalar=bool(graph.tensors) and heap.tensors[graph.tensors[0]].numel() == 1,
         is_input=any(_torch.storage_id(t) in view.inputs for t in tensors),
         born=min(view.steps.of(number) for number in numbers),
         storages=alive,
