@@ -387,6 +387,20 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return found
 
 
+@contextlib.contextmanager
+def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """The innermost saved-tensor hooks are not in force in this block, if `unpack` is theirs. 2.13."""
+    hooks = saved_tensor_hooks()
+    if hooks is None or hooks[1] is not unpack:
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
 class _OffInTransforms(threading.local):
     """Saved-tensor hooks that transforms of torch.func find off, those of each thread; what torch asks for that."""
 

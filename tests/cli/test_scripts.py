@@ -315,6 +315,42 @@ torch.manual_seed(0)
 )
 
 
+WORDS = """
+class Words(nn.Module):
+    n_calls = 0
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(64, 64, batch_first=True)
+    def forward(self, x):
+        self.n_calls += 1
+        longest = 3 + self.n_calls % 5
+        lengths = torch.randint(2, longest + 1, (len(x) // 8,)).tolist()
+        lengths[0] = longest
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 8, 64), lengths, batch_first=True, enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=8)
+        return x + out.reshape(x.shape)
+torch.manual_seed(0)
+"""
+UNEVEN = TRAIN.replace("torch.manual_seed(0)\n", WORDS).replace("for _ in range(4)]", "for _ in range(4)], Words()")
+
+
+def test_modules_that_save_something_else_in_each_step_are_left_alone(
+    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+) -> None:
+    train, saved = (script(UNEVEN), "--steps", "14", "--width", "512"), str(tmp_path / "plan.json")
+    plain = run_python(*train).stdout
+    for within in (("--budget", "70%", "--save", saved), ("--plan", saved)):
+        done = run("run", *within, *train)
+        assert (done.code, done.out) == (0, plain), done.err
+        assert "within the budget" in done.err
+        assert "does not save what the rehearsed one did" not in done.err
+        assert ("left alone, as it saves something else in each step: 4.rnn" in done.err) == ("--budget" in within)
+    plan = Plan.from_json(saved)
+    assert plan.left_alone == ("4.rnn",)
+    assert plan.remake
+    assert not any(address.startswith("4.rnn") for address in plan.remake)
+
+
 NO_TWO_ALIKE = TRAIN.replace("x = torch.randn(", "x = torch.randn(*[1] * step, ").replace("default=5", "default=30")
 EVAL = TRAIN.replace("for step in", "model.eval()\nfor step in")
 

@@ -98,6 +98,7 @@ def plan(
         given=profile.given,
         larger=None if larger == decisions else Decided(**_decided(profile, larger)),
         mixed=tuple(sorted((decisions.remake | larger.remake) & _differing(profile))),
+        left_alone=profile.left_alone,
         notes=profile.notes,
     )
 

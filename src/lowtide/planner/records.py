@@ -203,6 +203,9 @@ class Profile(Record):
     """Levers that were on while all this was measured; the plain step is one with them."""
     offload_bytes_per_ms: float | None = None
     """How fast memory is copied to the host and back, one way; None where it can't be."""
+    left_alone: tuple[str, ...] = ()
+    """Paths of modules that save something else in each step: no slot is theirs, and what they save is in
+    `base_bytes`."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
@@ -309,6 +312,8 @@ class Plan(Decided):
     """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
     mixed: tuple[str, ...] = ()
     """Addresses at which what is to be remade is something else, or is kept, in some call of the model."""
+    left_alone: tuple[str, ...] = ()
+    """Paths of modules that the plan has nothing to do with (`Profile.left_alone`)."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 

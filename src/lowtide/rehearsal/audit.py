@@ -30,6 +30,7 @@ from lowtide.rehearsal.profile import transients
 from lowtide.rehearsal.remakes import MIN_BYTES, Remakes
 from lowtide.rehearsal.sharding import AROUND_UNITS, Units
 from lowtide.rehearsal.trials import CAN_GO_WRONG, advance, timed
+from lowtide.rehearsal.uneven import CallShape
 from lowtide.rehearsal.witness import Witness
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
@@ -114,6 +115,14 @@ class Audit(Remakes, Probe):
         transients(self.values, stream)
         assert self._tried_in_place is not None
         self.written_over = self._tried_in_place.settle(stream)
+
+    @property
+    def shapes(self) -> list[CallShape]:
+        """The calls, with how much each has saved."""
+        found = [CallShape(call.id.rpartition("#")[0], call.parent) for call in self.calls]
+        for slot in self.slots:
+            found[slot.call].n_saved += 1
+        return found
 
     def sized_by_contents(self, operator: str) -> None:
         if self.scope is not None:  # not in a trial run

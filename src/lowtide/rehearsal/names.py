@@ -32,7 +32,7 @@ class Names(Trace):
     def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begins("forward")
         if seam.module in self._repeated:
-            self.blocks.add(self.n_calls)
+            self.blocks.add(len(self.calls))
         super().entering(seam, args, kwargs)
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
@@ -28,6 +29,7 @@ from lowtide.rehearsal.processes import check_sharding, n_with_new_buckets
 from lowtide.rehearsal.profile import TracedStep, assemble
 from lowtide.rehearsal.resizing import resized
 from lowtide.rehearsal.trace import MostSaving, Trace
+from lowtide.rehearsal.uneven import uneven
 from lowtide.remat.given import elements, shapes_in
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class Observed:
         self._fullest: _Audited | _Traced | None = None
         """The one that saved most."""
         self._seen: Counter[Fingerprint] = Counter()
+        self._left_alone: frozenset[str] = frozenset()
+        """Paths of modules that save something else in each step."""
 
     @property
     def n_sizes(self) -> int:
@@ -94,8 +98,7 @@ class Observed:
         check_sharding(self.model.modules())
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._seen):
-            self._audited, self._best, self._largest, self._fullest = {}, None, None, None  # others are trained since
-            self._seen.clear()
+            self._begin_anew()  # others are trained since
         static, addresses = static_bytes(self.model, batch, optimizers, others)
         known, best = self._audited.get(_form(found)), self._best
         watch = _Watch(found, static, addresses, place)
@@ -104,10 +107,12 @@ class Observed:
         self._watch = watch  # not before: what can't be recorded has no end
         if known is None or _size(found) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True)
+            watch.audit.left_alone = self._left_alone
             watch.leave.enter_context(watch.audit.running())
         elif not self._plain or best is None or best.fingerprint != found or best.plain is not None:
             # Also where nothing is left to be found out: this takes the least memory.
             engine = MostSaving(self.model, known.audit, in_place=known.fingerprint == found)
+            engine.left_alone = self._left_alone
             watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
 
@@ -143,19 +148,30 @@ class Observed:
                 f"it called the model with {_in_words(trace.inputs)}, and another step that began with "
                 f"{'the same' if is_alike else 'such a'} batch with {_in_words(audit.inputs)}"
             )
-        if (trace.packs, trace.n_calls) != (len(audit.slots), len(audit.calls)):
+        if found := uneven(audit.shapes, trace.calls):
             del self._audited[_form(watch.size)]
+            if "" not in found:
+                self._leave_alone(found)
             raise _Unusable(
-                f"it saved {trace.packs} tensors in {trace.n_calls} calls, and another step on a batch of "
+                f"it saved {trace.packs} tensors in {len(trace.calls)} calls, and another step on a batch of "
                 f"{'the same size' if is_alike else 'such a form'}, {known.fingerprint.batch}, saved "
                 f"{len(audit.slots)} in {len(audit.calls)}"
             )
         if watch.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
             raise _Unusable("DistributedDataParallel has put its buckets in another order in it")
-        found = _Traced(watch, known, trace)
-        if self._best is None or found.extent() > self._best.extent():
-            self._best = found
-        self._compare(found)
+        traced = _Traced(watch, known, trace)
+        if self._best is None or traced.extent() > self._best.extent():
+            self._best = traced
+        self._compare(traced)
+
+    def _leave_alone(self, paths: frozenset[str]) -> None:
+        """Begin anew, without these modules."""
+        self._left_alone |= paths
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._audited, self._best, self._largest, self._fullest = {}, None, None, None
+        self._seen.clear()
 
     def _compare(self, found: _Audited | _Traced) -> None:
         if self._largest is None or found.extent() > self._largest.extent():
@@ -187,7 +203,7 @@ class Observed:
             return
         is_largest = best.extent() >= largest.extent() and self._seen[best.fingerprint] > 1
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
-            self.profile = best.profile(self.model, fullest)
+            self.profile = replace(best.profile(self.model, fullest), left_alone=tuple(sorted(self._left_alone)))
 
 
 class _Unusable(Exception):

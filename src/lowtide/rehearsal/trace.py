@@ -20,6 +20,7 @@ from lowtide.planner.records import Decisions
 from lowtide.rehearsal.addresses import nodes_at
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, ValueDraft
 from lowtide.rehearsal.holding import Holding
+from lowtide.rehearsal.uneven import CallShape
 from lowtide.rehearsal.witness import Witness
 from lowtide.remat import values
 from lowtide.remat.actions import actions_for
@@ -83,7 +84,7 @@ class Trace(Probe):
         self.packs = 0
         self.elements: list[int] = []
         """Of the tensor in each slot."""
-        self.n_calls = 0
+        self.calls: list[CallShape] = []
         self.kept: set[int] = set()
         """Slots that were kept."""
         self._open: list[int] = []
@@ -132,9 +133,9 @@ class Trace(Probe):
         tensors = tensors_in_call(args, kwargs)
         if not self._open:
             self.inputs.append([in_words([tensor]) for tensor in tensors])
-        self.mark("enter", (self.n_calls, tuple(map(self._address, tensors))))
-        self._open.append(self.n_calls)
-        self.n_calls += 1
+        self.mark("enter", (len(self.calls), tuple(map(self._address, tensors))))
+        self.calls.append(CallShape(seam.path, self._open[-1] if self._open else None))
+        self._open.append(len(self.calls) - 1)
 
     def leaving(self, seam: Seam) -> None:
         self.mark("leave", self._open.pop())
@@ -142,6 +143,7 @@ class Trace(Probe):
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs
         self.packs += 1
+        self.calls[self._open[-1]].n_saved += 1
         self.elements.append(tensor.numel())
         if handle.value.kept and not handle.value.partial:  # which is let go of when its call is over
             self.kept.add(slot)

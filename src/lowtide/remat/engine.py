@@ -73,6 +73,8 @@ class Engine:
         """Addresses where the plan expected something else."""
         self.mixed: frozenset[str] = frozenset()
         """Addresses where it expects that something else is saved now and then, and kept."""
+        self.left_alone: frozenset[str] = frozenset()
+        """Paths of modules of which autograd keeps what they save, as without a plan: it differs from step to step."""
         self.n_runs = 0
         """Calls from outside that came by and that a backward of training may follow."""
         self.n_runs_in_eval_mode = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lowtide._torch import saved_tensor_hooks
+from lowtide._torch import saved_tensor_hooks, saved_tensor_hooks_off
 from lowtide.remat import values
 from lowtide.remat.actions import NO_ACTIONS, Actions, Decision
 from lowtide.remat.advance import left_to_advance
@@ -80,6 +80,9 @@ class Pass:
 
     def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
+        if seam.is_left_alone:
+            with saved_tensor_hooks_off(unpack), self.engine.apart():
+                return seam.inner(*args, **kwargs)
         number = self.times.get(seam, 0)
         self.times[seam] = number + 1
         outer = self.scope

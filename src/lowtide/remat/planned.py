@@ -29,6 +29,7 @@ class Planned(Engine):
         decided = [] if plan is None else [plan] if plan.larger is None else [plan, plan.larger]
         tables = [*map(table_of, decided)] or [{}]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
+        self.left_alone = frozenset(plan.left_alone if plan is not None else ())
         self.mixed = frozenset(plan.mixed if plan is not None else ())
         given = () if plan is None else plan.given
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None

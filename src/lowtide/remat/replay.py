@@ -281,13 +281,14 @@ class _Rerun(_Again):
 
     def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
-        if self._inside_another or not seam.replays:
+        if self._inside_another or not (seam.replays or seam.is_left_alone):
             return seam.inner(*args, **kwargs)
-        _, replayed = next(self._nested, (seam, False))
-        if not replayed:
-            return seam.inner(*args, **kwargs)
-        for tensor in tensors_in_call(args, kwargs):
-            self._catch(tensor)
+        if not seam.is_left_alone:
+            _, replayed = next(self._nested, (seam, False))
+            if not replayed:
+                return seam.inner(*args, **kwargs)
+            for tensor in tensors_in_call(args, kwargs):
+                self._catch(tensor)
         self._inside_another = True
         try:
             return seam.inner(*args, **kwargs)

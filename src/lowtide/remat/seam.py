@@ -36,6 +36,7 @@ class Seam:
         "inner",
         "installed",
         "is_compiled",
+        "is_left_alone",
         "module",
         "path",
         "replays",
@@ -47,6 +48,7 @@ class Seam:
         """Whether a plan replays or advances any call of the module."""
         self.installed = False
         self.is_compiled = is_compiled(module)
+        self.is_left_alone = path in engine.left_alone
         self._reach: Reach | None = None
         self._thread = threading.get_ident()
         self.install()

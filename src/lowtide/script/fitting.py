@@ -127,7 +127,7 @@ class Fitting(UnderPlan):
         self._applied = apply(model, plan, say=self._say)
 
     def _announce(self, plan: Plan) -> None:
-        from lowtide.report.text import decisions, lever_lines
+        from lowtide.report.text import decisions, lever_lines, listed
 
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
@@ -136,6 +136,8 @@ class Fitting(UnderPlan):
         )
         for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
+        if plan.left_alone:
+            self._say(f"left alone, as it saves something else in each step: {listed(plan.left_alone)}")
 
     def _judge(self, made: Plan, measured_bytes: int) -> None:
         if measured_bytes <= made.budget_bytes:

@@ -25,6 +25,7 @@ class Switching(Engine):
         plans = [bucket.plan for bucket in buckets]
         decided = [*plans, plans[-1].larger or plans[-1]]
         super().__init__(model, *map(table_of, decided), in_place=[each.in_place for each in decided])
+        self.left_alone = frozenset(path for plan in plans for path in plan.left_alone)
         self.mixed = frozenset(address for plan in plans for address in plan.mixed)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
