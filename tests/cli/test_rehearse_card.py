@@ -711,3 +711,31 @@ def test_derivatives_for_what_is_computed_before_the_model_is_called(rehearse) -
     _, plain, _ = rehearse("--device", "RTX 3060", "--json", "-", text=on_card.replace("points.float()", "points"))
     (found,), (expected,) = json.loads(out), json.loads(plain)
     assert found["peak_requested_bytes"] == pytest.approx(expected["peak_requested_bytes"], rel=0.02)
+
+
+LEARNS = """
+import torch
+from torch import nn
+from torch.func import functional_call
+
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(4):
+    fast, x = dict(model.named_parameters()), torch.randn(512, 64)
+    for _ in range(3):
+        loss = functional_call(model, fast, (x,)).square().mean()
+        slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+        fast = {name: p - 0.01 * slope for (name, p), slope in zip(fast.items(), slopes)}
+    optimizer.zero_grad()
+    functional_call(model, fast, (x,)).square().mean().backward()
+    optimizer.step()
+    print("step", step)
+"""
+
+
+def test_inner_updates_of_parameters_that_are_exchanged_end_no_step(rehearse) -> None:
+    code, out, err = rehearse("--device", "RTX 3060", text=LEARNS)
+    assert code == 0, err
+    assert foreseeing.BY_HAND not in out
+    assert out.count("forward  ") == 4
+    assert err.count("step 0") == 1

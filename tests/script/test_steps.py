@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lowtide.errors import RehearsalError
+from lowtide.script.by_hand import MOST
 from lowtide.script.crew import Crew
 from lowtide.script.parts import Parts
 from lowtide.script.running import Script
@@ -531,3 +533,21 @@ def test_a_script_that_catches_the_error_meets_it_again() -> None:
     found: list[str] = []
     watched(lambda: found.extend(steps()), Failing())
     assert found == ["not this one"] * 3
+
+
+def test_parameters_that_are_exchanged_for_a_call_are_not_updated_by_hand() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def loop() -> None:
+        for _ in range(2):
+            fast = dict(model.named_parameters())
+            for _ in range(2 * MOST):
+                loss = functional_call(model, fast, (X,)).square().mean()
+                slopes = torch.autograd.grad(loss, [*fast.values()], create_graph=True)
+                fast = {name: p - 0.01 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
+            functional_call(model, fast, (X,)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends"]

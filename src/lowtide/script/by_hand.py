@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from lowtide._torch import is_fake, parts_of
 from lowtide.errors import RehearsalError
 from lowtide.script.parts import name_of
 
-if TYPE_CHECKING:
-    from torch import nn
-
 MOST = 6
 """Changes of the parameters, with no optimizer of torch, before that is said: whoever updates them goes on so."""
+
+
+def has_others(model: nn.Module) -> bool:
+    """Whether other tensors are in the place of its parameters, as within `torch.func.functional_call`."""
+    return not all(isinstance(p, nn.Parameter) for p in model.parameters())
 
 
 class ByHand:
@@ -25,6 +27,8 @@ class ByHand:
 
     def called(self, model: nn.Module) -> None:
         """The model is called, and no optimizer has stepped so far. Raises RehearsalError when that is enough."""
+        if has_others(model):
+            return
         trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
         ends = [str(p[(-1,) * p.dim()].item()) for whole in trained for p in parts_of(whole) if p.numel()]
         self.n_updates += bool(self._ends and ends) and ends != self._ends

@@ -21,6 +21,7 @@ from lowtide.foresight.foreseeing import COMPILED
 from lowtide.foresight.sizing import resized, size_of
 from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal.reached import Reached
+from lowtide.script.by_hand import has_others
 from lowtide.script.callers import at_hand, optimizers_at_hand
 from lowtide.script.crew import Crew, Enough
 from lowtide.script.running import Script
@@ -170,7 +171,9 @@ class Foreseeing(Crew):
     def is_updated(self, model: nn.Module) -> bool:
         """Whether its parameters were written to, or got other data, and there is no optimizer that is yet to step."""
         mine = ids(model.parameters())
-        if self.answers is None or any(held_by(optimizer) & mine for optimizer in optimizers_at_hand()):
+        if self.answers is None or has_others(model):
+            return False
+        if any(held_by(optimizer) & mine for optimizer in optimizers_at_hand()):
             return False
         before, self._data = self._data, {id(p): _torch.storage_id(p) for p in model.parameters()}
         written = {*self._data.values()} & self.answers.written
