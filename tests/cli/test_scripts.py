@@ -1246,3 +1246,12 @@ def test_a_script_that_runs_out_of_memory_runs_within_a_budget(
     assert within.returncode == 0, within.stderr
     assert within.stdout == "step 0\nstep 1\nstep 2\n"
     assert "within the budget" in within.stderr
+
+
+EPISODES = TRAIN.replace("    x = torch", "    for _ in range(step): model(torch.randn(8, 64))\n    x = torch")
+
+
+def test_calls_that_are_alike_are_named_once(script: Callable[[str], str], run: Run) -> None:
+    done = run("rehearse", script(EPISODES), "--steps", "20")
+    assert done.code == 2
+    assert re.search(r"it called the model with \d+ times \[8, 64\] float32 and \[256, 64\] float32, and an", done.err)

@@ -306,7 +306,10 @@ def _n_elements(inputs: list[list[str]]) -> int:
 
 
 def _in_words(inputs: list[list[str]]) -> str:
-    return " and ".join(", ".join(call) for call in inputs)
+    """What the model was called with, calls that are alike once."""
+    times = Counter(", ".join(call) for call in inputs)
+    kinds = [words if n == 1 else f"{n} times {words}" for words, n in times.items()]
+    return " and ".join(kinds if len(kinds) < 4 else [*kinds[:3], f"{len(kinds) - 3} others"])
 
 
 class _OwnAudit(Audit):
