@@ -6,6 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+
+from lowtide import _torch
+
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives what stands in for a function, which it calls."""
 
@@ -16,7 +21,8 @@ _standing: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
 def stand_in(owner: Any, name: str, make: Make) -> Callable[[], None]:
     """Have `make(function)` stand in for the function `owner.name` until what this gives is called.
 
-    `make` is called at each call. Whoever replaced the function since, and did not know of this, keeps their place.
+    `make` is called at each call, but for those in code that is just being compiled. Whoever replaced the function
+    since, and did not know of this, keeps their place.
     """
     if (owner, name) not in _standing:
         _standing[owner, name] = _installed(owner, name)
@@ -37,8 +43,11 @@ def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
     original = vars(owner)[name]
     makes: list[Make] = []
 
+    @_torch.not_compiled_alone
     @functools.wraps(original)
     def instead(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
         function = original
         for make in makes:
             function = make(function)
@@ -46,3 +55,33 @@ def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
 
     setattr(owner, name, instead)
     return instead, makes
+
+
+def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]) -> Callable[[], None]:
+    """Have these told of each call of a module, `ends` with what it gave or None, until what this gives is called.
+
+    A hook for all modules would be compiled with those that were compiled where they stand (`Module.compile`).
+    """
+    return stand_in(nn.Module, "__call__", lambda call: functools.partial(_told, begins, ends, call))
+
+
+@_torch.not_compiled_alone
+def _told(
+    begins: Callable[[nn.Module], object],
+    ends: Callable[[nn.Module, Any], object],
+    call: Callable[..., Any],
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    begins(module)
+    output = None
+    try:
+        output = call(module, *args, **kwargs)
+    finally:
+        ends(module, output)
+    return output
+
+
+TOLD_CODE = _told.__code__
+"""Of the frame from which `begins` and `ends` are called: what the module was given is in `args` and `kwargs`."""

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 
 from lowtide import _torch
 from lowtide._nodes import nodes_from
 from lowtide._removable import Removable
-from lowtide._standins import stand_in
+from lowtide._standins import around_calls, stand_in
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
@@ -68,8 +67,6 @@ class Step(AbstractContextManager["Step"]):
     def __enter__(self) -> Self:
         if self._undo:
             raise LowtideError("this step has begun already. Write a new `with lowtide.step():`.")
-        before = modules.register_module_forward_pre_hook(self._begins)
-        after = modules.register_module_forward_hook(self._ends, always_call=True)
 
         def make(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +76,7 @@ class Step(AbstractContextManager["Step"]):
 
             return run_backward
 
-        self._undo = [before.remove, after.remove, stand_in(torch.autograd, _torch.ENGINE, make)]
+        self._undo = [around_calls(self._begins, self._ends), stand_in(torch.autograd, _torch.ENGINE, make)]
         return self
 
     def __exit__(
@@ -100,10 +97,10 @@ class Step(AbstractContextManager["Step"]):
         """Whether this is the thread whose step it is."""
         return threading.get_ident() == self._thread
 
-    def _begins(self, module: nn.Module, args: Any) -> None:
+    def _begins(self, module: nn.Module) -> None:
         self._depth += self._is_here()
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _ends(self, module: nn.Module, output: Any) -> None:
         if not self._is_here():
             return
         self._depth -= 1

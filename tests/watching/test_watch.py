@@ -279,3 +279,40 @@ def test_losses_that_are_gathered_to_be_differentiated_are_not_to_be_detached(
 def re_joined(text: str) -> str:
     """A traceback without the source lines and their markers."""
     return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+
+
+COMPILED = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 10)
+    def forward(self, x):
+        return self.b(nn.functional.dropout(nn.functional.gelu(self.a(x)), 0.1, self.training))
+
+torch.manual_seed(0)
+model = Net()
+model.compile(backend="aot_eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = []
+for step in range(5):
+    loss = model(torch.randn(80, 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    kept.append(loss)
+print(counters["frames"], counters["stats"]["calls_captured"], dict(counters["graph_break"]))
+print([loss.item().hex() for loss in kept])
+"""
+
+
+def test_a_model_that_is_compiled_where_it_stands_is_compiled_as_ever(tmp_path: Path, run_python: RunPython) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(COMPILED, encoding="utf-8")
+    plain, watched = (run_python(*command, str(script)) for command in ((), ("-m", "lowtide", "watch")))
+    assert watched.stdout == plain.stdout
+    assert "LT017" in watched.stderr, watched.stderr
+    assert "global hooks" not in watched.stderr

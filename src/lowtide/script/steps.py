@@ -12,6 +12,7 @@ is it from there on. What is done with the steps is up to the `Crew`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lowtide._standins import stand_in
 from lowtide._torch import in_backward, in_transform, is_tracing, never_compiled, not_compiled_alone
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.identity import tensors_in
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 class Steps:
     """Watches for steps in this thread, inside a `with` block, until the crew is done.
 
-    `nn.Module.__call__` is replaced meanwhile, as torch.fx does while it traces: a hook would come too late, when the
-    call is already past the place where the engine gets in.
+    Something stands in for `nn.Module.__call__` meanwhile: a hook would come too late, when the call is already past
+    the place where the engine gets in.
     """
 
     def __init__(self, crew: Crew) -> None:
@@ -72,17 +74,8 @@ class Steps:
         self._where = (os.getpid(), threading.get_ident())
 
     def __enter__(self) -> Self:
-        self._plain_call = plain = nn.Module.__call__
-        steps = self
-
-        @not_compiled_alone
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return plain(module, *args, **kwargs)
-            return steps._call(plain, module, args, kwargs)
-
         self._hook = register_optimizer_step_post_hook(self._updates)
-        self._replace_call(call)
+        self._unwatch = stand_in(nn.Module, "__call__", lambda plain: functools.partial(self._call, plain))
         return self
 
     def __exit__(
@@ -94,16 +87,13 @@ class Steps:
 
     def stop(self) -> None:
         """Watch no calls any longer, and hold nothing. May be called again."""
-        self._replace_call(self._plain_call)
+        self._unwatch()
         if self.crew.done and self.model is not None:
             self._afterwards = Afterwards(self.crew, self.model, self._optimizers.values())
             self.model = None
             self._called.clear()
             self._optimizers.clear()
             self._stepped.clear()
-
-    def _replace_call(self, call: Callable[..., Any]) -> None:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def ended(self) -> None:
         """The script has ended: so has a step that waited for the next call."""
@@ -114,7 +104,7 @@ class Steps:
                 self._close()
 
     @not_compiled_alone
-    def _call(self, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._is_late and not self._depth and self._is_here() and not in_backward():
             self._close_late()
         begins = not self._depth and self._begins_training(module, (args, kwargs))

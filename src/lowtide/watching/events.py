@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide import _torch
-from lowtide._standins import stand_in
+from lowtide._standins import TOLD_CODE, around_calls, stand_in
 from lowtide.errors import LowtideError
 from lowtide.memory.frames import local_variables
 from lowtide.watching.calls import tensors_in
@@ -38,10 +37,8 @@ class Events:
         if _watching is not None:
             raise LowtideError("a watch is running already: there is room for one. End it first.")
         _watching = self._watch
-        before = modules.register_module_forward_pre_hook(self._forward_begins)
-        after = modules.register_module_forward_hook(self._forward_ends, always_call=True)
         step = register_optimizer_step_post_hook(self._stepped)
-        self._undo = [before.remove, after.remove, step.remove]
+        self._undo = [step.remove, around_calls(self._watch.forward_begins, self._watch.forward_ends)]
         self._undo += [
             stand_in(torch.autograd, _torch.ENGINE, self._engine),
             stand_in(Optimizer, "zero_grad", self._zero_grad),
@@ -60,17 +57,11 @@ class Events:
         frame: FrameType | None = sys._getframe(1)
         found: list[Tensor] = []
         while frame is not None:
-            if frame.f_code is _torch.CALL_CODE:
+            if frame.f_code is TOLD_CODE:
                 with local_variables(frame) as variables:
                     found = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
             frame = frame.f_back
         return found
-
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        self._watch.forward_begins(module)
-
-    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._watch.forward_ends(module, output)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._watch.optimizer_stepped()
