@@ -1255,3 +1255,18 @@ def test_calls_that_are_alike_are_named_once(script: Callable[[str], str], run: 
     done = run("rehearse", script(EPISODES), "--steps", "20")
     assert done.code == 2
     assert re.search(r"it called the model with \d+ times \[8, 64\] float32 and \[256, 64\] float32, and an", done.err)
+
+
+TAUGHT = TRAIN.replace(
+    "    x = torch", "    with torch.no_grad(): teacher(torch.randn(512, 64))\n    x = torch"
+).replace("optimizer = ", "teacher = nn.Sequential(nn.Linear(64, 256), nn.ReLU())\noptimizer = ")
+EVALUATED = TRAIN.replace("    x = torch", "    with torch.no_grad(): model(torch.randn(8, 64))\n    x = torch")
+
+
+@pytest.mark.parametrize(("text", "n"), [(TAUGHT, 1), (EVALUATED, 0), (TRAIN, 0)])
+def test_what_is_called_before_the_model_in_each_step_is_said(
+    text: str, n: int, script: Callable[[str], str], run: Run
+) -> None:
+    done = run("run", "--budget", "90%", script(text))
+    assert done.code == 0
+    assert done.err.count("note: Sequential is called before the model in each step") == n

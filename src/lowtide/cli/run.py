@@ -38,7 +38,7 @@ def run(
     larger than the one that was planned gets the most saving plan, and it is said. With --plan the plan is in force
     from the first step on, and the peak of the second is measured. Options of its own come before SCRIPT; all that
     follows is the script's. The exit code is the script's; 1 also if no plan fits the budget, or the measured peak is
-    above it.
+    above it, and 2 if the script can't be planned for, or has ended before.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")

@@ -203,7 +203,9 @@ class Observed:
             return
         is_largest = best.extent() >= largest.extent() and self._seen[best.fingerprint] > 1
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
-            self.profile = replace(best.profile(self.model, fullest), left_alone=tuple(sorted(self._left_alone)))
+            found, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
+            notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
+            self.profile = replace(found, left_alone=alone, notes=(*found.notes, *notes))
 
 
 class _Unusable(Exception):

@@ -30,6 +30,9 @@ class Crew:
         """`model` is about to be called with `batch`, (args, kwargs), for the first time in a step."""
         raise NotImplementedError
 
+    def precedes(self, module: nn.Module) -> None:
+        """`module` was called, and not trained, since the last step: one begins now, and has perhaps begun before."""
+
     def goes_on(self, batch: Any) -> None:
         """A module that nobody calls is about to be called with `batch` in a step that has begun."""
 

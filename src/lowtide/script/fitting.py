@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from lowtide.errors import Infeasible
 from lowtide.fitting import REPAIRS, over_budget
 from lowtide.identity import fingerprint
 from lowtide.planner import plan
-from lowtide.rehearsal.observed import PATIENCE
+from lowtide.rehearsal.observed import NOT_RUN, PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.parts import name_of
 from lowtide.script.rehearsing import Rehearsing
@@ -42,6 +43,8 @@ class Fitting(UnderPlan):
         """Peaks that were measured under plans, and were over the budget."""
         self._told = False
         """Whether it was said that sizes vary."""
+        self._preceding: Counter[str] = Counter()
+        """By name, models before which steps have not begun."""
         self._n_waited = 0
         """Steps after the rehearsal in which others might have taken turns."""
 
@@ -50,6 +53,10 @@ class Fitting(UnderPlan):
         if self.plan is None:
             return self._rehearsing.awaits
         return "took a step under its plan, so all of them were without"
+
+    def precedes(self, module: nn.Module) -> None:
+        """Remember it: what it took is in no step."""
+        self._preceding[name_of(module)] += 1
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
@@ -99,6 +106,7 @@ class Fitting(UnderPlan):
             name = name_of(model)
             self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
         self.plan, self._over, self._n_waited = None, [], 0
+        self._preceding.clear()
 
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
@@ -127,7 +135,7 @@ class Fitting(UnderPlan):
         self._applied = apply(model, plan, say=self._say)
 
     def _announce(self, plan: Plan) -> None:
-        from lowtide.report.text import decisions, lever_lines, listed
+        from lowtide.report.text import decisions, lever_lines
 
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
@@ -136,8 +144,14 @@ class Fitting(UnderPlan):
         )
         for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
-        if plan.left_alone:
-            self._say(f"left alone, as it saves something else in each step: {listed(plan.left_alone)}")
+        for name in [name for name, n in self._preceding.items() if n > 1]:
+            self._say(
+                f"note: {name} is called before the model in each step, and what it takes until then is not counted: "
+                "lowtide.fit counts it"
+            )
+        for note in plan.notes:
+            if note != NOT_RUN:
+                self._say(f"note: {note}")
 
     def _judge(self, made: Plan, measured_bytes: int) -> None:
         if measured_bytes <= made.budget_bytes:

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -67,6 +68,8 @@ class Steps:
         """Whether a model was called with gradients on in backward passes, and else with gradients off."""
         self._afterwards: Afterwards | None = None
         """Who looks on when the crew is done: nothing is held here any longer."""
+        self._before: weakref.ref[nn.Module] | None = None
+        """What was called first since the last step, without being trained."""
         self._is_open = False
         self._is_late = False
         """Whether updates were made inside of backward: the step may be over as soon as that is."""
@@ -108,6 +111,8 @@ class Steps:
         if self._is_late and not self._depth and self._is_here() and not in_backward():
             self._close_late()
         begins = not self._depth and self._begins_training(module, (args, kwargs))
+        if self._before is None and not (begins or self._is_open or self._depth) and self._is_here():
+            self._before = weakref.ref(module)
         is_quiet = not begins and module not in self._prompted and not any(map(is_lazy, module.parameters()))
         if self._depth or is_quiet:
             return plain(module, *args, **kwargs)
@@ -191,6 +196,9 @@ class Steps:
             self.crew.goes_on(batch)
         elif self._is_ours(module):
             self._aside.forget()
+            before = None if self._before is None else self._before()
+            if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
+                self.crew.precedes(before)
             self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
             self._is_open = True
         if self._is_open:
@@ -269,6 +277,7 @@ class Steps:
 
     def _close(self) -> None:
         self._is_open = self._is_late = False
+        self._before = None
         updated = self._updated()
         trained = [module for module in self._called.values() if updated & ids(module.parameters())]
         self._called.clear()
