@@ -241,10 +241,11 @@ def test_a_plan_that_was_made_before_goes_with_the_scripts_own_profiler(
 
 @pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "90%")], ids=lambda command: command[0])
 def test_a_rehearsal_inside_of_the_scripts_own_profiler_is_refused_with_the_reason(
-    command: tuple[str, ...], script: Callable[[str], str], run: Run
+    command: tuple[str, ...], script: Callable[[str], str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lowtide.script.rehearsing.PATIENCE", 3)
     done = run(*command, script(TRAIN.replace("for step in", "with torch.profiler.profile():\n  for step in")))
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out.count("0x")) == (2, 3)
     assert done.err.count("RehearsalError") == 1
     assert "CPU memory cannot be recorded: another profiler is running" in done.err
     assert "Traceback" not in done.err
@@ -1270,3 +1271,27 @@ def test_what_is_called_before_the_model_in_each_step_is_said(
     done = run("run", "--budget", "90%", script(text))
     assert done.code == 0
     assert done.err.count("note: Sequential is called before the model in each step") == n
+
+
+PROFILED = TRAIN.replace(
+    "for step in",
+    """from torch.profiler import profile, schedule
+profiler = profile(schedule=schedule(wait=1, warmup=1, active=2, repeat=1))
+profiler.start()
+for step in""",
+).replace("    print(step", "    profiler.step()\n    print(step")
+
+
+def test_steps_that_a_profiler_of_the_script_records_are_left_to_it(
+    script: Callable[[str], str], run: Run, run_python: RunPython
+) -> None:
+    train = script(PROFILED + "profiler.stop()\nprint(len(profiler.key_averages()) > 0)\n")
+    plain = run_python(train, "--steps", "9").stdout
+    done = run("run", "--budget", "80%", train, "--steps", "9")
+    assert (done.code, done.out) == (0, plain), done.err
+    assert plain.endswith("True\n")
+    assert "within the budget" in done.err
+    assert done.err.count("a profiler of the script's own is running: steps after it are rehearsed") == 1
+    ended = run("run", "--budget", "80%", train, "--steps", "4")
+    assert ended.code == 2
+    assert "more where batches are of several sizes; a profiler of the script's own ran in" in ended.err

@@ -29,7 +29,7 @@ from lowtide import _torch
 from lowtide._quiet import without_noise
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder, without_asides
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
 
 NOISE = (
     b"USDT:",
@@ -88,7 +88,7 @@ class CpuRecorder(Recorder):
         _finish()
         with _claim:
             if (other := _other_profiler()) is not None:
-                raise RehearsalError(
+                raise Busy(
                     f"CPU memory cannot be recorded: {other}, and torch has room for one profiler at a time.\n"
                     "  End it first, start it later, or record outside its with-block."
                 )

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, RehearsalError
 
 FORMAT = 1
 
@@ -244,6 +244,10 @@ class Timeline:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise LowtideError(f"this is not a timeline of format {FORMAT}: {error!r}.") from error
         return cls(_stream_from(stream), labels)
+
+
+class Busy(RehearsalError):
+    """Somebody else records already what only one can record at a time."""
 
 
 class Recorder(ABC):

@@ -12,6 +12,7 @@ from lowtide.applying import apply
 from lowtide.errors import Infeasible
 from lowtide.fitting import REPAIRS, over_budget
 from lowtide.identity import fingerprint
+from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.rehearsal.observed import NOT_RUN, PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
@@ -62,7 +63,10 @@ class Fitting(UnderPlan):
         """Rehearse this step, or run it under the plan and measure it."""
         super().begins(model, batch, optimizers)
         if self.plan is None:
+            hidden = self._rehearsing.n_hidden
             self._rehearsing.begins(model, batch, optimizers)
+            if self._rehearsing.n_hidden == 1 > hidden:
+                self._say("a profiler of the script's own is running: steps after it are rehearsed")
             return
         self._rehearsing.leaves()
         if self._applied is None or self._applied.plan is not self.plan:
@@ -71,7 +75,8 @@ class Fitting(UnderPlan):
         self._n_others += found != planned
         if no_larger(shapes_in(found), shapes_in(planned)):
             assert self._applied is not None
-            self._open = Measured(model, batch, optimizers, self._applied)
+            with contextlib.suppress(Busy):  # the script's own profiler: another step is measured
+                self._open = Measured(model, batch, optimizers, self._applied)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:
             self._keep(self.plan)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import RehearsalError
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
+from lowtide.memory.events import Busy
 from lowtide.rehearsal.checks import check_uncompiled
 from lowtide.rehearsal.observed import PATIENCE, Observed
 from lowtide.script.callers import models_at_hand
@@ -34,7 +35,10 @@ ONE_FORM = (
 class Rehearsing(Crew):
     """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
 
-    awaits = TWO_STEPS
+    @property
+    def awaits(self) -> str:
+        hidden = f"; a profiler of the script's own ran in {self.n_hidden} of them" if self.n_hidden else ""
+        return TWO_STEPS + hidden
 
     def __init__(self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = ()) -> None:
         self.done = False
@@ -43,6 +47,9 @@ class Rehearsing(Crew):
         self._on: PulledOn | None = None
         self.n_steps = 0
         """Steps that were seen to their end."""
+        self.n_hidden = 0
+        """Steps that could not be looked at, as somebody else recorded them."""
+        self._is_hidden = False
         self._plain, self._stop = plain, stop
         self._observed: Observed | None = None
         self._gone: list[Observed] = []
@@ -57,11 +64,20 @@ class Rehearsing(Crew):
             self._observed = Observed(model, plain=self._plain)
         if self._on is None:
             self._on = _put_on(model, self._levers)
-        self._observed.begin(batch, optimizers, models_at_hand())
+        self._is_hidden = False
+        try:
+            self._observed.begin(batch, optimizers, models_at_hand())
+        except Busy as busy:  # the script's own profiler, for some steps perhaps
+            self._is_hidden = True
+            self.n_hidden += 1
+            if self.n_hidden > PATIENCE:
+                raise RehearsalError(str(busy)) from None
 
     def ends(self, model: nn.Module) -> None:
         """See whether that was enough. Raises RehearsalError where it will never be."""
         assert self._observed is not None
+        if self._is_hidden:
+            return
         self._observed.end()
         self.n_steps += 1
         if self._observed.profile is not None:
