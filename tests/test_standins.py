@@ -4,11 +4,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import lowtide
-from lowtide._standins import stand_in
+from lowtide._standins import around_calls, stand_in
+from lowtide.script.crew import Crew
+from lowtide.script.steps import Steps
 
 
 class Owner:
@@ -102,3 +105,32 @@ def test_a_watch_that_is_paused_in_a_step_stays_paused() -> None:
             watch.pause()
         assert not vars(torch.autograd)["_engine_run_backward"].__qualname__.startswith("Events")
     model(torch.ones(1, 4)).sum().backward()
+
+
+def test_calls_of_modules_may_have_arguments_of_any_name() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: int, *, module: int, call: int, begins: int, ends: int, plain: int) -> int:
+            return x + module + call + begins + ends + plain
+
+    told: list[object] = []
+    given = {"module": 1, "call": 2, "begins": 3, "ends": 4, "plain": 5}
+    remove = around_calls(lambda module: told.append(type(module)), lambda module, output: told.append(output))
+    with Steps(Crew()):
+        assert Takes()(6, **given) == 21
+    remove()
+    assert told == [Takes, 21]
+    assert Takes()(6, **given) == 21
+    assert len(told) == 2
+
+
+def test_a_call_that_raises_is_told_of() -> None:
+    class Raises(nn.Module):
+        def forward(self) -> None:
+            raise ValueError("no")
+
+    told: list[object] = []
+    remove = around_calls(lambda module: told.append("begins"), lambda module, output: told.append(output))
+    with pytest.raises(ValueError, match="no"):
+        Raises()()
+    remove()
+    assert told == ["begins", None]

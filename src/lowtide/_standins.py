@@ -71,6 +71,7 @@ def _told(
     ends: Callable[[nn.Module, Any], object],
     call: Callable[..., Any],
     module: nn.Module,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -107,14 +107,13 @@ class Steps:
                 self._close()
 
     @not_compiled_alone
-    def _call(self, plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_late and not self._depth and self._is_here() and not in_backward():
             self._close_late()
         begins = not self._depth and self._begins_training(module, (args, kwargs))
         if self._before is None and not (begins or self._is_open or self._depth) and self._is_here():
             self._before = weakref.ref(module)
-        is_quiet = not begins and module not in self._prompted and not any(map(is_lazy, module.parameters()))
-        if self._depth or is_quiet:
+        if self._depth or not (begins or module in self._prompted or any(map(is_lazy, module.parameters()))):
             return plain(module, *args, **kwargs)
         self._depth += 1  # nor does any module begin a step that is called by one with parameters yet to be made
         try:
