@@ -120,3 +120,14 @@ def test_a_wrong_command_line_is_a_failure_that_shows_the_usage(
 ) -> None:
     assert cli.main(args) == 2
     assert "Usage: lowtide " in capsys.readouterr().err
+
+
+def test_an_error_says_which_of_several_processes_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "no.py")
+    for world, said in (("1", "lowtide.LowtideError: "), ("2", "lowtide.LowtideError, rank 1: ")):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("RANK", "1")
+        assert cli.main(("watch", missing)) == 2
+        assert capsys.readouterr().err.startswith(f"{said}{missing} is not a file")

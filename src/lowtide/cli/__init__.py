@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
     except LowtideError as error:
-        from lowtide.cli.source import beside_bars
+        from lowtide.cli.source import beside_bars, who
 
         with beside_bars():
-            click.echo(f"lowtide.{type(error).__name__}: {error}", err=True)
+            click.echo(f"{who(f'lowtide.{type(error).__name__}')}: {error}", err=True)
             for note in getattr(error, "__notes__", ()):
                 click.echo(f"  {note}", err=True)
         return error.exit_code

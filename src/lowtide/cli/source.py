@@ -86,9 +86,13 @@ def write(text: str, to: str) -> None:
 
 def say(text: str) -> None:
     """A line of ours on stderr, in the middle of what a script writes."""
-    who = "lowtide" if rank() is None else f"lowtide, rank {rank()}"
     with beside_bars():
-        click.echo(f"{who}: {text}", err=True)
+        click.echo(f"{who()}: {text}", err=True)
+
+
+def who(name: str = "lowtide") -> str:
+    """Who says something, and which of several processes it is."""
+    return name if rank() is None else f"{name}, rank {rank()}"
 
 
 def beside_bars() -> AbstractContextManager[None]:
