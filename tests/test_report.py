@@ -86,6 +86,12 @@ def test_peaks_that_plans_reach_are_printed_as_budgets_that_are_enough() -> None
         assert plan(profile, said).predicted.peak_bytes == least.peak_bytes
 
 
+def test_a_step_of_which_plans_save_nothing_has_no_smaller_peak() -> None:
+    profile = transformer(2)
+    profile = replace(profile, base_bytes=(*profile.base_bytes[:-1], 10**9))
+    assert "smallest peak: the plain step's, for no plan needs less" in str(profile).splitlines()
+
+
 def fitted_with(plain_ms: float | None, *notes: str) -> Fitted:
     profile = transformer(2)
     made = replace(plan(profile, "70%"), notes=notes)

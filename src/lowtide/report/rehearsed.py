@@ -32,9 +32,12 @@ def _lines(profile: Profile) -> Iterator[str]:
     if free_bytes < plain.peak_bytes:
         yield f"with gradients in place: {format_bytes(free_bytes)}, at no cost"
     _, least = smallest_peak(profile)
-    smallest, share = format_bytes(least.peak_bytes, round_up=True), format_ratio(least.peak_bytes / peak_bytes)
-    yield f"smallest peak: {smallest} ({share}), {extra(least.extra_ms, profile.step_ms)}"
-    yield f"  peak{format_parts(least.peak_bytes, least.parts)}"
+    if least.peak_bytes < plain.peak_bytes:
+        smallest, share = format_bytes(least.peak_bytes, round_up=True), format_ratio(least.peak_bytes / peak_bytes)
+        yield f"smallest peak: {smallest} ({share}), {extra(least.extra_ms, profile.step_ms)}"
+        yield f"  peak{format_parts(least.peak_bytes, least.parts)}"
+    else:
+        yield "smallest peak: the plain step's, for no plan needs less"
     yield from lever_lines(profile)
     yield from (f"note: {note}" for note in profile.notes)
 
