@@ -2,12 +2,14 @@
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lowtide
+from conftest import RunPython
 from lowtide import _torch
 from lowtide.errors import LowtideError
 
@@ -162,3 +164,34 @@ def test_loss_only() -> None:
     assert loss == plain_loss
     assert all(map(torch.equal, plain_gradients, gradients))
     assert model(input_ids=ids, labels=ids).logits is not None
+
+
+STEPS_OF_COMPILED = """
+import lowtide, torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 10)
+    def forward(self, x):
+        return self.b(nn.functional.dropout(nn.functional.gelu(self.a(x)), 0.1, self.training))
+
+torch.manual_seed(0)
+model = Net()
+model.compile(backend="aot_eager")
+for number in range(4):
+    with lowtide.step() as step:
+        output = model(torch.randn(80, 64))
+        output.square().mean().backward()
+    assert step.n_released and output.grad_fn is None
+assert counters["frames"]["total"] == 1 and not counters["graph_break"], (counters["frames"], counters["graph_break"])
+"""
+
+
+def test_a_model_that_is_compiled_where_it_stands_is_compiled_once(tmp_path: Path, run_python: RunPython) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STEPS_OF_COMPILED, encoding="utf-8")
+    done = run_python(str(script))
+    assert done.returncode == 0, done.stderr
