@@ -225,8 +225,10 @@ def test_a_lever_that_was_asked_for_in_vain_is_said_and_not_offered_again() -> N
     step = sharpness_aware(model, optimizer, through_data=False)
     with pytest.raises(lowtide.Infeasible) as refused:
         lowtide.fit(model, step, rows(1), budget="10%", levers=[STEP])
-    *_, nearest, note = str(refused.value).splitlines()
+    *_, nearest, little, note = str(refused.value).splitlines()
     assert f"levers=({FUSED!r},)" in nearest
+    assert little.startswith("  Note: plans save next to nothing of this step: ")
+    assert little.endswith("at its peak, after backward, are temporaries, as of the update.")
     assert note.startswith(f"  Note: lever {STEP!r} is not used: ")
     assert "parameters are written to between" in note
 

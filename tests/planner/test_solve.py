@@ -209,15 +209,25 @@ def test_the_error_offers_a_budget_that_works() -> None:
     assert f"Smallest peak: {format_bytes(error.smallest_peak_bytes, round_up=True)}" in str(error)
 
 
-def test_the_error_says_where_plans_save_nothing() -> None:
-    profile = transformer(3, width=1000)
-    least = min(profile.base_bytes)
-    profile = replace(profile, base_bytes=tuple(n - least + 1000 * max(profile.base_bytes) for n in profile.base_bytes))
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        (0, "before forward, are temporaries."),
+        (1, "in forward, are temporaries, of which smaller batches need less."),
+        (-2, "in backward, are temporaries, of which smaller batches need less."),
+        (-1, "after backward, are temporaries, as of the update."),
+    ],
+)
+def test_the_error_says_where_plans_save_nothing(at: int, told: str) -> None:
+    profile = transformer(3)
+    base = [*profile.base_bytes]
+    base[at] = 1000 * max(base)
+    last = len(base) - 1
+    phases = {"forward": 1, "backward": 2, "after backward": last}
     with pytest.raises(Infeasible) as caught:
-        plan(profile, "50%")
+        plan(replace(profile, base_bytes=tuple(base), phases=phases), "50%")
     temporaries = format_bytes(caught.value.parts["temporaries"])
-    told = f"Note: plans save next to nothing of this step. At its peak, in backward, {temporaries} are temporaries"
-    assert told in str(caught.value)
+    assert f"Note: plans save next to nothing of this step: {temporaries} at its peak, {told}" in str(caught.value)
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])

@@ -61,6 +61,14 @@ NOTHING_SAVED = 0.97
 """Of the plain step's peak: where plans save less than the rest it is said."""
 
 
+_TEMPORARIES = {
+    "before forward": "at its peak, before forward, are temporaries",
+    "forward": "at its peak, in forward, are temporaries, of which smaller batches need less",
+    "backward": "at its peak, in backward, are temporaries, of which smaller batches need less",
+    "after backward": "at its peak, after backward, are temporaries, as of the update",
+}
+
+
 def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> Decisions:
     """Decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
 
@@ -96,12 +104,10 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
     step_ms = simulator.profile.step_ms
     notes = []
     if prediction.peak_bytes > NOTHING_SAVED * plain.peak_bytes:
-        begins = sorted((first, phase) for phase, first in simulator.profile.phases.items())
-        phase = [phase for first, phase in begins if first <= prediction.peak_position][-1]
-        notes.append(
-            f"plans save next to nothing of this step. At its peak, in {phase}, "
-            f"{format_bytes(prediction.parts.get('temporaries', 0))} are temporaries: smaller batches need less"
-        )
+        begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
+        phase = begun[max(begun)] if begun else "before forward"
+        temporaries = format_bytes(prediction.parts.get("temporaries", 0))
+        notes.append(f"plans save next to nothing of this step: {temporaries} {_TEMPORARIES[phase]}")
     return Infeasible(
         budget_bytes=budget_bytes,
         smallest_peak_bytes=prediction.peak_bytes,
