@@ -117,18 +117,21 @@ def graphs_of(
     for key, graph in graphs.items():
         graph.numbers = [n for node in graph.nodes if (n := _torch.sequence_number(node)) < _LEAF_NUMBERS]
         if graph.numbers:
-            graph.unfreed, graph.context = kept_by(graph.nodes)
+            keeping = set()
+            for node in graph.nodes:
+                saved, context = kept_by([node])
+                graph.unfreed |= saved
+                graph.context |= context
+                if saved or context:
+                    keeping.add(node)
             newest_first = sorted(ends.get(key, []), key=lambda end: -_torch.sequence_number(end[1]))
             graph.tensors = [index for index, _ in newest_first]
-            graph.keepers = _keepers(newest_first, graph.nodes)
+            graph.keepers = _leading_to(keeping, newest_first)
     return [graph for graph in graphs.values() if graph.numbers and min(graph.numbers) < new_from]
 
 
-def _keepers(ends: list[tuple[int, Node]], nodes: Sequence[Node]) -> set[int]:
-    """Tensors whose nodes lead to one that keeps anything. One alone is not looked at."""
-    if len(ends) < 2:
-        return {index for index, _ in ends}
-    keeping = {node for node in nodes if any(kept_by([node]))}
+def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
+    """Tensors to whose nodes one of `keeping` is upstream."""
     in_vain: set[Node] = set()
     return {index for index, root in ends if _leads_to(keeping, root, in_vain)}
 
