@@ -157,7 +157,7 @@ class Timeline:
     def __init__(self, stream: EventStream, labels: Mapping[int, Label] | None = None) -> None:
         self.stream = stream
         self.labels = dict(labels or {})
-        self.curve: tuple[int, ...] = tuple(accumulate(map(bytes_added, stream.events)))
+        self.curve: tuple[int, ...] = tuple(accumulate(map(_bytes_added, stream.events)))
         """Level over entry after each event, bytes."""
         self.peak_bytes: int = max((0, *self.curve))
         """The highest level over entry; 0 if it never rose above entry."""
@@ -287,7 +287,7 @@ def most_between(stream: EventStream, begins: str, ends: str) -> Iterator[tuple[
     """From each mark `begins` to the next mark `ends`: what that says, and the most that was allocated in between."""
     level = start = peak = 0
     for event in stream.events:
-        level += bytes_added(event)
+        level += _bytes_added(event)
         peak = max(peak, level)
         if type(event) is Mark and event.label == begins:
             start = peak = level
@@ -295,8 +295,7 @@ def most_between(stream: EventStream, begins: str, ends: str) -> Iterator[tuple[
             yield event.data, peak - start
 
 
-def bytes_added(event: Event) -> int:
-    """How much more memory is there after it."""
+def _bytes_added(event: Event) -> int:
     if type(event) is Allocate:
         return event.bytes
     return -event.bytes if type(event) is Free else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -16,7 +15,7 @@ from lowtide.memory.allocator.addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import Reserved, simulate
 from lowtide.memory.cards import CARDS, Card, context_bytes
-from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline, bytes_added
+from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline
 from lowtide.memory.snapshots.writing import write_snapshot
 from lowtide.units import format_bytes
 
@@ -93,10 +92,9 @@ class CardForesight(Foresight):
 
     def _peak_in_words(self) -> str:
         """Why it is not the peak of the step that was recorded last, which is shown."""
-        levels = [*accumulate(map(bytes_added, self.whole.events))]
-        peak = max(range(len(levels)), key=levels.__getitem__)
-        workspaces = sum(e.bytes for e in self.whole.events[:peak] if type(e) is Allocate and e.op == WORKSPACE)
-        which = "second" if peak >= len(levels) - len(self.timeline.stream.events) else "first"
+        events, peak = self.whole.events, Timeline(self.whole).peak_index
+        workspaces = sum(e.bytes for e in events[: peak + 1] if type(e) is Allocate and e.op == WORKSPACE)
+        which = "second" if peak >= len(events) - len(self.timeline.stream.events) else "first"
         included = f", with {format_bytes(workspaces)} of cuBLAS's workspaces" if workspaces else ""
         return f"in the {which} one{included}"
 
