@@ -1291,7 +1291,7 @@ def test_steps_that_a_profiler_of_the_script_records_are_left_to_it(
     assert (done.code, done.out) == (0, plain), done.err
     assert plain.endswith("True\n")
     assert "within the budget" in done.err
-    assert done.err.count("a profiler of the script's own is running: steps after it are rehearsed") == 1
+    assert done.err.count("the script records by itself, as with a profiler: steps after that are rehearsed") == 1
     ended = run("run", "--budget", "80%", train, "--steps", "4")
     assert ended.code == 2
-    assert "more where batches are of several sizes; a profiler of the script's own ran in" in ended.err
+    assert "several sizes; the script itself recorded 3 of them, as with a profiler" in ended.err

@@ -30,7 +30,7 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder, without_asides
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class CudaRecorder(Recorder):
                 "what it gives. Unset it."
             )
         if _of_the_allocator(_torch.history_is_on):
-            raise RehearsalError(
+            raise Busy(
                 "CUDA memory cannot be recorded: the allocator's history is being recorded already.\n"
                 "  End that first: torch.cuda.memory._record_memory_history(None)."
             )

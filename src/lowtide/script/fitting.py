@@ -66,7 +66,7 @@ class Fitting(UnderPlan):
             hidden = self._rehearsing.n_hidden
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
-                self._say("a profiler of the script's own is running: steps after it are rehearsed")
+                self._say("the script records by itself, as with a profiler: steps after that are rehearsed")
             return
         self._rehearsing.leaves()
         if self._applied is None or self._applied.plan is not self.plan:
@@ -75,7 +75,7 @@ class Fitting(UnderPlan):
         self._n_others += found != planned
         if no_larger(shapes_in(found), shapes_in(planned)):
             assert self._applied is not None
-            with contextlib.suppress(Busy):  # the script's own profiler: another step is measured
+            with contextlib.suppress(Busy):  # the script records this one by itself: another is measured
                 self._open = Measured(model, batch, optimizers, self._applied)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:

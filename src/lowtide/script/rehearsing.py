@@ -37,7 +37,7 @@ class Rehearsing(Crew):
 
     @property
     def awaits(self) -> str:
-        hidden = f"; a profiler of the script's own ran in {self.n_hidden} of them" if self.n_hidden else ""
+        hidden = f"; the script itself recorded {self.n_hidden} of them, as with a profiler" if self.n_hidden else ""
         return TWO_STEPS + hidden
 
     def __init__(self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = ()) -> None:
@@ -67,7 +67,7 @@ class Rehearsing(Crew):
         self._is_hidden = False
         try:
             self._observed.begin(batch, optimizers, models_at_hand())
-        except Busy as busy:  # the script's own profiler, for some steps perhaps
+        except Busy as busy:  # the script's own profiler or recording, for some steps perhaps
             self._is_hidden = True
             self.n_hidden += 1
             if self.n_hidden > PATIENCE:
