@@ -176,3 +176,22 @@ class UNet(nn.Module):
         skip = self.stem(x)
         deep = F.interpolate(self.deep(self.down(skip)), scale_factor=2)
         return self.head(self.norm(self.up(torch.cat([skip, deep], 1))).sigmoid())
+
+
+COMPILED = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 10)
+    def forward(self, x):
+        return self.b(nn.functional.dropout(nn.functional.gelu(self.a(x)), 0.1, self.training))
+
+torch.manual_seed(0)
+model = Net()
+model.compile(backend="aot_eager")
+"""
+"""Of a script: a model that is compiled where it stands, and what the compiler has counted."""

@@ -585,8 +585,9 @@ def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.Capt
 
 
 @pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group that outlives what the test makes: torch 2.13 hangs now and then where a wrapper is the last."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own there, which names the rank
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield
     gc.collect()
@@ -801,3 +802,32 @@ def test_kernels_of_attention_are_switched_on_and_off() -> None:
     assert all(_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         assert [_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
+
+
+def test_saved_tensor_hooks_are_off_for_a_while() -> None:
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def raises() -> None:
+        with _torch.saved_tensor_hooks_off(unpack):
+            x.exp()
+            raise ValueError("in the block")
+
+    x = torch.randn(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with pytest.raises(ValueError, match="in the block"):
+            raises()
+        assert packed == []
+        with _torch.saved_tensor_hooks_off(lambda tensor: tensor):  # these are somebody else's
+            x.exp()
+        x.exp()
+    assert len(packed) == 2
+    with _torch.saved_tensor_hooks_off(unpack):
+        x.exp()
+    assert _torch.saved_tensor_hooks() is None

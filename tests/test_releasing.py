@@ -12,6 +12,7 @@ import lowtide
 from conftest import RunPython
 from lowtide import _torch
 from lowtide.errors import LowtideError
+from parts import COMPILED
 
 
 @pytest.fixture
@@ -166,21 +167,10 @@ def test_loss_only() -> None:
     assert model(input_ids=ids, labels=ids).logits is not None
 
 
-STEPS_OF_COMPILED = """
-import lowtide, torch
-from torch import nn
-from torch._dynamo.utils import counters
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 10)
-    def forward(self, x):
-        return self.b(nn.functional.dropout(nn.functional.gelu(self.a(x)), 0.1, self.training))
-
-torch.manual_seed(0)
-model = Net()
-model.compile(backend="aot_eager")
+STEPS_OF_COMPILED = (
+    COMPILED
+    + """
+import lowtide
 for number in range(4):
     with lowtide.step() as step:
         output = model(torch.randn(80, 64))
@@ -188,6 +178,7 @@ for number in range(4):
     assert step.n_released and output.grad_fn is None
 assert counters["frames"]["total"] == 1 and not counters["graph_break"], (counters["frames"], counters["graph_break"])
 """
+)
 
 
 def test_a_model_that_is_compiled_where_it_stands_is_compiled_once(tmp_path: Path, run_python: RunPython) -> None:

@@ -77,7 +77,7 @@ class Infeasible(LowtideError, ValueError):
 
     The message offers the smallest peak as a budget, with its `extra_ratio` (extra time over the plain step's, 0.31 for
     +31 %) if that is known, and then `nearest`: other things that would work, worded as advice. `notes` say what was
-    tried in vain.
+    tried in vain, and where plans save nothing.
     """
 
     exit_code = 1

@@ -16,6 +16,7 @@ import lowtide
 from conftest import RunPython
 from lowtide import _torch
 from lowtide.errors import LowtideError
+from parts import COMPILED
 
 
 @pytest.fixture
@@ -281,21 +282,9 @@ def re_joined(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
 
 
-COMPILED = """
-import torch
-from torch import nn
-from torch._dynamo.utils import counters
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 10)
-    def forward(self, x):
-        return self.b(nn.functional.dropout(nn.functional.gelu(self.a(x)), 0.1, self.training))
-
-torch.manual_seed(0)
-model = Net()
-model.compile(backend="aot_eager")
+TRAIN_COMPILED = (
+    COMPILED
+    + """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 kept = []
 for step in range(5):
@@ -307,11 +296,12 @@ for step in range(5):
 print(counters["frames"], counters["stats"]["calls_captured"], dict(counters["graph_break"]))
 print([loss.item().hex() for loss in kept])
 """
+)
 
 
 def test_a_model_that_is_compiled_where_it_stands_is_compiled_as_ever(tmp_path: Path, run_python: RunPython) -> None:
     script = tmp_path / "train.py"
-    script.write_text(COMPILED, encoding="utf-8")
+    script.write_text(TRAIN_COMPILED, encoding="utf-8")
     plain, watched = (run_python(*command, str(script)) for command in ((), ("-m", "lowtide", "watch")))
     assert watched.stdout == plain.stdout
     assert "LT017" in watched.stderr, watched.stderr
