@@ -33,7 +33,7 @@ def run_python() -> RunPython:
         search = os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH", "")]))
         env = {**os.environ, "PYTHONPATH": search}
         return subprocess.run(
-            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=300, check=False
         )
 
     return run

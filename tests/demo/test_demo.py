@@ -60,7 +60,7 @@ def check(found: Comparison, steps: int) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple["subprocess.CompletedProcess[str]", Path]:
     path = tmp_path_factory.mktemp("demo") / "found.json"
     args = [sys.executable, "-m", "lowtide", "demo", "--steps=2", *SMALL["gpt2"], "--json", str(path)]
-    return subprocess.run(args, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False), path
+    return subprocess.run(args, capture_output=True, text=True, encoding="utf-8", timeout=300, check=False), path
 
 
 @pytest.mark.xdist_group("a real run")  # in one worker, for `small`

@@ -159,6 +159,29 @@ def test_more_budget_never_costs_more_with_noisy_costs(costs_seed: int) -> None:
     assert costs == sorted(costs)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_how_far_down_plans_can_go_is_no_matter_of_measured_times(seed: int) -> None:
+    """Else the budget that an error offers could be refused by the next call, which rehearses anew."""
+    noise, profile = Random(seed), random_profile(seed, 60)
+
+    def measured(cost_ms: float) -> float:
+        return cost_ms * noise.uniform(0.7, 1.4)
+
+    def again() -> Profile:
+        values = (replace(value, cost_ms=measured(value.cost_ms)) for value in profile.values)
+        calls = (
+            replace(call, cost_ms=measured(call.cost_ms), advance_ms=measured(call.advance_ms))
+            for call in profile.calls
+        )
+        return replace(profile, values=tuple(values), calls=tuple(calls))
+
+    rehearsals = [again() for _ in range(8)]
+    smallest = {smallest_peak(each)[1].peak_bytes for each in rehearsals}
+    assert len(smallest) == 1
+    for each in rehearsals:
+        assert plan(each, min(smallest)).predicted.peak_bytes <= min(smallest)
+
+
 def test_what_was_planned_before_changes_nothing() -> None:
     asked = [plan(TRANSFORMER, f"{share}%") for share in (90, 50, 65, 51)]
     for made in asked:

@@ -19,6 +19,10 @@ class Found:
     extra_flops: int
     choice: Choice
 
+    @classmethod
+    def of(cls, choice: Choice, sweep: Sweep) -> Found:
+        return cls(sweep.peak, sweep.extra_ms, sweep.extra_flops, choice)
+
     @property
     def cost(self) -> tuple[float, int]:
         """What is compared: time, and FLOPs between what takes the same time."""
@@ -47,7 +51,7 @@ class Pool:
 
     def add(self, choice: Choice, sweep: Sweep) -> None:
         """Take `choice` in unless one in here is as good in both, and drop those that it beats."""
-        new = Found(sweep.peak, sweep.extra_ms, sweep.extra_flops, choice)
+        new = Found.of(choice, sweep)
         if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.found):
             self.found = [f for f in self.found if f.peak < new.peak or f.cost < new.cost]
             self.found.append(new)
