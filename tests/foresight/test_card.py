@@ -389,3 +389,15 @@ def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> No
         foreseen = lowtide.foresee(model, step, torch.randn(1, 256), device="L4")
         assert f"both steps, in the {which} one, with {format_bytes(n_bytes)} of cuBLAS's" in str(foreseen)
         sizes.reverse()
+
+
+def test_what_no_cpu_can_compute_is_not_known() -> None:
+    """`histc` of integers has a kernel for CUDA alone; models take it there to count the tokens of each expert."""
+    model, batch = nn.Linear(4, 4), torch.arange(12).reshape(3, 4)
+
+    def step(batch: torch.Tensor) -> None:
+        ids = batch % 3
+        counted = torch.histc(ids.int() if ids.is_cuda else ids.float(), bins=3, min=0, max=2)
+        (model(batch.float()).sum() * counted.cumsum(0)[-1]).backward()
+
+    assert not [note for note in lowtide.foresee(model, step, batch, device="T4").assumed if "histc" in note]
