@@ -219,9 +219,9 @@ class Step(Fates):
             found.append(self.profile.calls[call].state_bytes + base[position] - level + sum(there))
         return found
 
-    def trips(self) -> list[int]:
-        """Storages of offloaded values, in the order in which they are packed."""
-        saved, packed = list[Slot](), list[tuple[float, int]]()
+    def trips(self) -> dict[int, int]:
+        """Storages of offloaded values, in the order in which they are packed; and a position by which each has been."""
+        saved, packed = list[Slot](), list[tuple[float, int, int]]()
         for slot in self.slots:
             active = not slot.is_input or slot.call in self.replayed | self.advanced
             if not slot.is_input:
@@ -229,8 +229,12 @@ class Step(Fates):
             before = next((n for n, s in enumerate(self.saved) if s.call >= slot.call), len(self.saved)) - 0.5
             when = before if slot.is_input else len(saved) - 1
             if active and self.fate[slot.value] == "offload" and self.action(slot) == "offload":
-                packed.append((when, self.storage_of(slot.value)))
-        return list(dict.fromkeys(storage for _, storage in sorted(packed, key=lambda pair: pair[0])))
+                call = self.profile.calls[slot.call]
+                packed.append((when, self.storage_of(slot.value), call.enter + 1 if slot.is_input else call.exit))
+        found: dict[int, int] = {}
+        for _, storage, position in sorted(packed, key=lambda each: each[0]):
+            found.setdefault(storage, min(self.profile.storages[storage].dies, position))
+        return found
 
     def travellers(self, storage: int | None) -> list[int]:
         """The offloaded values in a storage."""
@@ -269,7 +273,7 @@ class Step(Fates):
         for index, storage in enumerate(self.profile.storages):
             until = storage.dies
             if index in trips:  # it has left when the next one leaves
-                until = max(until, self.profile.storages[next_trip[index]].dies if index in next_trip else backward)
+                until = max(until, trips[next_trip[index]] if index in next_trip else backward)
             inside = [v for v, value in enumerate(self.profile.values) if value.storage == index]
             holding = [v for v in inside if self.is_kept(v) or self.fate[v] == "pass"]
             if storage.born <= position and (

@@ -69,7 +69,9 @@ class Fates(NamedTuple):
     """The inputs, as rows of slots, that calls hold at least while they run: replayed and advanced ones, of those in a
     replayed one only the state."""
     trips: list[int]
-    """The storages of offloaded values, in the order in which they leave."""
+    """The storages of offloaded values, in the order in which they set out."""
+    out: list[int]
+    """For each of them the position by which it has set out."""
 
 
 def fates_of(index: Index, choice: Choice) -> Fates:
@@ -123,12 +125,14 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     rows = np.flatnonzero(offload)
     rows = rows[state[index.slot_value[rows]] == OFFLOADED]
     rows = rows[np.argsort(index.slot_order[rows], kind="stable")]
-    trips = list(dict.fromkeys(index.value_storage[index.slot_value[rows]].tolist()))
+    trips, first = np.unique(index.value_storage[index.slot_value[rows]], return_index=True)
+    trips, rows = trips[np.argsort(first)], rows[np.sort(first)]
     calls = np.where(is_replayed, REPLAYED, KEPT)
     return Fates(
         state=np.concatenate((state, calls)),
         by_call=np.concatenate((by_call, np.full_like(calls, -1))),
         elsewhere=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),
         given=np.flatnonzero(given),
-        trips=trips,
+        trips=trips.tolist(),
+        out=np.minimum(index.dies[trips], index.slot_filled[rows]).tolist(),
     )

@@ -54,6 +54,8 @@ class Index:
         self._index_calls(profile)
         self.slot_within = np.where(self.slot_is_input, self.parent[self.slot_call], self.slot_call)
         """For each slot the call whose replay would bring it back: of an input the one around its own, or -1."""
+        self.slot_filled = np.where(self.slot_is_input, self.enter[self.slot_call] + 1, self.exit[self.slot_call])
+        """For each slot a position by which it is filled."""
         self._index_values(profile, slots)
         self._index_inputs(slots)
         self.order = self._dependents_first()

@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.planner.fates import KEPT, Choice, fates_of
+from lowtide.planner.fates import KEPT, Choice, Fates, fates_of
 from lowtide.planner.indexed import Index, Ints
 from lowtide.planner.stretches import Stretches
 
@@ -124,7 +124,7 @@ class Sweeper:
         np.maximum.at(ends, index.slot_storage[rows], index.exit[index.slot_call[rows]])
         values, until = _joined((visit.holds for visit in visits), 2)
         np.maximum.at(ends, index.value_storage[values], until)
-        leave, returning = self._away(fates.trips, _joined((visit.returns for visit in visits), 4))
+        leave, returning = self._away(fates, _joined((visit.returns for visit in visits), 4))
         ends[fates.trips] = np.maximum(ends[fates.trips], leave)
         running = self._running(
             _joined((visit.runs for visit in visits), 3), _joined((visit.waits for visit in visits), 2)
@@ -152,22 +152,19 @@ class Sweeper:
         np.add.at(waiting, *waits)
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
-    def _away(self, trips: list[int], returns: Ints) -> tuple[Ints, Ints]:
+    def _away(self, fates: Fates, returns: Ints) -> tuple[Ints, Ints]:
         """When each of the offloaded storages leaves, and copies for when they are back."""
-        index, leave, copies = self.index, [], []
+        index, copies = self.index, []
         back: dict[int, tuple[int, int, int]] = {}
         for storage, when, until, value in returns.T.tolist():
             start, end, first = back.get(storage, (when, until, value))
             back[storage] = min(start, when), max(end, until), first
-        for storage, following in zip_longest(trips, trips[1:]):
+        for storage, following in zip_longest(fates.trips, fates.trips[1:]):
             start, end, value = back[storage]
-            if following is None:
-                leave.append(self._backward)
-            else:
-                leave.append(int(index.dies[following]))
-                start = min(start, back[following][0])
+            start = min(start, back[following][0]) if following is not None else start
             if start < end:
                 copies.append((start, end, index.bytes_of[storage], value))
+        leave = [*fates.out[1:], self._backward][: len(fates.trips)]
         return np.array(leave, np.int64), np.array(copies, np.int64).reshape(-1, 4).T
 
     def _usage(self, ends: Ints, copies: Copies) -> Ints:
