@@ -220,7 +220,7 @@ class Step(Fates):
         return found
 
     def trips(self) -> dict[int, int]:
-        """Storages of offloaded values, in the order in which they are packed, and a position by which each has been."""
+        """Storages of offloaded values in the order in which they are packed, and a position by which each has been."""
         saved, packed = list[Slot](), list[tuple[float, int, int]]()
         for slot in self.slots:
             active = not slot.is_input or slot.call in self.replayed | self.advanced
