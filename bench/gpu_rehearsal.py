@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,18 @@ def compare(names: list[str], rows: int, record: Path | None) -> None:
     print(
         f"{'model':12} {'segments':10}" + "".join(f" {peak:>14} {'error':>8}" for peak in PEAKS) + "  in the interval"
     )
+
+    def both(row: tuple[str, str]) -> tuple[Any, Any]:
+        name, text = row[0], SETTINGS[row[1]]
+        options = ["--rows", str(rows), *(["--record", str(record)] if record and not text else [])]
+        measured = _apart(["--measure", name, *options], {"PYTORCH_ALLOC_CONF": text})
+        without = {"PYTORCH_ALLOC_CONF": text, "CUDA_VISIBLE_DEVICES": ""}
+        return measured, _apart(["--predict", name, "--card", json.dumps(card), *options[:2]], without)
+
     errors: dict[str, list[float]] = {peak: [] for peak in PEAKS}
-    for name in names:
-        for setting, text in SETTINGS.items():
-            options = ["--rows", str(rows), *(["--record", str(record)] if record and not text else [])]
-            measured = _apart(["--measure", name, *options], {"PYTORCH_ALLOC_CONF": text})
-            without = {"PYTORCH_ALLOC_CONF": text, "CUDA_VISIBLE_DEVICES": ""}
-            foreseen = _apart(["--predict", name, "--card", json.dumps(card), *options[:2]], without)
+    asked = [(name, setting) for name in names for setting in SETTINGS]
+    with ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:  # each process counts its own memory only
+        for (name, setting), (measured, foreseen) in zip(asked, pool.map(both, asked), strict=True):
             if isinstance(measured, str) or isinstance(foreseen, str):
                 print(f"{name:12} {setting:10} {measured if isinstance(measured, str) else foreseen}", flush=True)
                 continue

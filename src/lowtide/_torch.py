@@ -940,7 +940,7 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
     def device(self: FakeTensor) -> torch.device:
         if self.fake_mode.in_kernel_invocation:
             return meta
-        found: torch.device = self._fake_device
+        found = self.fake_device
         return found if found != true or is_own(sys._getframe(1)) or inside() else shown
 
     with patch.object(FakeTensor, "device", property(device, asked.fset)):
