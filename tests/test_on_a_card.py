@@ -35,7 +35,7 @@ def peak_of(step: Any, batch: Any) -> int:
 
 
 @pytest.mark.parametrize("part", [0, 50])
-@pytest.mark.parametrize("name", [name for name in ZOO if name != "autocast"])
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in ("autocast", "skipping")])
 def test_models_of_the_zoo(name: str, part: int) -> None:
     model, batch, step = ZOO[name]()
     batch = on_card(model, batch)

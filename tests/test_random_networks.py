@@ -134,6 +134,13 @@ DROPPED = [
     [("relu", 0, 4), ("gated", 2, 3), ("contiguous", 0, 2), ("convolution", 2, 3), ("contiguous", 2, 3)],
     [("sum", 2, 2), ("batch norm", 0, 3), ("block", 0, 0), ("gated", 0, 4), ("relu_", 2, 3)],
 ]
+# Seen in the same view by two that save it.
+SAVED_TWICE_AS_A_VIEW = [
+    [
+        *[("dropout", 0, 3), ("filled", 1, 0), ("detached", 0, 2), ("contiguous", 0, 0), ("scaled", 1, 0)],
+        *[("masked", 2, 3), ("avg_pool", 1, 1), ("halved", 1, 1), ("convolution", 0, 1), ("pool layer", 2, 0)],
+    ]
+]
 
 
 @settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
@@ -149,6 +156,7 @@ DROPPED = [
 @example(blocks=SAVED_LATER, hasty=0, residual=False, part=0)
 @example(blocks=OVERWRITTEN_VIEW, hasty=0, residual=False, part=0)
 @example(blocks=DROPPED, hasty=0b11, residual=False, part=30)
+@example(blocks=SAVED_TWICE_AS_A_VIEW, hasty=0, residual=True, part=0)
 def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int) -> None:
     torch.manual_seed(0)
     model, x = Network(blocks, hasty=hasty, residual=residual), torch.randn(2, 3, SIDE, SIDE)

@@ -7,6 +7,7 @@ the last that holds it: a loop's variable has taken the next result, a list of r
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,13 +21,19 @@ if TYPE_CHECKING:
 
 
 class _Memory:
-    """What kept values are in, and how many tensors of ours have it."""
+    """What kept values are in, and which tensors of ours have it."""
 
-    __slots__ = ("ours", "storage")
+    __slots__ = ("storage", "tensors")
 
     def __init__(self, storage: WeakStorage) -> None:
         self.storage = storage
-        self.ours = 0
+        self.tensors: Counter[int] = Counter()
+        """By `id`, how many of ours have it."""
+
+    @property
+    def ours(self) -> int:
+        """How many there are: one that several of ours have is one owner of the memory."""
+        return len(self.tensors)
 
 
 class Holding:
@@ -64,10 +71,12 @@ class Holding:
             return
         storage = WeakStorage(tensor)
         memory = self._held.setdefault(storage.address, _Memory(storage))
-        memory.ours += 1
+        memory.tensors[one := id(tensor)] += 1
 
         def gone(_: object) -> None:
-            memory.ours -= 1
+            memory.tensors[one] -= 1
+            if not memory.tensors[one]:
+                del memory.tensors[one]
             del self._counted[key]
 
         self._counted[key] = weakref.ref(holder, gone)
