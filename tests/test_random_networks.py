@@ -141,6 +141,18 @@ SAVED_TWICE_AS_A_VIEW = [
         *[("masked", 2, 3), ("avg_pool", 1, 1), ("halved", 1, 1), ("convolution", 0, 1), ("pool layer", 2, 0)],
     ]
 ]
+# Remade with a number that was noted where it is made, and saved again where other numbers would be.
+NOTED_BEFORE = [
+    [("attention", 0, 2), ("linear", 0, 0), ("halved", 0, 2), ("tilted", 1, 0)],
+    [
+        *[("max_pool", 2, 0), ("clamped", 1, 1), ("sum", 1, 0), ("filled", 1, 1), ("avg_pool", 1, 0)],
+        *[("halved", 0, 1), ("pool layer", 0, 1), ("tanh", 0, 3), ("larger", 1, 4), ("difference", 1, 1)],
+    ],
+    [
+        *[("batch norm", 2, 0), ("tanh", 0, 3), ("shifted", 2, 0), ("relu_", 2, 4), ("attention", 2, 4)],
+        *[("noisy", 0, 4), ("contiguous", 1, 2), ("detached", 1, 4), ("batch norm", 0, 4), ("relu_", 0, 2)],
+    ],
+]
 
 
 @settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
@@ -157,6 +169,7 @@ SAVED_TWICE_AS_A_VIEW = [
 @example(blocks=OVERWRITTEN_VIEW, hasty=0, residual=False, part=0)
 @example(blocks=DROPPED, hasty=0b11, residual=False, part=30)
 @example(blocks=SAVED_TWICE_AS_A_VIEW, hasty=0, residual=True, part=0)
+@example(blocks=NOTED_BEFORE, hasty=0b100, residual=False, part=0)
 def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int) -> None:
     torch.manual_seed(0)
     model, x = Network(blocks, hasty=hasty, residual=residual), torch.randn(2, 3, SIDE, SIDE)

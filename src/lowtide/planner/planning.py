@@ -15,6 +15,7 @@ from lowtide.planner.objectives import Objective, flops_first
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decided, Decisions, Plan, Prediction, Profile
 from lowtide.planner.solve import Solver, most_saving, solve
+from lowtide.remat.actions import nodes_at
 from lowtide.units import parse_budget
 
 Allowed = Literal["all", "cheap"]
@@ -143,7 +144,8 @@ def _bound_ms(
 
 def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     """The fields of a Decided."""
-    nodes = {slot.address: v.node for slot in profile.slots if (v := profile.values[slot.value]).recipe}
+    made = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
+    nodes = nodes_at(((slot.address, slot.value) for slot in profile.slots), made)
     return {
         "remake": {address: nodes[address] for address in sorted(decisions.remake)},
         "replay": tuple(sorted(decisions.replay)),

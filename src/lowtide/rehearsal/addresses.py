@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft
+from lowtide.remat import actions
 
 OTHER_NODE = "another node made what is saved there in another call of the model"
 
@@ -31,4 +32,5 @@ def settle(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> None:
 
 def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
     """The node that remakes what is saved at each address, once they are settled."""
-    return {slot.address: values[slot.value].node for slot in slots if values[slot.value].recipe is not None}
+    nodes = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
+    return actions.nodes_at(((slot.address, slot.value) for slot in slots), nodes)

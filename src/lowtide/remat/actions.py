@@ -37,6 +37,28 @@ def node_name(node: str) -> str:
     return node.partition(NOTED)[0]
 
 
+def nodes_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict[str, str]:
+    """What plans write for the address of each slot, given as address and value, in the order of a step.
+
+    `nodes` are the names by value, with what has to be noted: that is in the call that saves the value first. Others
+    that save it, too, note nothing for it.
+    """
+    found, first = dict[str, str](), dict[int, str]()
+    for address, value in slots:
+        if value in nodes:
+            call = first.setdefault(value, _parts(address)[0])
+            name = nodes[value] if _parts(address)[0] == call else node_name(nodes[value])
+            if address not in found or NOTED in name:
+                found[address] = name
+    return found
+
+
+def _parts(address: str) -> tuple[str, str, str]:
+    """The call, the mark and the number behind it."""
+    call, mark, place = re.split(r"([:@])(?=\d+$)", address)
+    return call, mark, place
+
+
 class Actions:
     """What a plan says about one call of one module: which ordinals are remade, whether it is replayed or advanced."""
 
@@ -70,7 +92,7 @@ def actions_for(
         return table.setdefault(path, {}).setdefault(int(number), Actions())
 
     for address, node in {**dict.fromkeys(offload, OFFLOAD), **remake}.items():
-        call, mark, place = re.split(r"([:@])(?=\d+$)", address)
+        call, mark, place = _parts(address)
         name, notes, ordinals = node.partition(NOTED)
         (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(name, address)
         of(call).notes |= bool(notes)
