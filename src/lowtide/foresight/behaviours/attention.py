@@ -80,6 +80,8 @@ def _fused(call: Call) -> bool:
     query, key, value = call.tensors
     if any(t.dim() != 4 or not t.numel() or (t.stride(-1) != 1 and t.shape[-1] != 1) for t in call.tensors):
         return False
+    if call.mask is not None and call.mask.stride(-1) != 1:  # as a bias that was permuted, in T5
+        return False
     if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
         return False
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]

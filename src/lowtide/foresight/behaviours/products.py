@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +27,8 @@ ROWS = (
     ),
     Behaviour(
         name="cuBLASLt workspace",
-        does="that of cuBLAS is used",
-        source="torch/backends/cuda/__init__.py: cublaslt_workspace_size, torch 2.13",
+        does="that of cuBLAS is used; before torch 2.13 1 MiB more for each thread, at its first product with a bias",
+        source="torch/backends/cuda/__init__.py: cublaslt_workspace_size, torch 2.13; measured on an H200, torch 2.11",
     ),
     Behaviour(
         name="factors",
@@ -42,6 +44,9 @@ PRODUCTS = frozenset(
 
 WORKSPACE = "cublas::workspace"
 """The operator that those blocks are put down to."""
+
+LT_WORKSPACE = "cublaslt::workspace"
+"""The same for those of cuBLASLt."""
 
 
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
@@ -67,3 +72,22 @@ def workspace_bytes(card: Card) -> int:
     """What each thread's first product takes."""
     known = card.cublas_workspace_bytes()
     return cublas_workspace_bytes(CAPABILITY_ASSUMED) if known is None else known
+
+
+_IS_SHARED = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
+"""Since torch 2.13, with which that came."""
+
+
+def lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
+    """What each thread's first product with a bias takes beside it."""
+    shared = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if _IS_SHARED else "0")
+    return 0 if shared == "1" else int(environment.get("CUBLASLT_WORKSPACE_SIZE", "1024")) * 1024
+
+
+def is_with_bias(func: Any, args: Any) -> bool:
+    """Whether cuBLASLt is asked for it: `addmm` with one number for each column (isInputCompliesAddmmCudaLt)."""
+    if func is not aten.addmm.default:
+        return False
+    bias, _, other = args[:3]
+    rows, columns = other.shape
+    return bool(bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == columns > 1 and rows > 1)

@@ -1,8 +1,9 @@
 """Recurrent layers: cuDNN runs all steps of all layers as one operator, and keeps what their backward needs.
 
 The CPU's composition keeps every gate of every step as tensors of its own. How much cuDNN reserves, and which workspace
-it takes, it only says on a card (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. Counted is what
-backward can't do without, the gates and cells of each step; that it may be more is said.
+it takes, it only says on a card (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. Counted is what 40
+layers took on an H200 with cuDNN 9.19 (tests/foresight/data/cudnn_h200.json): the reserves of all of them to the byte,
+the workspaces within a tenth. Other cards may take others, which is said.
 """
 
 from __future__ import annotations
@@ -33,10 +34,43 @@ ROWS = (
     ),
 )
 
-_KEPT_A_STEP = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
-"""Numbers for each hidden unit and step: gates, cell, its activation."""
+_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_KEPT_A_STEP = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
+"""Numbers for each hidden unit and step in the reserve."""
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
-_UNKNOWN = "cuDNN's reserve and workspaces: counted is what backward needs, the gates and cells of each step"
+_IN_WORK = {"lstm": (21, 1), "gru": (18, 2), "rnn_tanh": (14, 2), "rnn_relu": (14, 2)}
+_IN_WORK_OF_MANY = {"lstm": (5, 2), "gru": (3, 2), "rnn_tanh": (2, 2), "rnn_relu": (2, 2)}
+"""Numbers for each step in the workspace: for each hidden unit, and for each number of the input. Of layers with MANY
+hidden units fewer."""
+MANY = 256
+_BACKWARDS = 9
+"""The same for each hidden unit of a second direction."""
+_EACH = 8 * 2**20
+"""Bytes in the workspace for each layer and direction."""
+
+_UNKNOWN = "cuDNN's reserve and workspaces: counted is what they were on an H200 with cuDNN 9.19"
+
+
+def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
+    """What backward reads; `rows` are the steps of all sequences."""
+    layers, directions, out = settings["layers"], settings["directions"], settings["directions"] * settings["out"]
+    units = _KEPT_A_STEP[kind] * layers * directions * settings["hidden"] + (layers - 1) * out
+    masks = (layers - 1) * directions * rows * out // 8 if settings["dropout"] else 0
+    return int(rows * units * itemsize + masks + 256)
+
+
+def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
+    """What a pass over all steps works in."""
+    layers, directions, hidden = settings["layers"], settings["directions"], settings["hidden"]
+    gates, found = _GATES[kind], 768
+    for layer in range(layers):
+        width = settings["in"] if layer == 0 else directions * settings["out"]
+        numbers = gates * hidden * (width + hidden) + 2 * gates * settings["batch"] * hidden
+        found += directions * (_EACH + numbers * itemsize)
+    of_hidden, of_input = (_IN_WORK if hidden < MANY else _IN_WORK_OF_MANY)[kind]
+    units = of_hidden * hidden + of_input * settings["in"] + (directions - 1) * _BACKWARDS * hidden
+    return int(found + rows * units * itemsize)
 
 
 class _Recurrent(torch.autograd.Function):
@@ -45,19 +79,18 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, settings: dict[str, Any], x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         unbounded.setdefault("aten::_cudnn_rnn", f"aten::_cudnn_rnn: {_UNKNOWN}")
-        layers, directions, hidden = settings["layers"], settings["directions"], settings["hidden"]
         states, weights = others[: settings["states"]], others[settings["states"] :]
         sequence_first = _sequence_first(x, settings)
-        out = x.new_empty((*sequence_first.shape[:-1], directions * settings["out"]))
+        out = x.new_empty((*sequence_first.shape[:-1], settings["directions"] * settings["out"]))
         last = tuple(torch.empty_like(state) for state in states)
-        steps = x.numel() // x.shape[-1]
-        kept = _KEPT_A_STEP[kind] * steps * layers * directions * hidden
-        reserve = x.new_empty((kept if settings["train"] else 0,))
-        del sequence_first
+        shape = kind, x.numel() // x.shape[-1], settings, x.element_size()
+        work = x.new_empty((workspace_bytes(*shape),), dtype=torch.uint8)
+        reserve = x.new_empty((reserve_bytes(*shape) if settings["train"] else 0,), dtype=torch.uint8)
+        del sequence_first, work
         if settings["batch first"]:
             out = out.transpose(0, 1)
         ctx.save_for_backward(x, *states, *weights, out, reserve)
-        ctx.n_inputs, ctx.n_states, ctx.settings = 1 + len(others), len(states), settings
+        ctx.n_inputs, ctx.n_states, ctx.settings, ctx.shape = 1 + len(others), len(states), settings, shape
         return (out, *last)
 
     @staticmethod
@@ -67,9 +100,12 @@ class _Recurrent(torch.autograd.Function):
         copies = [_sequence_first(each, ctx.settings) for each in (x, grads[0])]
         for_x = torch.empty_like(copies[0])
         for_states = tuple(torch.empty_like(state) for state in states)
+        _ = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
+        del _
         copies = [_sequence_first(x, ctx.settings)]  # once more, for another call of cuDNN
         for_weights = _in_one_block(weights)
-        del copies
+        work = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
+        del copies, work
         if ctx.settings["batch first"]:
             for_x = for_x.transpose(0, 1)
         found = (for_x, *for_states, *for_weights)
@@ -100,7 +136,7 @@ def _kernel(kind: str) -> Callable[..., Any]:
         batch_first: bool,
     ) -> Any:
         states = list(hx) if kind == "lstm" else [hx]
-        return _run(kind, x, states, params, num_layers, train, bidirectional, batch_first)
+        return _run(kind, x, states, params, num_layers, dropout, train, bidirectional, batch_first)
 
     return kernel
 
@@ -118,15 +154,26 @@ def _packed_kernel(kind: str) -> Callable[..., Any]:
         bidirectional: bool,
     ) -> Any:
         states = list(hx) if kind == "lstm" else [hx]
-        return _run(kind, data, states, params, num_layers, train, bidirectional, batch_first=False)
+        return _run(kind, data, states, params, num_layers, dropout, train, bidirectional, batch_first=False)
 
     return kernel
 
 
 def _run(
-    kind: str, x: Tensor, states: list[Tensor], params: Any, layers: int, train: bool, both: bool, batch_first: bool
+    kind: str,
+    x: Tensor,
+    states: list[Tensor],
+    params: Any,
+    layers: int,
+    dropout: float,
+    train: bool,
+    both: bool,
+    batch_first: bool,
 ) -> Any:
     settings = {
+        "in": x.shape[-1],
+        "batch": states[0].shape[1],
+        "dropout": bool(dropout),
         "layers": layers,
         "directions": 2 if both else 1,
         "hidden": states[-1].shape[-1],
@@ -139,9 +186,7 @@ def _run(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    f"{kind}.{form}": make(kind)
-    for kind in _KEPT_A_STEP
-    for form, make in (("input", _kernel), ("data", _packed_kernel))
+    f"{kind}.{form}": make(kind) for kind in _KINDS for form, make in (("input", _kernel), ("data", _packed_kernel))
 }
 
 

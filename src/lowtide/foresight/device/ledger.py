@@ -12,7 +12,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide import _torch
 from lowtide._torch import tree_map
 from lowtide.foresight import sparse
-from lowtide.foresight.behaviours.products import WORKSPACE
 from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST, ORDER, SHAPES
 from lowtide.foresight.device.current import NAME
 from lowtide.foresight.ledger import Ledger, tensors_of
@@ -85,8 +84,8 @@ class CardLedger(Ledger):
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in found if not inside.first], op)
         self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]
-        if workspace := self._takes.lasting(func, made):
-            self._events.append(Allocate(self._n_blocks, workspace, 0, WORKSPACE))
+        for library, n_bytes in self._takes.lasting(func, args, made):
+            self._events.append(Allocate(self._n_blocks, n_bytes, 0, library))
             self._n_blocks += 1
 
     def _take(self, found: list[Inside], op: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lowtide.foresight.behaviours.behaviour import Inside
-from lowtide.foresight.behaviours.products import WORKSPACE, workspace_bytes
+from lowtide.foresight.behaviours.products import LT_WORKSPACE, WORKSPACE, workspace_bytes
 from lowtide.foresight.device.current import CAPABILITY_ASSUMED
 from lowtide.foresight.foreseeing import Foresight
 from lowtide.memory.allocator.addresses import OTHERS, DriverAddresses, Order
@@ -93,7 +93,8 @@ class CardForesight(Foresight):
     def _peak_in_words(self) -> str:
         """Why it is not the peak of the step that was recorded last, which is shown."""
         events, peak = self.whole.events, Timeline(self.whole).peak_index
-        workspaces = sum(e.bytes for e in events[: peak + 1] if type(e) is Allocate and e.op == WORKSPACE)
+        before = (event for event in events[: peak + 1] if type(event) is Allocate)
+        workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
         which = "second" if peak >= len(events) - len(self.timeline.stream.events) else "first"
         included = f", with {format_bytes(workspaces)} of cuBLAS's workspaces" if workspaces else ""
         return f"in the {which} one{included}"
