@@ -331,6 +331,21 @@ ROWS = [
         device=0,
     ),
     Row(
+        "2.11, with a fraction set, beside somebody else",
+        "cap",
+        numbers=dict(
+            tried_bytes=mib(64),
+            total_bytes=gib(139.8),
+            free_bytes=gib(123.32),
+            process_bytes=gib(1.68),
+            allowed_bytes=gib(1.21),
+            allocated_bytes=gib(1.15),
+            unallocated_bytes=mib(16),
+        ),
+        others={"process 479": gib(14.8)},
+        device=0,
+    ),
+    Row(
         "2.11, coloured, of the third of four ranks",
         "true-need",
         numbers=dict(

@@ -123,9 +123,9 @@ def _huge_tensor(m: Message, f: Facts) -> Cause | None:
     return Cause(code="huge-tensor", claim="a single tensor is the problem", evidence=(evidence, *at))
 
 
-def _other_process(m: Message, _: Facts) -> Cause | None:
+def _other_process(m: Message, f: Facts) -> Cause | None:
     total = m.total_bytes
-    if total is None:
+    if total is None or _device_limit(m, f) is not None:  # the device has what was asked for, whatever others hold
         return None
     if m.others_bytes > _SHARE * total:
         named = [f"{other.name} holds {format_bytes(other.bytes)}" for other in _largest(m)]
