@@ -27,6 +27,8 @@ import transformers
 import lowtide
 from lowtide.planner import smallest_peak
 
+BEGAN = time.perf_counter()
+
 Step = Callable[[Any], torch.Tensor]
 Entry = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
@@ -82,8 +84,9 @@ MODELS: dict[str, Callable[[], Entry]] = {
 def built(name: str) -> tuple[torch.nn.Module, Any, Step]:
     """The model on the card, with random weights, its batch and its step with AdamW."""
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    model, batch = model.cuda().train(), {key: value.cuda() for key, value in batch.items()}
+    with torch.device("cuda"):
+        model, batch = MODELS[name]()
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(batch: Any) -> torch.Tensor:
@@ -114,7 +117,7 @@ def peaks(step: Step, batch: Any) -> dict[str, int]:
 def times(ways: dict[str, Callable[[], Any]], run: Step, batch: Any, steps: int) -> dict[str, float]:
     """Median milliseconds of steps that take turns; each way gives back what ends it."""
     found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(3):
+    for turn in range(2):
         for name, begin in ways.items():
             end = begin()
             run(batch)
@@ -127,6 +130,11 @@ def times(ways: dict[str, Callable[[], Any]], run: Step, batch: Any, steps: int)
                     found[name].append((time.perf_counter() - began) * 1e3)
             end()
     return {name: statistics.median(all_) for name, all_ in found.items()}
+
+
+def said(what: str) -> None:
+    """What has been done so far goes to the standard error."""
+    print(f"[{time.perf_counter() - BEGAN:6.1f} s] {what}", file=sys.stderr, flush=True)
 
 
 def checkpointed(model: Any) -> Callable[[], Any]:
@@ -144,9 +152,11 @@ def work(name: str, steps: int) -> dict[str, Any]:
         rows["checkpointing"] = peaks(step, batch)
         end()
         ways["checkpointing"] = lambda: checkpointed(model)
+    said(f"{name}: plain {rows['plain']['allocated']:,}")
     began = time.perf_counter()
     profile = lowtide.rehearse(model, step, batch)
     rehearsed = time.perf_counter() - began
+    said(f"rehearsed in {rehearsed:.1f} s")
     plain = profile.measured_plain_peak_bytes or 0
     least = smallest_peak(profile)[1].peak_bytes
     budgets = {"less half": plain - (plain - least) // 2, "less three quarters": plain - 3 * (plain - least) // 4}
@@ -161,7 +171,9 @@ def work(name: str, steps: int) -> dict[str, Any]:
             rows[label] = {"refused": str(error).splitlines()[0]}
             continue
         planned = time.perf_counter() - began
+        said(f"planned in {planned:.1f} s")
         verdict = lowtide.verify(model, step, batch, plan)
+        said(f"verified: {verdict.proof}")
         applied = lowtide.apply(model, plan)
         rows[label] = {
             **peaks(step, batch),
@@ -200,7 +212,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

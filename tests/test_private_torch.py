@@ -684,6 +684,7 @@ def test_the_allocators_history_carries_our_text() -> None:
 @pytest.mark.gpu
 def test_products_take_their_workspaces_anew() -> None:
     x = torch.ones(64, 64, device="cuda")
+    _torch.drop_workspaces()  # also those of other threads
     x @ x
     with_them = torch.cuda.memory_allocated()
     _torch.drop_workspaces()

@@ -3,6 +3,7 @@
 Autograd runs the backward of a device's tensors in a thread of its own; here a thread of Python's stands for it.
 """
 
+import gc
 import threading
 import weakref
 
@@ -136,6 +137,12 @@ def language_model(device: str, dropout: float = 0.1) -> tuple[nn.Module, torch.
     return nn.TransformerEncoder(block, 4).to(device), torch.randn(8, 64, 128, device=device)
 
 
+def between(profile: lowtide.Profile, share: float) -> int:
+    """Bytes, at `share` of the way from the smallest peak to the plain one."""
+    _, least = smallest_peak(profile)
+    return int(least.peak_bytes + share * (profile.measured_plain_peak_bytes - least.peak_bytes))
+
+
 def training_step(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -152,11 +159,13 @@ def training_step(model):
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_step_on_a_card_fits_by_the_allocators_own_count(share):
+    gc.collect()
+    _torch.drop_workspaces()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # of other tests
     model, batch = language_model("cuda")
     step = training_step(model)
     profile = lowtide.rehearse(model, step, batch)
-    _, least = smallest_peak(profile)
-    budget = int(least.peak_bytes + share * (profile.measured_plain_peak_bytes - least.peak_bytes))
+    budget = between(profile, share)
     with lowtide.fit(model, step, batch, budget=budget, profile=profile) as fitted:
         assert fitted.verdict.identical
         assert fitted.verdict.predicted_peak_bytes == pytest.approx(fitted.verdict.measured_peak_bytes, rel=0.02)
@@ -164,7 +173,7 @@ def test_a_step_on_a_card_fits_by_the_allocators_own_count(share):
             step(batch)
         torch.cuda.reset_peak_memory_stats()
         step(batch)
-        assert torch.cuda.memory_stats()["requested_bytes.all.peak"] <= budget + 2**16
+        assert torch.cuda.memory_stats()["requested_bytes.all.peak"] - before <= budget + 2**16
 
 
 @pytest.mark.gpu
@@ -180,6 +189,7 @@ def test_blocks_with_fused_attention_can_be_replayed(dtype, dropout):
 @pytest.mark.gpu
 def test_gradients_in_place_on_a_card():
     assert {"LogSoftmaxBackward0", "GeluBackward0", "NativeGroupNormBackward0"} <= set(in_place.available("cuda"))
+    more = {}
     for node in sorted(in_place.available("cuda")):
         x = torch.randn(4, 32, 64, 64, device="cuda", requires_grad=True)
 
@@ -194,7 +204,9 @@ def test_gradients_in_place_on_a_card():
             found, found_bytes = gradient()
         assert torch.equal(found, plain)
         assert wrote == [node]
-        assert found_bytes <= plain_bytes
+        if found_bytes > plain_bytes:
+            more[node] = found_bytes - plain_bytes
+    assert not more
 
 
 @pytest.mark.gpu
@@ -204,7 +216,8 @@ def test_a_plan_never_has_the_host_wait_for_the_card():
     def step(batch):
         model(batch).square().mean().backward()
 
-    with lowtide.fit(model, step, batch, budget="70%") as fitted:
+    profile = lowtide.rehearse(model, step, batch)
+    with lowtide.fit(model, step, batch, budget=between(profile, 0.5), profile=profile) as fitted:
         assert fitted.plan.remake
         step(batch)
         torch.cuda.set_sync_debug_mode("error")

@@ -98,7 +98,7 @@ ELEMENTWISE = [
     row("AddBackward0", lambda x, y: (x * 2).add_(y), (4, 6), (4, 6), name="in place"),
     row("AddBackward0", lambda x: 1.0 + x, (4, 6), name="number"),
     row("AddBackward0", lambda x: torch.add(x, other=True, alpha=3), (4, 6), name="number, by name, alpha"),
-    row("AddBackward0", lambda x: x + torch.full((1, 1), 0.3, dtype=torch.double), (4, 6), name="one element"),
+    row("AddBackward0", lambda x: x + x.new_full((1, 1), 0.3, dtype=torch.double), (4, 6), name="one element"),
     row("AddBackward0", lambda x: (x * 2).add_(0.3), (4, 6), name="number, in place"),
     row("AddBackward0", lambda x: (x + 0.3).tanh(), (4, 6), name="number, on the way"),
     row("SubBackward0", lambda x: x - 0.3, (4, 6), name="number"),

@@ -5,7 +5,6 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,16 +80,27 @@ def check(row: Row, dtype: torch.dtype, device: str = "cpu", autocast: bool = Fa
     there = False
     for layout in layouts(row):
         with torch.autocast(device, dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
-            plain, _, _ = run(row, layout, dtype, device, drop=False)
+            try:
+                plain, _, _ = run(row, layout, dtype, device, drop=False)
+            except RuntimeError:
+                if device == "cpu":
+                    raise
+                continue  # CUDA has no kernel for this type or layout
             found, dropping, names = run(row, layout, dtype, device, drop=True)
         # An op may be another one for another layout or device, or none at all.
         expected = row.node in names or (layout == "contiguous" and device == "cpu")
         assert dropping.read or not expected, f"nothing was remade ({layout}): {dropping.refused}"
         there |= bool(dropping.read)
         # On CUDA some backwards give other bits each time. What was remade has been compared as it was read.
-        equal = identical if device == "cpu" else partial(torch.allclose, rtol=1e-3, atol=1e-3)
+        equal = identical if device == "cpu" else nearly_equal
         assert all(equal(one, other) for one, other in zip(found, plain, strict=True)), layout
     return there
+
+
+def nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether what differs is how much was rounded when both were added up in some order."""
+    error = 100 * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=error, atol=error, equal_nan=True)
 
 
 def rows_on(device: str) -> list[Row]:
