@@ -5,9 +5,10 @@ import torch
 
 import lowtide
 from lowtide.memory.cpu import CpuRecorder
+from lowtide.planner.nodes import MASK
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
-from lowtide.remat.actions import MASK, actions_for
+from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 from models import Case, build
 from remat.test_leaks import level_after

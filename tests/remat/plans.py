@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.remat.actions import MASK
+from lowtide.planner.nodes import MASK
 from lowtide.remat.builder import Builder
 from lowtide.remat.engine import Decision, Engine, actions_for
 from lowtide.remat.layout import producer

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide.planner.nodes import MASK
 from lowtide.planner.records import Profile
 from lowtide.rehearsal.trials import identical
 from lowtide.remat import masks
-from lowtide.remat.actions import MASK, actions_for
+from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 from lowtide.remat.reads import PACKINGS, packed
 from lowtide.remat.recipes import CannotRemake

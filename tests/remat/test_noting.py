@@ -10,8 +10,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 import lowtide
 from lowtide.planner import predict, smallest_peak
+from lowtide.planner.nodes import NOTED
 from lowtide.planner.records import Decisions, Profile
-from lowtide.remat.actions import NOTED, actions_for
+from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 from models import build
 from remat.plans import differences, outcome

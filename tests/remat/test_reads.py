@@ -10,8 +10,9 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.memory.cpu import CpuRecorder
 from lowtide.planner import smallest_peak
+from lowtide.planner.nodes import SHAPE, SIGNS
 from lowtide.rehearsal.trials import identical
-from lowtide.remat.actions import SHAPE, SIGNS, actions_for
+from lowtide.remat.actions import actions_for
 from lowtide.remat.engine import Engine
 from lowtide.remat.reads import READS_SHAPE, packed
 from lowtide.remat.recipes import CannotRemake

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from lowtide.errors import Infeasible
 from lowtide.planner.bound import lower_bound
 from lowtide.planner.in_place import extra_ms, nodes_of, number_of, numbers, with_in_place
+from lowtide.planner.nodes import names_at
 from lowtide.planner.objectives import Objective, flops_first
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decided, Decisions, Plan, Prediction, Profile
 from lowtide.planner.solve import Solver, most_saving, solve
-from lowtide.remat.actions import nodes_at
 from lowtide.units import parse_budget
 
 Allowed = Literal["all", "cheap"]
@@ -145,7 +145,7 @@ def _bound_ms(
 def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     """The fields of a Decided."""
     made = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
-    nodes = nodes_at(((slot.address, slot.value) for slot in profile.slots), made)
+    nodes = names_at(((slot.address, slot.value) for slot in profile.slots), made)
     return {
         "remake": {address: nodes[address] for address in sorted(decisions.remake)},
         "replay": tuple(sorted(decisions.replay)),

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from lowtide.planner.nodes import names_at
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft
-from lowtide.remat import actions
 
 OTHER_NODE = "another node made what is saved there in another call of the model"
 
@@ -32,5 +32,5 @@ def settle(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> None:
 
 def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
     """The node that remakes what is saved at each address, once they are settled."""
-    nodes = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
-    return actions.nodes_at(((slot.address, slot.value) for slot in slots), nodes)
+    names = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
+    return names_at(((slot.address, slot.value) for slot in slots), names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lowtide.remat.actions import node_name
+from lowtide.planner.nodes import node_name
 from lowtide.remat.values import SEED_BYTES
 
 if TYPE_CHECKING:

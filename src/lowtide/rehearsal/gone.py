@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from functools import cache
 
+from lowtide.planner.nodes import NOTED
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft
 from lowtide.rehearsal.seen import Seen
-from lowtide.remat.actions import NOTED
 
 
 def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) -> None:

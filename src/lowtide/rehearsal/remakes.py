@@ -16,13 +16,13 @@ from torch import nn
 from lowtide._clock import now_ms
 from lowtide._torch import parts_of, sequence_number
 from lowtide.identity import place_of
+from lowtide.planner.nodes import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.sharding import Homes
 from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter
 from lowtide.rehearsal.unrecorded import Unrecorded
-from lowtide.remat.actions import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.engine import Engine, Pass
 from lowtide.remat.forward import Scope

@@ -26,8 +26,9 @@ from lowtide._torch import (
 )
 from lowtide.errors import LowtideError
 from lowtide.identity import place_of
+from lowtide.planner.nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.remat import values
-from lowtide.remat.actions import OFFLOAD, SHAPE, SIGNS, Actions, Decision, actions_for
+from lowtide.remat.actions import Actions, Decision, actions_for
 from lowtide.remat.advance import Advance
 from lowtide.remat.builder import Builder, Owners
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lowtide._torch import base_of, is_fake, is_plain
-from lowtide.remat.actions import MASK
+from lowtide.planner.nodes import MASK
 from lowtide.remat.recipes import CannotRemake, Recipe, TooSmall
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lowtide._torch import SAVED, has_yet_to_save, is_plain
-from lowtide.remat.actions import MASK, SHAPE, SIGNS
+from lowtide.planner.nodes import MASK, SHAPE, SIGNS
 from lowtide.remat.masks import FROM_BITS, bits_of, signs_of
 from lowtide.remat.recipes import CannotRemake, Recipe
 from lowtide.remat.remake import Remake
