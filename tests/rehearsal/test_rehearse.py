@@ -169,6 +169,24 @@ def test_everything_is_as_it_was_when_the_step_raises():
     assert not any("_compiled_call_impl" in module.__dict__ for module in case.model.modules())
 
 
+class _Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.BatchNorm1d(64))
+
+    def forward(self, x):
+        print("runs")
+        y = self.layers(x)
+        raise KeyError(f"the layer fails for {list(y.shape)}")
+
+
+def test_a_call_that_raised_is_not_run_again(capsys):
+    model, x = nn.Sequential(nn.Linear(64, 64), _Failing()), torch.randn(64, 64)
+    with pytest.raises(KeyError, match="the layer fails"):
+        lowtide.rehearse(model, lambda x: model(x).sum().backward(), x)
+    assert capsys.readouterr().out.split() == ["runs"]
+
+
 def test_an_optimizer_is_noticed_and_its_settings_come_back():
     case = build("gpt2")
     schedule = torch.optim.lr_scheduler.StepLR(case.optimizer, 1)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 LEAKS = "it gives tensors to something outside of it, such as a list: run again, it would do so twice"
 CHANGED = "it finds something else in backward than in forward: it reads what has changed in between"
 WAITS = "it waits for other processes, which need not run it again when this one does"
+RAISED = "it raised an exception"
 
 
 class Audit(Remakes, Probe):
@@ -81,7 +82,7 @@ class Audit(Remakes, Probe):
         self._around_blocks = frozenset(
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
-        self._returned: Any = None
+        self._returned: Any = RAISED
         self._units = Units(model)
         self._own_draws = OwnDraws(model)
         self._witness = Witness(mark)
@@ -173,7 +174,7 @@ class Audit(Remakes, Probe):
         if index in self.homes.spans:
             self.homes.spans[index] = self.homes.spans[index][0], next_sequence_number()
         waited = self._n_sent() != self._sent.pop()
-        returned, self._returned = self._returned, None
+        returned, self._returned = self._returned, RAISED
         call = self.calls[index]
         call.stop_slot = len(self.slots)
         self.try_shape(index, returned)
@@ -194,6 +195,8 @@ class Audit(Remakes, Probe):
     def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
         """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
         module, own = frame.seam.module, self._own_states.pop(frame, None)
+        if returned is RAISED:
+            return RAISED
         if (why := self._why_refused(module)) is not None:
             return why
         assert own is not None
