@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import sdpa_flop_count
 
 import lowtide
 from budgets import step_of
@@ -13,6 +15,7 @@ from lowtide._torch import in_backward
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.observed import Observed
+from lowtide.rehearsal.trials import Flops, attention_flops
 from lowtide.remat.recipes import RECIPES
 
 SLOW_MS = 40
@@ -115,3 +118,22 @@ def test_a_view_of_what_was_made_on_the_way_to_it_takes_no_memory_of_its_own() -
         predicted = predict(profile, Decisions(remake=frozenset([address])))
         plan = replace(lowtide.plan(profile, "100%"), remake={address: "UnsafeViewBackward0"}, predicted=predicted)
         assert lowtide.verify(model, step, batch, plan).measured_peak_bytes == predicted.peak_bytes
+
+
+def attended(heads_of_keys, **how):
+    q, k, v = (
+        torch.randn(2, heads, length, 8) for heads, length in ((6, 16), (heads_of_keys, 24), (heads_of_keys, 24))
+    )
+    with Flops() as flops:
+        functional.scaled_dot_product_attention(q, k, v, **how)
+    return flops.total
+
+
+def test_flops_of_attention_are_those_of_all_its_heads():
+    product = 2 * (2 * 6) * 16 * 24 * 8
+    assert attended(6) == attended(2, enable_gqa=True) == 2 * product
+
+
+@pytest.mark.parametrize("shapes", [[(2, 6, 16, 8)] * 3, [(2, 6, 16, 8), (2, 6, 24, 8), (2, 6, 24, 12)]], ids=str)
+def test_flops_of_attention_are_those_that_torch_counts(shapes):
+    assert attention_flops(*map(torch.empty, shapes)) == sdpa_flop_count(*shapes)

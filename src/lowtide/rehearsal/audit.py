@@ -195,9 +195,8 @@ class Audit(Remakes, Probe):
     def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
         """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
         module, own = frame.seam.module, self._own_states.pop(frame, None)
-        if returned is RAISED:
-            return RAISED
-        if (why := self._why_refused(module)) is not None:
+        why = RAISED if returned is RAISED else self._why_refused(module)
+        if why is not None:
             return why
         assert own is not None
         if own.iterates or own.has_changed():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop
+from torch.utils.flop_counter import flop_registry
 
 from lowtide._clock import now_ms
 from lowtide._torch import TorchDispatchMode, anything_compiled, packet_of
@@ -29,8 +29,17 @@ CAN_GO_WRONG = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attri
 SHORT_MS = 20.0
 """What took less is timed once more."""
 
-FORMULAS = flop_registry | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
-"""torch's formulas, and the one that it leaves out."""
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """The two matrix products of attention. Torch's formula refuses keys of fewer heads than queries before 2.13."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+FORMULAS = flop_registry | {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention_flops
+    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
+"""Torch's formulas, with one for attention of any kind."""
 
 
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
