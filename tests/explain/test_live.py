@@ -27,6 +27,11 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _blocks(n: int, width: int) -> list[nn.Module]:
+    """Blocks that keep what they are given and what is between their layers."""
+    return [nn.Sequential(nn.Linear(width, width), nn.Sigmoid(), nn.Linear(width, width)) for _ in range(n)]
+
+
 @linux_only
 def test_a_real_one_is_explained_and_the_process_goes_on() -> None:
     done = run(scripts.PLAIN)
@@ -101,6 +106,20 @@ def test_as_a_decorator_with_a_message_of_another_device() -> None:
         assert "made at test_live.py:" in note
 
 
+def test_blocks_of_a_model_that_is_a_sequence_are_one_line() -> None:
+    class NoRoom(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 9.00 GiB total capacity)"
+            )
+
+    model = nn.Sequential(*_blocks(3, 64), NoRoom())
+    with pytest.raises(torch.OutOfMemoryError) as raised, lowtide.explain_oom(model):
+        model(torch.randn(2**14, 64))
+    assert "  12 MiB  activations of {0-2}\n" in raised.value.__notes__[0]
+    assert "  12 MiB  activations of {0-2}.0\n" in raised.value.__notes__[0]
+
+
 def test_words_that_are_not_known_are_said_to_be_so() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised, lowtide.explain_oom():
         raise torch.OutOfMemoryError("no room")
@@ -146,8 +165,8 @@ def test_a_step_needs_its_model() -> None:
 def test_a_real_one_on_a_card(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Sigmoid()) for _ in range(64))).cuda()
-    x = torch.randn(2**14, 1024, device="cuda")  # each block keeps 64 MiB
+    model = nn.Sequential(*_blocks(32, 1024)).cuda()
+    x = torch.randn(2**14, 1024, device="cuda")  # each block keeps 128 MiB
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 30)) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError) as raised, lowtide.explain_oom(model):

@@ -194,9 +194,10 @@ def test_gradients_in_place_on_a_card():
         x = torch.randn(4, 32, 64, 64, device="cuda", requires_grad=True)
 
         def gradient(node=node, x=x):
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
             torch.cuda.reset_peak_memory_stats()
             (found,) = torch.autograd.grad((OPERATORS[node].forward(x * 1) * x.detach()).sum(), x)
-            return found, torch.cuda.memory_stats()["requested_bytes.all.peak"]
+            return found, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
         (plain, plain_bytes), wrote = gradient(), []
         with in_place.InPlace("cuda", lambda node, n_bytes, wrote=wrote: wrote.append(node)) as writing:

@@ -169,16 +169,20 @@ def _holders(graphs: list[Alive], model: nn.Module | None, optimizer: Optimizer 
 
 
 def _merged(totals: dict[str, int]) -> dict[str, int]:
-    """`h.0.mlp` and `h.1.mlp` as `h.{0,1}.mlp`: the same part of every block is one line."""
+    """`of h.0.mlp` and `of h.1.mlp` as `of h.{0,1}.mlp`: the same part of every block is one line."""
     families: dict[str, list[str]] = defaultdict(list)
     for name in totals:
-        families[re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", name, count=1)].append(name)
+        families[_NUMBER.sub("{}", name, count=1)].append(name)
     merged = {}
     for family, names in families.items():
-        numbers = sorted({int(m[1]) for name in names if (m := re.search(r"\.(\d+)(?:\.|$)", name))})
+        numbers = sorted({int(m[0]) for name in names if (m := _NUMBER.search(name))})
         label = names[0] if len(names) == 1 else family.replace("{}", _numbers(numbers), 1)
         merged[label] = sum(totals[name] for name in names)
     return merged
+
+
+_NUMBER = re.compile(r"(?<=[. ])\d+(?=\.|$)")
+"""A part of a path that is a number."""
 
 
 def _numbers(numbers: list[int]) -> str:
