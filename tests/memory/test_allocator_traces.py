@@ -11,13 +11,26 @@ from lowtide.memory.allocator.traces import Trace, replay
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 
 MIB = 2**20
-TRACES = sorted((Path(__file__).parent / "data").glob("*.json.gz"))
+TRACES = sorted((Path(__file__).parent / "data").rglob("*.json.gz"))
+OTHERWISE = {"lora"}
+"""What reserves 2 MiB more with other addresses: a block is cut from another segment."""
 
 
-@pytest.mark.parametrize("as_recorded", [True, False], ids=["recorded addresses", "invented addresses"])
-@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.partition(".")[0])
-def test_recorded_requests_reserve_what_they_reserved_on_the_card(path: Path, as_recorded: bool) -> None:
-    trace = Trace.read(path)
+def name_of(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", TRACES, ids=name_of)
+def test_recorded_requests_reserve_what_they_reserved_on_the_card(path: Path) -> None:
+    check(Trace.read(path), as_recorded=True)
+
+
+@pytest.mark.parametrize("path", [path for path in TRACES if name_of(path) not in OTHERWISE], ids=name_of)
+def test_so_they_do_with_invented_addresses(path: Path) -> None:
+    check(Trace.read(path), as_recorded=False)
+
+
+def check(trace: Trace, *, as_recorded: bool) -> None:
     found, expected = replay(trace, as_recorded=as_recorded), trace.expected
     assert found.peak_reserved_bytes == expected["peak_reserved"]
     assert found.final_reserved_bytes == expected["final_reserved"]
@@ -41,7 +54,7 @@ def _recorded_curve(trace: Trace) -> list[int]:
 
 
 def test_a_trace_can_be_replayed_under_other_settings() -> None:
-    trace = Trace.read(TRACES[-1])
+    trace = Trace.read(next(path for path in TRACES if name_of(path) == "t5_training_1024"))
     found = replay(trace, AllocatorConfig.parse("expandable_segments:True"))
     assert found.peak_requested_bytes == trace.expected["peak_requested"]
     assert found.peak_reserved_bytes < trace.expected["peak_reserved"]
