@@ -81,10 +81,10 @@ MODELS: dict[str, Callable[[], Entry]] = {
 }
 
 
-def built(name: str) -> tuple[torch.nn.Module, Any, Step]:
-    """The model on the card, with random weights, its batch and its step with AdamW."""
+def built(name: str, device: str = "cuda") -> tuple[torch.nn.Module, Any, Step]:
+    """The model there, with random weights, its batch and its step with AdamW on a card."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model, batch = MODELS[name]()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
