@@ -16,8 +16,8 @@ MEASURED = json.loads((Path(__file__).parent / "data" / "peaks_h200.json").read_
 CARD = Card(
     name=MEASURED["card"], total_bytes=MEASURED["bytes"], capability=tuple(MEASURED["capability"]), source="torch"
 )
-ONLY_BOUNDED = {"segformer": 0.02, "unet": 0.04, "recurrent": 0.08}
-"""With workspaces of convolutions or recurrent layers at the peak."""
+ONLY_BOUNDED = {"segformer": 0.02, "unet": 0.04}
+"""With workspaces of convolutions at the peak."""
 OTHER_MODEL = {"t5"}
 """Newer versions of transformers than the one there run it in another way."""
 OTHER_ORDER = {("lora", "expandable")}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.foresight.behaviours.behaviour import Behaviour
-from lowtide.foresight.device.current import unbounded
+from lowtide.foresight.device.current import lasting, unbounded
 
 ROWS = (
     Behaviour(
@@ -49,6 +49,12 @@ _BACKWARDS = 9
 _EACH = 8 * 2**20
 """Bytes in the workspace for each layer and direction."""
 
+_STATES = 132 * 48 * 2**10
+"""Bytes that the states of random numbers for dropout take, once in a process: 48 KiB for each multiprocessor of an
+H200 (cudnnDropoutGetStatesSize)."""
+
+_NAME = "cuDNN's states for dropout"
+
 _UNKNOWN = "cuDNN's reserve and workspaces: counted is what they were on an H200 with cuDNN 9.19"
 
 
@@ -70,7 +76,8 @@ def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: in
         found += directions * (_EACH + numbers * itemsize)
     of_hidden, of_input = (_IN_WORK if hidden < MANY else _IN_WORK_OF_MANY)[kind]
     units = of_hidden * hidden + of_input * settings["in"] + (directions - 1) * _BACKWARDS * hidden
-    return int(found + rows * units * itemsize)
+    between = (layers - 1) * hidden if settings["dropout"] and directions == 1 else 0
+    return int(found + rows * (units + between) * itemsize)
 
 
 class _Recurrent(torch.autograd.Function):
@@ -80,6 +87,8 @@ class _Recurrent(torch.autograd.Function):
     def forward(ctx: Any, kind: str, settings: dict[str, Any], x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         unbounded.setdefault("aten::_cudnn_rnn", f"aten::_cudnn_rnn: {_UNKNOWN}")
         states, weights = others[: settings["states"]], others[settings["states"] :]
+        if settings["train"] and settings["dropout"] and _NAME not in lasting:
+            lasting[_NAME] = x.new_empty((_STATES,), dtype=torch.uint8)
         sequence_first = _sequence_first(x, settings)
         out = x.new_empty((*sequence_first.shape[:-1], settings["directions"] * settings["out"]))
         last = tuple(torch.empty_like(state) for state in states)

@@ -15,7 +15,7 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
-from lowtide.foresight.device.current import NAME, in_use, unbounded
+from lowtide.foresight.device.current import NAME, in_use, lasting, unbounded
 from lowtide.foresight.device.kernels import register
 from lowtide.memory.cards import Card
 
@@ -63,6 +63,7 @@ def card_in_use(card: Card) -> Iterator[None]:
             yield
     finally:
         in_use.clear()
+        lasting.clear()
 
 
 def take_place(*, alone: bool = False) -> None:

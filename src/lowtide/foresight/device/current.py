@@ -28,6 +28,9 @@ taking: list[Callable[[Tensor], Tensor]] = []
 unbounded: dict[str, str] = {}
 """What only a library knows of the memory that it takes, in words, by operator; of the card in use, or the last one."""
 
+lasting: dict[str, Tensor] = {}
+"""What a library takes once and keeps as long as the process runs, by a name of it."""
+
 
 def capability() -> tuple[int, int]:
     """The compute capability to behave by. Only while a card is in use."""
