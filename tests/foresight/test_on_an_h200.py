@@ -16,8 +16,8 @@ MEASURED = json.loads((Path(__file__).parent / "data" / "peaks_h200.json").read_
 CARD = Card(
     name=MEASURED["card"], total_bytes=MEASURED["bytes"], capability=tuple(MEASURED["capability"]), source="torch"
 )
-ONLY_BOUNDED = {"segformer": 0.02, "unet": 0.04}
-"""With workspaces of convolutions at the peak."""
+CLOSE = {"swin": 48, "wav2vec2": 1212, "mixtral": 3072, "experts": 2560, "segformer": 1_574_400, "unet": 262_656}
+"""Bytes by which what is requested or allocated may be another: of the last two, cuDNN's workspaces are at the peak."""
 OTHER_MODEL = {"t5"}
 """Newer versions of transformers than the one there run it in another way."""
 OTHER_ORDER = {("lora", "expandable")}
@@ -36,9 +36,9 @@ def test_models_of_the_zoo(monkeypatch: pytest.MonkeyPatch, name: str, setting: 
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", SETTINGS[setting])
     requested, allocated, reserved = MEASURED["zoo"][name][setting]
     foreseen = predict(name, 64, CARD)
-    within = ONLY_BOUNDED.get(name, 1e-4)
-    assert foreseen["requested"] == pytest.approx(requested, rel=within)
-    assert foreseen["allocated"] == pytest.approx(allocated, rel=within)
+    within = CLOSE.get(name, 0)
+    assert abs(foreseen["requested"] - requested) <= within
+    assert abs(foreseen["allocated"] - allocated) <= within
     assert foreseen["reserved"] == reserved or (name, setting) in OTHER_ORDER
     assert (foreseen["interval"][0] <= reserved <= foreseen["interval"][1]) != ((name, setting) in OTHER_ORDER)
 
@@ -52,5 +52,5 @@ def test_steps_of_real_size(what: str) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found = lowtide.foresee(model, step, batch, device=CARD)
     requested, allocated = MEASURED["steps"][what]
-    assert found.peak_requested_bytes == pytest.approx(requested, rel=1e-7)
+    assert abs(found.peak_requested_bytes - requested) <= 96
     assert found.peak_allocated_bytes == pytest.approx(allocated, rel=2e-3)

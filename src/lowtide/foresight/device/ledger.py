@@ -74,9 +74,11 @@ class CardLedger(Ledger):
         super()._follow(tensor, op, entry=entry, n_bytes=n_bytes)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        if (host := ON_HOST.get(func)) is not None:
-            made = [tensor for place, tensor in enumerate(made) if place not in host]
         op = f"aten::{func.__name__.partition('.')[0]}"
+        if (host := ON_HOST.get(func)) is not None:
+            for place in host:
+                self._follow(made[place], op, n_bytes=0)
+            made = [tensor for place, tensor in enumerate(made) if place not in host]
         found = self._takes.inside(func, args, kwargs, made)
         held = [(self._open(inside, op), inside) for inside in found if inside.first]
         super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
