@@ -11,7 +11,7 @@ What the two streams may do at once is told by events alone, and nothing is free
 - back: the memory comes from the computing stream, and the copy waits for all that was queued there; readers wait for
   the copy, and memory that nobody has read is let go of in the same way.
 
-Not run on a card yet. The same code runs on the CPU in tests, with a copy in place of pinned memory.
+The same code runs on the CPU in tests, with a copy in place of pinned memory.
 """
 
 from __future__ import annotations
