@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.remat.actions import NOTED
+from lowtide.planner.nodes import NOTED
 from lowtide.remat.engine import Engine, actions_for
 
 COUNT = 200
