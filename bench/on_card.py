@@ -3,10 +3,11 @@
     python bench/on_card.py                     every model below, bf16 autocast, AdamW
     python bench/on_card.py gpt2 --steps 10
     python bench/on_card.py --out FOLDER        also as JSON
+    python bench/on_card.py --foresee h200      what such steps need on a card, without one
 
 Each model runs in a process of its own. `peak` is what `torch.cuda.max_memory_allocated` says of whole steps; times are
 medians, of steps that take turns. Budgets are for what is asked of the allocator: the peak of checkpointing every
-block, and the plain peak less half and less three quarters of what it may save. Needs a CUDA card.
+block, and the plain peak less half and less three quarters of what it may save. Needs a CUDA card, but to foresee.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 import transformers
 
 import lowtide
+from lowtide.memory.cards import Card
 from lowtide.planner import smallest_peak
 
 BEGAN = time.perf_counter()
@@ -193,6 +195,26 @@ def work(name: str, steps: int) -> dict[str, Any]:
     return {"model": name, "rehearsal_s": rehearsed, "plain_counted": plain, "least": least, "rows": rows}
 
 
+def foreseen(name: str, card: str | Card, *, checkpointing: bool = False) -> lowtide.CardForesight:
+    """What a step needs on a card, that need not be there."""
+    model, batch, step = built(name, "cpu")
+    if checkpointing:
+        checkpointed(model)
+    return lowtide.foresee(model, step, batch, device=card)
+
+
+def show_foreseen(name: str, card: str) -> None:
+    for way in ("plain", "checkpointing"):
+        began = time.perf_counter()
+        try:
+            found = foreseen(name, card, checkpointing=way == "checkpointing")
+        except ValueError:  # its class has no checkpointing
+            continue
+        took = time.perf_counter() - began
+        peaks = (found.peak_requested_bytes, found.peak_allocated_bytes, found.peak_reserved_bytes)
+        print(f"{name:8} {way:14}" + "".join(f" {peak:>15,}" for peak in peaks) + f" {took:6.1f} s", flush=True)
+
+
 def show(found: dict[str, Any]) -> None:
     print(f"\n{found['model']}: rehearsed in {found['rehearsal_s']:.1f} s, smallest peak {found['least']:,}")
     plain = found["rows"]["plain"]
@@ -214,12 +236,18 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--foresee", metavar="CARD")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA card here: run this where torch.cuda.is_available().")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    if options.foresee:
+        print(f"{options.foresee}, torch {torch.__version__}: requested, allocated and reserved at the peak")
+        for name in options.names:
+            show_foreseen(name, options.foresee)
+        return
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA card here: run this where torch.cuda.is_available(), or with --foresee.")
     if options.worker:
         gc.collect()
         print(json.dumps(work(options.names[0], options.steps)))

@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpu_rehearsal import SETTINGS, predict
-from on_card import built
+from on_card import foreseen
 
-import lowtide
 from lowtide.foresight.behaviours import products
 from lowtide.memory.cards import Card
 
@@ -45,12 +43,8 @@ def test_models_of_the_zoo(monkeypatch: pytest.MonkeyPatch, name: str, setting: 
 
 @pytest.mark.parametrize("what", ["gpt2", "gpt2, checkpointed", "resnet"])
 def test_steps_of_real_size(what: str) -> None:
-    name, _, checkpointed = what.partition(", ")
-    model: Any
-    model, batch, step = built(name, "cpu")
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = lowtide.foresee(model, step, batch, device=CARD)
+    name, _, checkpointing = what.partition(", ")
+    found = foreseen(name, CARD, checkpointing=bool(checkpointing))
     requested, allocated = MEASURED["steps"][what]
     assert abs(found.peak_requested_bytes - requested) <= 96
     assert found.peak_allocated_bytes == pytest.approx(allocated, rel=2e-3)
