@@ -15,7 +15,7 @@ from lowtide._torch import in_backward
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions
 from lowtide.rehearsal.observed import Observed
-from lowtide.rehearsal.trials import Flops, attention_flops
+from lowtide.rehearsal.trials import FORMULAS, Flops, attention_flops
 from lowtide.remat.recipes import RECIPES
 
 SLOW_MS = 40
@@ -127,6 +127,18 @@ def attended(heads_of_keys, **how):
     with Flops() as flops:
         functional.scaled_dot_product_attention(q, k, v, **how)
     return flops.total
+
+
+def test_a_formula_that_refuses_what_it_is_given_ends_no_trial(monkeypatch):
+    def refuse(*shapes, **others):
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(FORMULAS, torch.ops.aten.mm, refuse)
+    x = torch.randn(3, 3)
+    with Flops() as flops:
+        found = x @ x
+    assert torch.equal(found, x @ x)
+    assert flops.total == 0
 
 
 def test_flops_of_attention_are_those_of_all_its_heads():
