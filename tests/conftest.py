@@ -4,7 +4,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("same", derandomize=True, database=None, deadline=None, print_blob=True)
 settings.register_profile("new", deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def of_lines(notes: Iterable[str]) -> list[str]:
+    """Those about a line of code: of a card it is said, too, if torch is another than the one that was read."""
+    return [note for note in notes if ".py:" in note]
+
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 

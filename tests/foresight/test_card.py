@@ -374,7 +374,7 @@ def test_what_the_card_gives_may_be_written_to_a_tensor_that_was_made_without_a_
 
 
 def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> None:
-    model = nn.Linear(256, 256)
+    model = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     sizes = [65536, 256]
 

@@ -13,6 +13,7 @@ from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 from transformers.optimization import Adafactor
 
 import lowtide
+from conftest import of_lines
 
 BATCH = torch.randn(32, 16)
 log = logging.getLogger(__name__)
@@ -286,7 +287,8 @@ MORE = "the way that saves or copies something is taken, as the one that needs m
 )
 @pytest.mark.parametrize("device", [None, "T4"])
 def test_of_ways_that_need_the_same_memory_one_is_taken_and_training_goes_on(model, ask, said, device, capsys):
-    notes = [note.partition(".py:")[2].partition(": ") for note in foreseen(model, ask, device=device).assumed]
+    found = of_lines(foreseen(model, ask, device=device).assumed)
+    notes = [note.partition(".py:")[2].partition(": ") for note in found]
     notes = [(int(line), why) for line, _, why in notes if "a number from a tensor" not in why]
     assert [why for _, why in sorted(notes)] == said
     first = ask.__code__.co_firstlineno

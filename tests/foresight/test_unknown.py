@@ -11,6 +11,7 @@ from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 from torch import nn
 
 import lowtide
+from conftest import of_lines
 
 BATCH = torch.randn(8, 16)
 
@@ -54,7 +55,7 @@ def test_metrics_of_arrays_may_be_told(model, device):
         written += logits
         logits[0] = 0
 
-    notes = asked(model, ask, device).assumed
+    notes = of_lines(asked(model, ask, device).assumed)
     assert any(note.endswith("the numbers of an array, which are not known, are taken as 1") for note in notes)
     assert all("test_unknown.py:" in note for note in notes), notes
 

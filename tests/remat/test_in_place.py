@@ -590,6 +590,7 @@ def test_compiled_steps_of_others_are_compiled_as_ever() -> None:
         step(x)
         return int(counters["frames"]["total"])
 
+    frames()  # before torch 2.13 the first one in a process has more
     plain = frames()
     with Written():
         assert frames() == plain
