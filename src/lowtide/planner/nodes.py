@@ -39,14 +39,14 @@ def names_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict
     found, first = dict[str, str](), dict[int, str]()
     for address, value in slots:
         if value in nodes:
-            call = first.setdefault(value, parts_of(address)[0])
-            name = nodes[value] if parts_of(address)[0] == call else node_name(nodes[value])
+            call = split_address(address)[0]
+            name = nodes[value] if call == first.setdefault(value, call) else node_name(nodes[value])
             if address not in found or NOTED in name:
                 found[address] = name
     return found
 
 
-def parts_of(address: str) -> tuple[str, str, str]:
+def split_address(address: str) -> tuple[str, str, str]:
     """The call of an address, its mark and the number behind it."""
     call, mark, place = re.split(r"([:@])(?=\d+$)", address)
     return call, mark, place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lowtide.planner.nodes import NOTED, OFFLOAD, SHAPE, parts_of
+from lowtide.planner.nodes import NOTED, OFFLOAD, SHAPE, split_address
 
 
 class Decision(NamedTuple):
@@ -48,7 +48,7 @@ def actions_for(
         return table.setdefault(path, {}).setdefault(int(number), Actions())
 
     for address, node in {**dict.fromkeys(offload, OFFLOAD), **remake}.items():
-        call, mark, place = parts_of(address)
+        call, mark, place = split_address(address)
         name, notes, ordinals = node.partition(NOTED)
         (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(name, address)
         of(call).notes |= bool(notes)
