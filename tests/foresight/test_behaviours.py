@@ -172,7 +172,16 @@ def test_recurrent_layers_are_one_operator(kind: type[nn.RNNBase]) -> None:
     foreseen = lowtide.foresee(model, lambda x: model(x)[0].sum().backward(), torch.randn(4, 50, 32), device="L4")
     operators = {event.op for event in foreseen.whole if type(event) is Allocate}
     assert not operators & {"aten::mm", "aten::addmm", "aten::sigmoid", "aten::tanh"}  # of which the CPU composes it
+    assert operators >= {"aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"}
+    assert not any("empty" in name for name in operators)  # which is how it is stood in for
     assert foreseen.static.parameters == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_what_a_norm_keeps_has_its_name() -> None:
+    model = nn.RMSNorm(64)
+    found = operators(model, torch.randn(8, 64, requires_grad=True), "L4")
+    assert found >= {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}
+    assert not any("empty" in name for name in found)
 
 
 def test_a_step_of_a_gru_by_itself_keeps_five_numbers_a_unit() -> None:

@@ -57,11 +57,11 @@ def test_a_card_of_which_only_the_memory_is_known() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("A100", r"several cards are called so.\n  Nearest: A100-40, A100-80; "),
-        ("RTX 4080", r"no card is called so.\n  Nearest: .*RTX 40"),
+        ("A100", r"name of several cards.\n  Nearest: A100-40, A100-80; "),
+        ("RTX 4080", r"name of no card that is known.\n  Nearest: .*RTX 40"),
         ("mainframe", r"Known: RTX 4060, .*H200-141; .*cuda:24GiB"),
-        ("cuda:0", "no card is called so"),
-        ("cuda", "no card is called so"),
+        ("cuda:0", "no card that is known"),
+        ("cuda", "no card that is known"),
         ("", "no card that is known"),
     ],
 )

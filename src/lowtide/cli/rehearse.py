@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, script_arguments, write
+from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, say, script_arguments, write
 
 if TYPE_CHECKING:
     from lowtide.foresight.device.outcome import CardForesight
+
+
+_STAND_INS = "from here on nothing is computed: numbers that the script prints stand in for true ones"
 
 
 @click.command("rehearse", context_settings=OWN_OPTIONS_FIRST)
@@ -98,7 +101,7 @@ def _on_card(
     found: dict[int | None, CardForesight] = {}
     for size in sizes or (None,):
         with contextlib.redirect_stdout(sys.stderr):
-            code, foresight = foresee_script(script, card, size)
+            code, foresight = foresee_script(script, card, size, told=lambda: say(_STAND_INS) if not found else None)
         if foresight is None:
             if code != INTERRUPTED:
                 click.echo(_ended(target, code, size), err=True)

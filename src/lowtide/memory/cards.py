@@ -91,9 +91,9 @@ def parse_card(text: str | Card) -> Card:
     if len(close) == 1:
         return close[0]
     near = close or [by_key[known] for known in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)] or list(CARDS)
-    which = "several cards are called so" if close else "no card is called so"
+    what = "several cards" if close else "no card that is known"
     raise LowtideError(
-        f"{text!r} is no card that is known: {which}.\n"
+        f"{text!r} is the name of {what}.\n"
         f"  {'Nearest' if len(near) < len(CARDS) else 'Known'}: {', '.join(card.name for card in near)}; "
         'or give its memory, as in "cuda:24GiB". For the machine at hand, leave the device out.'
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -49,10 +49,10 @@ class Foreseeing(Crew):
 
     awaits = "was rehearsed: that takes two steps"
 
-    def __init__(self, card: Card, size: int | None = None) -> None:
+    def __init__(self, card: Card, size: int | None, told: Callable[[], None]) -> None:
         self.done = False
         self.foresight: CardForesight | None = None
-        self._card, self._size = card, size
+        self._card, self._size, self._told = card, size, told
         self._rehearsal: OnCard | None = None
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -136,6 +136,7 @@ class Foreseeing(Crew):
         rehearsal = OnCard(self._card, model, batch, reached, alone=True, is_there=self.asked.has)
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
+        self._told()
         # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
         there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
         there += (t for t in found.things if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
@@ -190,12 +191,15 @@ class Foreseeing(Crew):
             rehearsal.__exit__(None, None, None)
 
 
-def foresee_script(script: Script, card: Card, size: int | None = None) -> tuple[int, CardForesight | None]:
+def foresee_script(
+    script: Script, card: Card, size: int | None = None, *, told: Callable[[], None] = lambda: None
+) -> tuple[int, CardForesight | None]:
     """Run `script` up to two steps on `card`: its exit code, and what is known then.
 
+    `told` is called when its tensors are real for the last time.
     Raises what a rehearsal raises, with the line of the script that was asked for too much.
     """
-    crew = Foreseeing(card, size)
+    crew = Foreseeing(card, size, told)
     with _before(card, crew), _nothing_saved(crew):
         try:
             code = run_watched(script, crew)

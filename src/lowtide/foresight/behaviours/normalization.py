@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, copies, is_channels_last
-from lowtide.foresight.device.current import unbounded
+from lowtide.foresight.device.current import stands_in_for, unbounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +76,7 @@ class _RmsNorm(torch.autograd.Function):
     """aten::_fused_rms_norm."""
 
     @staticmethod
+    @stands_in_for("aten::_fused_rms_norm")
     def forward(
         ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
     ) -> tuple[Tensor, Tensor]:
@@ -87,6 +88,7 @@ class _RmsNorm(torch.autograd.Function):
         return out, rstd
 
     @staticmethod
+    @stands_in_for("aten::_fused_rms_norm_backward")
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, _ = ctx.saved_tensors
         for_input = torch.empty_like(x) if ctx.needs_input_grad[0] else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.foresight.behaviours.behaviour import Behaviour
-from lowtide.foresight.device.current import lasting, unbounded
+from lowtide.foresight.device.current import lasting, stands_in_for, unbounded
 
 ROWS = (
     Behaviour(
@@ -84,6 +84,7 @@ class _Recurrent(torch.autograd.Function):
     """aten::_cudnn_rnn: y, hy, cy."""
 
     @staticmethod
+    @stands_in_for("aten::_cudnn_rnn")
     def forward(ctx: Any, kind: str, settings: dict[str, Any], x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         unbounded.setdefault("aten::_cudnn_rnn", f"aten::_cudnn_rnn: {_UNKNOWN}")
         states, weights = others[: settings["states"]], others[settings["states"] :]
@@ -103,6 +104,7 @@ class _Recurrent(torch.autograd.Function):
         return (out, *last)
 
     @staticmethod
+    @stands_in_for("aten::_cudnn_rnn_backward")
     def backward(ctx: Any, *grads: Any) -> Any:
         saved = ctx.saved_tensors[: ctx.n_inputs]
         x, states, weights = saved[0], saved[1 : 1 + ctx.n_states], saved[1 + ctx.n_states :]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -30,6 +31,19 @@ unbounded: dict[str, str] = {}
 
 lasting: dict[str, Tensor] = {}
 """What a library takes once and keeps as long as the process runs, by a name of it."""
+
+standing_in: list[str] = []
+"""The operators that other ones stand in for, now: what these make is the last one's."""
+
+
+@contextlib.contextmanager
+def stands_in_for(op: str) -> Iterator[None]:
+    """What is made in this block is made by the operator of this name."""
+    standing_in.append(op)
+    try:
+        yield
+    finally:
+        standing_in.pop()
 
 
 def capability() -> tuple[int, int]:

@@ -13,7 +13,7 @@ from lowtide import _torch
 from lowtide._torch import tree_map
 from lowtide.foresight import sparse
 from lowtide.foresight.behaviours.table import LAYOUTS, ON_HOST, ORDER, SHAPES
-from lowtide.foresight.device.current import NAME
+from lowtide.foresight.device.current import NAME, standing_in
 from lowtide.foresight.ledger import Ledger, tensors_of
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
@@ -71,7 +71,7 @@ class CardLedger(Ledger):
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
             n_bytes = tensor.untyped_storage().nbytes() * self.lengths[1] // self.lengths[0]
-        super()._follow(tensor, op, entry=entry, n_bytes=n_bytes)
+        super()._follow(tensor, standing_in[-1] if op and standing_in else op, entry=entry, n_bytes=n_bytes)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = f"aten::{func.__name__.partition('.')[0]}"
