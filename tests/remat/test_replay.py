@@ -133,6 +133,26 @@ def test_random_numbers_that_the_first_call_did_not_draw(draw):
     same_bits(model, step)
 
 
+@pytest.mark.parametrize("bits", [np.random.MT19937, np.random.PCG64])
+def test_normal_numbers_of_numpy_come_in_pairs_of_which_one_waits(bits):
+    """It is given without the generator's own state changing. And the generator may be another one."""
+    before = np.random.get_bit_generator()
+
+    def step():
+        np.random.seed(0)
+        loss = model(X) + model(X)
+        np.random.randn(3)
+        loss.backward()
+        return loss + float(np.random.randn())
+
+    model = Around(lambda m, x: nonlinear(x * float(np.random.randn())))
+    np.random.set_bit_generator(bits(0))
+    try:
+        same_bits(model, step)
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def test_a_generator_that_is_passed_in_or_is_an_attribute():
     generator = torch.Generator()
 

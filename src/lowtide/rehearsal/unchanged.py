@@ -19,6 +19,7 @@ from lowtide.identity import place_of, tensors_in
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, has_graph, put_back, states
+from lowtide.remat.draws import numpy_state, python_state, set_numpy_state
 from lowtide.remat.in_place import InPlace
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class RandomState:
     torch_cpu: Tensor
     torch_cards: dict[int, Tensor]
     python: tuple[Any, ...]
-    numpy: dict[str, Any] | tuple[Any, ...]
+    numpy: Any
     others: tuple[tuple[Callable[[Any], object], Any], ...] = ()
     """Of generators that somebody has made: how a state is set, and the state."""
 
@@ -287,8 +288,8 @@ class RandomState:
         return cls(
             torch_cpu=torch.get_rng_state(),
             torch_cards={card: torch.get_device_module().get_rng_state(card) for card in cards},
-            python=random.getstate(),
-            numpy=np.random.get_state(),
+            python=python_state(),
+            numpy=numpy_state(),
             others=tuple(map(state_of, others)),
         )
 
@@ -297,7 +298,7 @@ class RandomState:
         for card, state in self.torch_cards.items():
             torch.get_device_module().set_rng_state(state, card)
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        set_numpy_state(self.numpy)
         for set_state, state in self.others:
             set_state(state)
 

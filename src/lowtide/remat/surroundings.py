@@ -14,11 +14,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from lowtide._torch import as_kind, bytes_of, is_fake, is_plain, tree_leaves
 from lowtide.remat.attributes import Attributes
+from lowtide.remat.draws import numpy_state, python_state, set_numpy_state
 from lowtide.remat.sharding import units
 from lowtide.remat.values import changed_in_place
 
@@ -90,8 +90,8 @@ class Surroundings:
         self.rng = torch.get_rng_state()
         self.cards = tuple((card, torch.get_device_module(card).get_rng_state(card)) for card in found)
         self.generators = tuple((g, g.get_state()) for g in {*reach.generators, *generators})
-        self.python: tuple[Any, ...] | None = random.getstate()
-        self.numpy: Any = np.random.get_state()
+        self.python: tuple[Any, ...] | None = python_state()
+        self.numpy = numpy_state()
         self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(card.type for card in found)})
         self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
         self.training = [module.training for module in reach.modules]
@@ -157,9 +157,9 @@ class Surroundings:
             self.held = self._held()
             self.sums = self._sums()
         # Of each call: one that draws nothing may draw the next time.
-        if random.getstate() == self.python:
+        if python_state() is self.python:
             self.python = None
-        if self.numpy is not None and _same(np.random.get_state(), self.numpy):
+        if numpy_state() is self.numpy:
             self.numpy = None
 
     @contextlib.contextmanager
@@ -216,11 +216,11 @@ class Surroundings:
             stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
         if self.python is not None:
-            stack.callback(random.setstate, random.getstate())
+            stack.callback(random.setstate, python_state())
             random.setstate(self.python)
         if self.numpy is not None:
-            stack.callback(np.random.set_state, np.random.get_state())
-            np.random.set_state(self.numpy)
+            stack.callback(set_numpy_state, numpy_state())
+            set_numpy_state(self.numpy)
 
 
 class _Changed(torch.Tensor):
@@ -283,8 +283,3 @@ def _equal(buffer: Tensor, content: Tensor) -> bool:
     if is_fake(buffer) or not is_plain(buffer):
         return True
     return torch.equal(buffer, content)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states of NumPy's global generator are the same."""
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
