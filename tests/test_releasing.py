@@ -2,7 +2,10 @@
 
 import gc
 import weakref
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +51,22 @@ def test_release_leaves_what_another_tensor_still_needs(model: nn.Module) -> Non
     lowtide.release(first)
     assert activation() is not None
     second.backward()
+
+
+@dataclass(slots=True)
+class Link:
+    value: Any
+    before: Any = None
+
+
+def test_release_looks_into_slots_and_queues_however_deep(model: nn.Module) -> None:
+    chain = None
+    outputs = deque(model(torch.ones(1, 8)) for _ in range(3))
+    for number in range(3000):
+        chain = Link(outputs[number] if number < 2 else number, chain)
+    assert lowtide.release(chain) == 2
+    assert lowtide.release(outputs) == 1
+    assert not any(output.requires_grad for output in outputs)
 
 
 def test_a_view_is_released_too(model: nn.Module) -> None:

@@ -85,7 +85,7 @@ class Named:
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}  # in the order in which they were met
+        self._names: dict[str, None] = {"forward": None}  # in the order in which they were met; `model(x)` leads there
         self._tables: list[dict[str, Any]] = []
         self._kinds: set[type] = set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,20 @@ def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Modul
     A hook for all modules would be compiled with those that were compiled where they stand (`Module.compile`).
     """
     return stand_in(nn.Module, "__call__", lambda call: functools.partial(_told, begins, ends, call))
+
+
+def of_this_thread(told: Callable[..., object]) -> Callable[..., None]:
+    """`told`, which in other threads is not called: they train something else, and a hook of torch's is for all.
+
+    Inside of a backward pass it is: a card's nodes run in a thread of the card.
+    """
+    mine = threading.get_ident()
+
+    def asked(*args: Any) -> None:
+        if threading.get_ident() == mine or _torch.in_backward():
+            told(*args)
+
+    return asked
 
 
 @_torch.not_compiled_alone

@@ -851,6 +851,11 @@ def fake_mode(run_on_zeros: bool = True) -> _fake_tensor.FakeTensorMode:
     return _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
 
 
+def end_fakes(mode: _fake_tensor.FakeTensorMode) -> None:
+    """From here on what is computed from fake tensors of a mode and real ones raises. 2.13, since 2.0."""
+    mode.allow_non_fake_inputs = False
+
+
 @contextlib.contextmanager
 def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
     """Allow a mode to do so in this block. 2.13, since 2.0."""
@@ -951,12 +956,16 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
 def function_modes_in_backward() -> Iterator[None]:
     """The function modes that are on now are on in backward passes, too, where Python code may run forward again.
 
-    2.13: `tensor.backward` is a function that modes are asked for, and a mode is off while it is asked.
+    In those of this thread. 2.13: `tensor.backward` is a function that modes are asked for, and a mode is off while it
+    is asked.
     """
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    mine = threading.get_ident()
 
     def run_under_modes(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != mine:
+            return run(*args, **kwargs)
         on = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         off = [mode for mode in modes if not any(mode is other for other in on)]
         _taken_on_the_way.clear()

@@ -114,7 +114,7 @@ def fit(
     parameters, gradients, optimizer state and batch included. `step(batch)` runs forward and backward of `model` (and
     the optimizer if it likes) and is run about ten times here, after which parameters, gradients, buffers, optimizer
     state and random numbers are as they were, and schedulers, gradient scalers and other modules that its code refers
-    to (not its counters, lists and files). A `profile` from `rehearse` of the same step saves three of them.
+    to (not its counters, lists and files). A `profile` from `rehearse` of the same step saves four of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
     some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "loss head", "step
@@ -221,9 +221,9 @@ def over_budget(
     plain_bytes = made.plain.peak_bytes if isinstance(made, Plan) else plain_peak_bytes(made)
     if min(measured) > plain_bytes:
         notes = (
-            f"that is more than the plain step's {format_bytes(plain_bytes)}, so something else was in memory, as the "
-            "graph of a batch that was skipped before its backward: `lowtide watch` says what a script leaves there, "
-            "and who holds it",
+            f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the rehearsed "
+            "ones, as with lengths or rows that are in it, or something else was in memory, as the graph of a batch "
+            "that was skipped before its backward (`lowtide watch` says what a script leaves there, and who holds it)",
             *notes,
         )
     return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)

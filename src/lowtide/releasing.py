@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -22,6 +23,7 @@ from lowtide._nodes import nodes_from
 from lowtide._removable import Removable
 from lowtide._standins import around_calls, stand_in
 from lowtide.errors import LowtideError
+from lowtide.rehearsal.reached import in_slots
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -186,24 +188,23 @@ def _let_go(tensor: Tensor, *, must: bool = True) -> bool:
     return True
 
 
-def _tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    seen = set() if seen is None else seen
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, nn.Module):
-        yield from (p.grad for p in thing.parameters() if p.grad is not None)
-    elif isinstance(thing, dict):
-        for value in [*thing.values(), *getattr(thing, "__dict__", {}).values()]:
-            yield from _tensors_in(value, seen)
-    elif isinstance(thing, list | tuple | set | frozenset):
-        for value in thing:
-            yield from _tensors_in(value, seen)
-    elif hasattr(thing, "__dict__") and not isinstance(thing, type):
-        for value in vars(thing).values():
-            yield from _tensors_in(value, seen)
+def _tensors_in(thing: Any) -> Iterator[Tensor]:
+    pending, seen = [thing], {}
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, Tensor):
+            yield thing
+        elif isinstance(thing, nn.Module):
+            yield from (p.grad for p in thing.parameters() if p.grad is not None)
+        elif isinstance(thing, list | tuple | set | frozenset | deque):
+            pending += thing
+        elif not isinstance(thing, type):
+            if isinstance(thing, dict):
+                pending += thing.values()
+            pending += (*getattr(thing, "__dict__", {}).values(), *in_slots(thing))
 
 
 def _is_reached(node: Node) -> bool:

@@ -151,12 +151,12 @@ def verify(
             unchanged.rewind()
             planned_ms = _timed(model, step, batch)  # by itself, as the plain step: recording takes time
         unchanged.restore()
-        plain, plain_ms = _plain(model, step, batch, copies=bool(inexact))
+        plain, plain_ms = _plain(model, step, batch, unchanged, copies=bool(inexact))
         compare_with = plain
         if inexact:
             unchanged.restore()
             with put_on(model, inexact, optimizer):
-                compare_with, _ = _plain(model, step, batch)
+                compare_with, _ = _plain(model, step, batch, unchanged)
         found = None
         if compare_with is not None:
             made = {*planned.made(untouched), *compare_with.made(untouched), DRAWN}
@@ -207,10 +207,11 @@ def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:
 
 
 def _plain(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, *, copies: bool = False
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: Unchanged, *, copies: bool = False
 ) -> tuple[Outcome | None, float | None]:
     try:
         outcome = Outcome.of(model, step, batch, copies=copies)
+        unchanged.rewind()
         return outcome, _timed(model, step, batch)
     except Exception as error:
         if not is_out_of_memory(error):

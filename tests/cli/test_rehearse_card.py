@@ -164,6 +164,7 @@ def test_a_sweep_leaves_what_was_computed_its_graph(rehearse, rows) -> None:
     for options, given in (((), 64), (("--batch", "64"), rows)):
         _, out, err = rehearse("--device", "T4", "--json", "-", *options, text=TAKING_TURNS, args=(str(given),))
         (one,) = json.loads(out)
+        assert not any("several sizes" in note for note in one["assumed"])  # it is another model that begins a step
         found.append((one["peak_requested_bytes"], one["peak_reserved_bytes"], err.count("0")))
     assert found[0] == found[1]
 
@@ -250,13 +251,58 @@ def test_a_script_that_fails_has_exit_code_2(rehearse) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--device", "RTX 9999"), "no card"), (("--batch", "4"), "--device"), (("--device", "T4", "--plain"), "--plain")],
+    [
+        (("--device", "RTX 9999"), "no card"),
+        (("--batch", "4"), "--device"),
+        (("--device", "T4", "--plain"), "--plain"),
+        (("--device", "T4", "--snapshot", "no such folder/step.pickle"), "no such folder is not a folder"),
+    ],
 )
 def test_what_can_not_be_meant_is_refused_before_the_script_runs(rehearse, options, said) -> None:
     code, out, err = rehearse(*options, text="print('it runs')")
     assert code == 2
     assert said in err
     assert "it runs" not in out + err
+
+
+FOUND_LATE = """
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+{kind}
+optimizer = torch.optim.Adam([*model.parameters(), *more], lr=1e-3)
+for step in range(5):
+    loss = forward(torch.randn(16, 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # a parameter of no module, which a function's variables do not lead to
+        "model, more = nn.Linear(64, 64), [nn.Parameter(torch.ones([]))]\nforward = lambda x: model(x) * more[0].exp()",
+        # the first that is called in training mode is the parametrization itself, when it is put on
+        "model, more = nn.Sequential(spectral_norm(nn.Linear(64, 64)), nn.ReLU(), nn.Linear(64, 1)), []\nforward = model",
+    ],
+)
+def test_parameters_that_are_found_late(rehearse, kind: str) -> None:
+    code, out, err = rehearse("--device", "RTX 3060", text=FOUND_LATE.format(kind=kind))
+    assert code == 0, err
+    sizes = [64 * 64, 64, 1] if "exp" in kind else [64 * 64, 64, 64, 1]
+    assert re.search(f"optimizer state +{format_bytes(2 * 4 * sum(sizes))}  there before", out)
+    assert "several sizes" not in out
+
+
+@pytest.mark.parametrize("options", [("--device", "T4"), ("--plain",)])
+def test_a_profile_is_no_script(tmp_path, capfd: pytest.CaptureFixture[str], options) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text("null", encoding="utf-8")
+    assert cli.main(("rehearse", *options, str(profile))) == 2
+    assert "is a profile" in capfd.readouterr().err
 
 
 SCHEDULED = """

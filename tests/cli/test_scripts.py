@@ -213,7 +213,7 @@ def test_a_peak_above_the_plain_steps_is_said_to_be_of_something_else(
 ) -> None:
     done = run("run", "--plan", plan_file, script(text))
     assert done.code == 1
-    assert ("more than the plain step's 2.89 MiB, so something else was in memory" in done.err) == is_more
+    assert ("more than the plain step's 2.89 MiB: this batch needs more than the rehearsed ones" in done.err) == is_more
 
 
 def test_a_plan_that_was_made_before_and_has_smaller_batches_only_is_measured_on_them(
@@ -283,6 +283,32 @@ def test_no_plan_fits(script: Callable[[str], str], run: Run) -> None:
     assert "lowtide.Infeasible: no plan fits" in done.err
     assert done.err.endswith("\n  The script was ended after its update 2.\n")
     assert done.out.count("0x") == 1  # the second update is where it is known
+
+
+RETRYING = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+done = 0
+while done < 10:
+    try:
+        loss = model(torch.randn(16, 32)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        done += 1
+    except Exception as error:  # "a bad batch"
+        print("again", error, flush=True)
+print("the end")
+"""
+
+
+def test_a_loop_that_goes_on_after_every_exception_ends_with_the_error(script: Callable[[str], str], run: Run) -> None:
+    done = run("run", "--budget", "1KiB", script(RETRYING))
+    assert (done.code, done.out) == (1, "")
+    assert "lowtide.Infeasible: no plan fits" in done.err
 
 
 NEVER = """

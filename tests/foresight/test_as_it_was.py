@@ -1,8 +1,15 @@
 """After a rehearsal everything is as it was: the same objects with the same bits, also when the step raises."""
 
+import functools
 import gc
+import importlib
 import random
+import sys
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -257,3 +264,185 @@ def test_arrays_are_not_copied_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -
     with keeping.Kept([first, second]):
         first[0] = second[0] = 1
     assert (first[0], second[0]) == (0, 1)
+
+
+MASKS: dict[int, torch.Tensor] = {}
+
+
+@functools.lru_cache
+def causal(length: int) -> torch.Tensor:
+    """As models cache their masks."""
+    return torch.full((length, length), float("-inf")).triu(1)
+
+
+class Masked(nn.Module):
+    """Refers to both where only its code says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in MASKS:
+            MASKS[len(x)] = torch.ones(len(x), len(x)).tril()
+        return MASKS[len(x)] @ torch.softmax(causal(len(x)) + x @ self.inner(x).T, -1)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_caches_of_a_models_own_code(where: dict[str, Any]) -> None:
+    model, x = Masked(), torch.randn(4, 8)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    MASKS.clear()
+    causal.cache_clear()
+    lowtide.foresee(model, step, x, **where)
+    assert MASKS == {}
+    assert type(causal(4)) is torch.Tensor
+    assert type(step(x)) is torch.Tensor
+    known = MASKS[4], causal(4)
+    lowtide.foresee(model, step, x, **where)
+    assert (MASKS[4], causal(4)) == known
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_nobody_can_find_raises_when_it_is_used(where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of a step without numbers, in which nothing is learned."""
+    model, module = nn.Linear(8, 8), ModuleType("hidden")
+    module.left = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hidden", module)
+
+    def step(batch: torch.Tensor) -> None:
+        out = model(batch)
+        importlib.import_module("hidden").left.append(out.detach())
+        out.sum().backward()
+
+    lowtide.foresee(model, step, torch.randn(4, 8), **where)
+    with pytest.raises(Exception, match=r"[Ff]ake"):
+        _ = model(torch.randn(4, 8)) + module.left[0]
+
+
+class Meters(defaultdict[str, float]):
+    def __init__(self) -> None:
+        super().__init__(float)
+
+
+class Losses(deque[Any]):
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(maxlen=size)
+        self.name = name
+
+
+class Output(OrderedDict[str, Any]):
+    """As transformers' outputs: what is in it are its attributes, too, and parts of it can't be exchanged."""
+
+    def __init__(self, *, loss: Any = None) -> None:
+        super().__init__(loss=loss)
+        self.loss = loss
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("it is not to be updated")
+
+    def copy(self) -> Any:
+        raise TypeError("it can't be copied")
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_containers_with_constructors_and_methods_of_their_own(where: dict[str, Any]) -> None:
+    model, meters, losses, output = nn.Linear(8, 8), Meters(), Losses("losses", 4), Output(loss=0)
+
+    def step(batch: torch.Tensor) -> None:
+        loss = model(batch).sum()
+        loss.backward()
+        meters["steps"] += 1
+        losses.append(loss)
+        losses.last = loss  # type: ignore[attr-defined]
+        output["loss"] = output.loss = loss
+        output["other"] = loss
+
+    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    assert (meters, [*losses], vars(losses)) == ({}, [], {"name": "losses"})
+    assert ({**output}, vars(output)) == ({"loss": 0}, {"loss": 0})
+
+
+class Trainer:
+    last: Any = None
+    count = 0
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_classes_functions_and_defaults_hold_what_they_held(where: dict[str, Any]) -> None:
+    model = nn.Linear(8, 8)
+
+    def step(batch: torch.Tensor, *, log: list[Any] = []) -> None:  # noqa: B006  that is the point
+        loss = model(batch).sum()
+        loss.backward()
+        log.append(loss)
+        step.last = loss  # type: ignore[attr-defined]
+        Trainer.last = loss
+        Trainer.count += 1
+        Trainer.other = loss  # type: ignore[attr-defined]
+
+    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    assert step.__kwdefaults__ == {"log": []}
+    assert vars(step) == {}
+    assert (Trainer.last, Trainer.count, hasattr(Trainer, "other")) == (None, 0, False)
+
+
+def in_threads(*work: Callable[[], object]) -> list[BaseException]:
+    """What they raised, all at once."""
+    raised: list[BaseException] = []
+
+    def run(one: Callable[[], object]) -> None:
+        try:
+            one()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_several_at_once_wait_for_each_other_and_leave_nothing_behind() -> None:
+    run, rebuild = torch.autograd._engine_run_backward, torch._utils._rebuild_tensor  # type: ignore[attr-defined]
+
+    def foresee() -> None:
+        case = build("gpt2")
+        for _ in range(3):
+            lowtide.foresee(case.model, case.step, case.batch)
+
+    assert in_threads(foresee, foresee, foresee) == []
+    assert torch.autograd._engine_run_backward is run  # type: ignore[attr-defined]
+    assert torch._utils._rebuild_tensor is rebuild
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_another_thread_trains_meanwhile(where: dict[str, Any]) -> None:
+    """Its backward passes, and what hooks in them ask, are none of the rehearsal's."""
+    case, model = build("gpt2"), nn.Linear(8, 8)
+    optimizer, numbers, done = torch.optim.SGD(model.parameters(), lr=0.1), [], threading.Event()
+    model.weight.register_hook(lambda gradient: numbers.append(gradient.norm().item()))
+
+    def train() -> None:
+        while not done.is_set():
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def foresee() -> None:
+        try:
+            for _ in range(3):
+                lowtide.foresee(case.model, case.step, case.batch, **where)
+        finally:
+            done.set()
+
+    assert in_threads(train, foresee) == []
+    assert {type(number) for number in numbers} == {float}
+    assert len({*numbers}) == 1

@@ -1,5 +1,7 @@
 """What a recorded run needs where the driver's addresses decide, and on cards around that."""
 
+import random
+
 from lowtide.foresight.behaviours.behaviour import Inside
 from lowtide.foresight.device.outcome import Outcome
 from lowtide.memory.allocator.config import AllocatorConfig
@@ -66,3 +68,24 @@ def test_a_share_of_the_memory_counts_as_all_of_it() -> None:
         outcome(config=AllocatorConfig(per_process_memory_fraction=share * MIB / 2**30)).on(big) for share in (160, 95)
     ]
     assert verdicts == ["fits", "does not fit"]
+
+
+def test_what_takes_less_can_need_more() -> None:
+    """Best fit does not promise that less needs less: each bound is asked for by itself before anything fits."""
+    draw = random.Random(35)  # the first of which it is so
+    events: list[Allocate | Free] = []
+    alive: list[tuple[int, int]] = []
+    bounds: dict[int, Inside] = {}
+    for block in range(60):
+        if alive and draw.random() < 0.45:
+            events.append(Free(*alive.pop(draw.randrange(len(alive)))))
+            continue
+        size = draw.choice([3, 7, 11, 12, 15, 21, 25, 33, 40]) * MIB
+        events.append(Allocate(block, size, 0, "aten::empty"))
+        alive.append((block, size))
+        if draw.random() < 0.3:
+            bounds[block] = Inside(size, size, size + draw.choice([1, 2, 4, 10]) * MIB)
+    found = Outcome(EventStream(tuple(events), "cuda"), bounds, AllocatorConfig(), is_bounded=True)
+    most = max(found._without_end("most", order).peak_reserved_bytes for order in range(len(found._orders)))
+    assert most < found.needs()[1][1]
+    assert found.on(card(most + context_bytes(card(0))[1])) == "unknown"

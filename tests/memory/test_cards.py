@@ -61,6 +61,7 @@ def test_a_card_of_which_only_the_memory_is_known() -> None:
         ("RTX 4080", r"name of no card that is known.\n  Nearest: .*RTX 40"),
         ("mainframe", r"Known: RTX 4060, .*H200-141; .*cuda:24GiB"),
         ("cuda:0", "no card that is known"),
+        ("cuda:5", "no card that is known"),  # the number of a device
         ("cuda", "no card that is known"),
         ("", "no card that is known"),
     ],

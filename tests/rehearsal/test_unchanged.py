@@ -1,6 +1,8 @@
 """What a step changes by ways that its call does not name is found, and is as it was after a rehearsal."""
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from types import ModuleType
@@ -217,3 +219,78 @@ def test_of_a_large_dict_the_tensors_and_modules_are_state_and_the_rest_is_data(
         step(torch.randn(8, 4))
     assert count == 0
     assert norm.num_batches_tracked == 0
+
+
+CALLS, GENERATOR = torch.zeros(1), torch.Generator()
+
+
+class Counting(nn.Module):
+    """Refers to both where only its code says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.add_(1)
+        return torch.nn.functional.gelu(x) * (torch.rand(x.shape, generator=GENERATOR) > 0.1)
+
+
+def test_what_only_the_code_of_modules_refers_to() -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 256), Counting(), nn.Linear(256, 64))]
+    model, x = nn.Sequential(*layers), torch.randn(256, 64)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    GENERATOR.manual_seed(3)
+    CALLS.zero_()
+    fitted = lowtide.fit(model, step, x, budget="80%")
+    assert fitted.verdict is not None
+    assert fitted.verdict.proof.startswith("bit-identical")
+    fitted.remove()
+    assert CALLS == 0
+    assert torch.equal(GENERATOR.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_another_threads_optimizer_is_let_be() -> None:
+    """Its parameters are not put back where that thread has left them, and its steps are none of those rehearsed."""
+    model, other = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(8, 8)
+    optimizer, done, raised = torch.optim.SGD(other.parameters(), lr=0.1), threading.Event(), []
+    with torch.no_grad():
+        other.weight.zero_()
+    n_steps = 0
+
+    def train() -> None:
+        nonlocal n_steps
+        try:
+            while not done.is_set():
+                other(torch.ones(1, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                n_steps += 1
+        except BaseException as error:
+            raised.append(error)
+
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+        model.zero_grad()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        with Unchanged(model, None, None, step) as unchanged:
+            for _ in range(5):
+                step(torch.ones(256, 64))
+                before = n_steps
+                while n_steps < before + 3 and not raised:
+                    time.sleep(0.001)
+                unchanged.restore()
+            assert unchanged.optimizers == ()
+    finally:
+        done.set()
+        thread.join()
+    assert not raised
+    expected = torch.zeros(8, 8)
+    for _ in range(n_steps):
+        expected -= 0.1
+    assert torch.equal(other.weight.detach(), expected)

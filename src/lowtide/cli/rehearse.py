@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, say, script_arguments, write
+from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, say, script_arguments, to_be_written, write
 
 if TYPE_CHECKING:
     from lowtide.foresight.device.outcome import CardForesight
@@ -31,7 +30,8 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     "--snapshot",
     "snapshot_to",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, writable=True),
+    callback=to_be_written,
     help="With --device: write the two steps as a memory snapshot, for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the profile to FILE; "-": print that alone.')
@@ -40,7 +40,7 @@ def rehearse(
     plain: bool,
     device: str | None,
     sizes: tuple[int, ...],
-    snapshot_to: Path | None,
+    snapshot_to: str | None,
     json_to: str | None,
     target: str,
     args: tuple[str, ...],
@@ -60,6 +60,9 @@ def rehearse(
     script is run once for each size. The exit code is 0 if all fit, 1 if one does not, or might not, and 2 if it could
     not be said.
     """
+    is_profile = target.endswith(".json") and not is_module
+    if is_profile and (plain or device is not None):
+        raise click.UsageError(f"{target} is a profile, and --plain and --device are for scripts: give that.")
     if device is not None:
         if plain:
             raise click.UsageError("--plain runs a step, and --device runs none.")
@@ -81,7 +84,7 @@ def rehearse(
 def _on_card(
     device: str,
     sizes: tuple[int, ...],
-    snapshot_to: Path | None,
+    snapshot_to: str | None,
     json_to: str | None,
     target: str,
     args: tuple[str, ...],

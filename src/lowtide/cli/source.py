@@ -46,10 +46,10 @@ def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str,
 def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option for a file to write; "-" is stdout."""
     kind = click.Path(dir_okay=False, writable=True, allow_dash=True)
-    return click.option(flag, name, type=kind, metavar="FILE", callback=_to_be_written, help=help_)
+    return click.option(flag, name, type=kind, metavar="FILE", callback=to_be_written, help=help_)
 
 
-def _to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     """The path from the root on, as a script may change the current folder.
 
     A file that could not be written after the work is refused before it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from lowtide._torch import FakeTensorMode
     from lowtide.foresight.device.outcome import CardForesight
     from lowtide.memory.allocator.config import AllocatorConfig
 
@@ -145,7 +147,8 @@ def foresee(
     answers, trials = Answers(fakes), Trials()
     ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    with placed(everything, own, fakes), Kept(model, step, batch, optimizer) as kept, of_plan(plan, model, optimizer):
+    kept = Kept(model, step, batch, optimizer)
+    with alone_with(fakes), placed(everything, own, fakes), kept, of_plan(plan, model, optimizer):
         names = Names(engine, ledger.mark)
         with ledger, Questions(answers, ledger), as_they_are():
             adopt(ledger, everything)
@@ -168,6 +171,24 @@ def foresee(
 def compiled(model: nn.Module) -> tuple[str, ...]:
     """What is assumed if parts of the model are compiled."""
     return (COMPILED,) if any(map(_torch.is_compiled, model.modules())) else ()
+
+
+_one_at_a_time = threading.RLock()
+"""What stands in for functions of torch meanwhile is the whole process's."""
+
+
+@contextlib.contextmanager
+def alone_with(fakes: FakeTensorMode) -> Iterator[None]:
+    """Rehearsals in other threads wait until this block ends.
+
+    A fake tensor that is left behind where nobody found it raises from then on: a step that goes on with it would
+    learn nothing, and say nothing.
+    """
+    with _one_at_a_time:
+        try:
+            yield
+        finally:
+            _torch.end_fakes(fakes)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._code import Named, is_opaque, origin, variables
+from lowtide._code import Named, is_opaque, is_users, origin, variables
+from lowtide._standins import of_this_thread
+from lowtide._torch import is_fake
 from lowtide.rehearsal.reached import is_generator, slots_of
 from lowtide.rehearsal.unchanged import RandomState, state_of
 
@@ -36,7 +39,9 @@ LARGEST_ARRAY = 2**24
 LARGEST_ARRAYS = 2**28
 """and so are all that are found when those before them have so many together."""
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+_COLLECTIONS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+_CACHE = type(functools.lru_cache(int))
 
 
 class Kept:
@@ -66,8 +71,8 @@ class Kept:
 
     def __enter__(self) -> Self:
         self._random = RandomState.now()
-        self._note(self._roots)
-        self._hook = register_optimizer_step_pre_hook(self._stepping)
+        self.note(*self._roots)
+        self._hook = register_optimizer_step_pre_hook(of_this_thread(self._stepping))
         return self
 
     def __exit__(
@@ -83,9 +88,10 @@ class Kept:
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
-        self._note((optimizer,))  # if no root reaches it: it has not stepped yet
+        self.note(optimizer)  # if no root reaches it: it has not stepped yet
 
-    def _note(self, roots: Iterable[Any]) -> None:
+    def note(self, *roots: Any) -> None:
+        """What these reach is put back to what it is now, unless it was reached before."""
         pending = deque(roots)
         while pending:
             thing = pending.popleft()
@@ -98,12 +104,17 @@ class Kept:
         """Note how to put one object back. Gives what it refers to."""
         if isinstance(thing, torch.Tensor):
             return self._gradient(thing)
-        if isinstance(thing, dict | list | deque | set):
-            return self._container(thing)
+        if (kind := next((kind for kind in _COLLECTIONS if isinstance(thing, kind)), None)) is not None:
+            inside = self._container(thing, kind)
+            return inside if type(thing) is kind else (*inside, *self._object(thing))
         if isinstance(thing, tuple | frozenset):
             return thing
         if isinstance(thing, types.FunctionType):
             return self._function(thing)
+        if isinstance(thing, type):
+            return self._class(thing) if is_users(thing) else ()
+        if isinstance(thing, _CACHE):
+            return self._cache(thing)
         if isinstance(thing, types.MethodType):
             return (thing.__self__, thing.__func__)
         if isinstance(thing, functools.partial):
@@ -114,16 +125,19 @@ class Kept:
             return self._array(thing)
         if is_generator(thing):
             self._generator(thing)
-        if is_opaque(type(thing)):
-            return ()
+        return () if is_opaque(type(thing)) else self._object(thing)
+
+    def _object(self, thing: Any) -> Iterable[Any]:
         slots, attributes = self._slots(thing), getattr(thing, "__dict__", None)
         if type(attributes) is not dict:
             return slots
-        return (*slots, attributes, *self._named.thing(thing))
+        return (*slots, attributes, type(thing), *self._named.thing(thing))
 
     def _gradient(self, tensor: torch.Tensor) -> Iterable[Any]:
         if tensor.is_leaf and not tensor.is_inference():
             gradient, requires = tensor.grad, tensor.requires_grad
+            if gradient is not None and is_fake(gradient):  # it was found late, when there was one of the rehearsal's
+                gradient = None
 
             def restore() -> None:
                 if tensor.grad is not gradient:
@@ -134,25 +148,59 @@ class Kept:
             self._restore.append(restore)
         return ()
 
-    def _container(self, container: Any) -> Iterable[Any]:
-        if len(container) > LARGEST:
+    def _container(self, container: Any, kind: Any) -> Iterable[Any]:
+        """Past methods of a class of its own, which may do something else."""
+        if kind.__len__(container) > LARGEST:
             return ()
-        before = container.copy()
+        is_dict = issubclass(kind, dict)
+
+        def contents() -> list[Any]:
+            return [*chain.from_iterable(kind.items(container))] if is_dict else [*kind.__iter__(container)]
+
+        before = contents()
 
         def restore() -> None:
-            if len(container) == len(before) and _same(container, before):
+            now = contents()
+            if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
                 return
-            container.clear()
-            container.extend(before) if isinstance(container, list | deque) else container.update(before)
+            kind.clear(container)
+            if is_dict:
+                for key, content in zip(before[::2], before[1::2], strict=True):
+                    kind.__setitem__(container, key, content)
+            else:
+                (kind.update if kind is set else kind.extend)(container, before)
 
         self._restore.append(restore)
-        return before.values() if isinstance(before, dict) else before
+        return before
+
+    def _class(self, kind: type) -> Iterable[Any]:
+        """The attributes of a class of the user's, which code may bind anew."""
+        before = dict(vars(kind))
+
+        def restore() -> None:
+            for name in vars(kind).keys() - before.keys():
+                type.__delattr__(kind, name)
+            for name, content in before.items():
+                if vars(kind).get(name, _Empty) is not content:
+                    type.__setattr__(kind, name, content)
+
+        self._restore.append(restore)
+        return self._named.thing(kind)
+
+    def _cache(self, cache: Any) -> Iterable[Any]:
+        """A function that remembers what it gave: it forgets all where there was anything new."""
+        n_misses = cache.cache_info().misses
+
+        def restore() -> None:
+            if cache.cache_info().misses != n_misses:
+                cache.cache_clear()
+
+        self._restore.append(restore)
+        return (cache.__wrapped__,)
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        if origin(function.__code__.co_filename) == "ours":
-            found = []  # torch's tables of hooks, say, which others change meanwhile
-        else:
-            found = [(table, name, content) for table, name, content in variables(function) if type(table) is dict]
+        is_ours = origin(function.__code__.co_filename) == "ours"  # it has torch's tables of hooks, say
+        found = [] if is_ours else [each for each in variables(function) if type(each[0]) is dict]
 
         def restore() -> None:
             for table, name, content in found:
@@ -163,7 +211,8 @@ class Kept:
         contents = [content for _, _, content in found]
         wrapped = getattr(function, "__wrapped__", None)
         named = self._named.code(function)
-        return (*contents, *named, *(function.__closure__ or ()), *(function.__defaults__ or ()), wrapped)
+        own = (function.__defaults__, function.__kwdefaults__, wrapped, None if is_ours else vars(function))
+        return (*contents, *named, *(function.__closure__ or ()), *own)
 
     def _cell(self, cell: types.CellType) -> Iterable[Any]:
         content = _in_cell(cell)
@@ -232,11 +281,3 @@ def _content(slot: types.MemberDescriptorType, thing: Any) -> Any:
         return slot.__get__(thing)
     except AttributeError:
         return _Empty
-
-
-def _same(now: Any, before: Any) -> bool:
-    if isinstance(now, dict):
-        return all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True))
-    if isinstance(now, set):
-        return set(map(id, now)) == set(map(id, before))
-    return all(a is b for a, b in zip(now, before, strict=True))

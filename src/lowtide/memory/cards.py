@@ -67,6 +67,10 @@ def context_bytes(card: Card) -> tuple[int, int]:
     return 250 * 2**20, 700 * 2**20
 
 
+_SHORTEST = 3
+"""Letters and digits of a part of a name that stands for all of it: "cuda:5" is no RTX 5090."""
+
+
 def parse_card(text: str | Card) -> Card:
     """The card that is meant by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a card's full name.
 
@@ -87,7 +91,7 @@ def parse_card(text: str | Card) -> Card:
     by_key = {_key(card.name): card for card in CARDS}
     if key in by_key:
         return by_key[key]
-    close = [card for known, card in by_key.items() if key and known.startswith((key, f"rtx{key}"))]
+    close = [card for known, card in by_key.items() if len(key) >= _SHORTEST and known.startswith((key, f"rtx{key}"))]
     if len(close) == 1:
         return close[0]
     near = close or [by_key[known] for known in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)] or list(CARDS)

@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import _torch
-from lowtide._standins import stand_in
+from lowtide._standins import of_this_thread, stand_in
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Event, EventStream, Mark, Timeline
 from lowtide.memory.variables import Held, held_by_variables
@@ -91,7 +91,7 @@ class Looks:
 
             return run_backward
 
-        hook = register_optimizer_step_pre_hook(lambda *_: self._look_after_backward())
+        hook = register_optimizer_step_pre_hook(of_this_thread(lambda *_: self._look_after_backward()))
         self._undo = [stand_in(torch.autograd, _torch.ENGINE, make), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:

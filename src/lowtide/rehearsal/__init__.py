@@ -64,7 +64,7 @@ OTHER_WORK: Final = (
 
 
 def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None) -> Profile:
-    """The profile of `step(batch)`, which is run three times; `lowtide.rehearse` says what that means for the model."""
+    """The profile of `step(batch)`, which is run four times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:

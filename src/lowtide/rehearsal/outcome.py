@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide._standins import of_this_thread
 from lowtide._torch import parts_of
 from lowtide.identity import tensors_in
 from lowtide.rehearsal.unchanged import RandomState
@@ -89,7 +90,7 @@ class Outcome:
                 came[f"{name} (0)"] = digest(parameter.grad)
 
         with contextlib.ExitStack() as hooks:
-            hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
+            hooks.callback(register_optimizer_step_pre_hook(of_this_thread(before_step)).remove)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     hook = parameter.register_post_accumulate_grad_hook(partial(comes, name))  # type: ignore[no-untyped-call]

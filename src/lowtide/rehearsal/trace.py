@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowtide._standins import of_this_thread
 from lowtide._torch import backward_number, in_compiled_backward, parts_of, running_node_number
 from lowtide.identity import in_words
 from lowtide.planner.records import Decisions
@@ -95,8 +96,8 @@ class Trace(Probe):
     def running(self) -> Iterator[None]:
         """The model's calls in this block are traced."""
         hooks = (
-            register_optimizer_step_pre_hook(lambda *_: self._optimizer("begins")),
-            register_optimizer_step_post_hook(lambda *_: self.mark("optimizer", "ends")),
+            register_optimizer_step_pre_hook(of_this_thread(lambda *_: self._optimizer("begins"))),
+            register_optimizer_step_post_hook(of_this_thread(lambda *_: self.mark("optimizer", "ends"))),
         )
         self.engine.install()
         values.probe = self

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._clock import accelerator_in_use
+from lowtide._standins import of_this_thread
 from lowtide._torch import is_plain, parts_of
 from lowtide.identity import place_of, tensors_in
 from lowtide.rehearsal.bits import identical
@@ -63,7 +64,7 @@ class Unchanged:
             raise
 
     def _entered(self) -> Self:
-        found = Reached(self._step)
+        found = Reached(self._step, self._model)
         modules = list({id(m): m for root in (self._model, *found.modules) for m in root.modules()}.values())
         self.modules = tuple(modules)
         """The model's and all others that the step's code refers to."""
@@ -92,7 +93,7 @@ class Unchanged:
             self._noticed(self._named)
         self._n_updates = 0
         self._alone = Alone(modules)
-        self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._steps)
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(of_this_thread(self._steps))
         try:
             self._calm()
         except BaseException:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import hooks_but_in_transforms, never_compiled, storage_id
+from lowtide._torch import hooks_but_in_transforms, never_compiled, next_sequence_number, storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
@@ -277,6 +277,9 @@ class _Rerun(_Again):
         self._last = max(wanted)
         self._nested = iter(frame.nested)
         self._place = -1
+        self._operator, self._is_complete = -1, True
+        """The operator that saved something last, by the number that the next node would have, and whether nothing of
+        that can be changed any longer."""
         self._inside_another = False
 
     def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,7 +291,7 @@ class _Rerun(_Again):
             if not replayed:
                 return seam.inner(*args, **kwargs)
             for tensor in tensors_in_call(args, kwargs):
-                self._catch(tensor)
+                self._catch(tensor, is_complete=True)
         self._inside_another = True
         try:
             return seam.inner(*args, **kwargs)
@@ -301,11 +304,20 @@ class _Rerun(_Again):
             self._catch(tensor)
         return self.hold(tensor)
 
-    def _catch(self, tensor: Tensor) -> None:
+    def _catch(self, tensor: Tensor, *, is_complete: bool = False) -> None:
+        """Stop at the last one, or with the operator that saved it: what an operator is to write, as RReLU its noise,
+        is saved before it is written. Then it has no history.
+        """
+        operator = next_sequence_number()  # of the next node, so that it is the same in one operator
+        if is_complete or operator != self._operator:
+            if self._place >= self._last:
+                raise _Stop
+            self._operator, self._is_complete = operator, True
+        self._is_complete &= is_complete or tensor.grad_fn is not None or tensor.requires_grad
         self._place += 1
         if self._place in self._wanted:
             self.found[self._place] = self._frame.as_saved(self._place, tensor)
-        if self._place >= self._last:
+        if self._place >= self._last and self._is_complete:
             raise _Stop
 
 

@@ -53,7 +53,7 @@ class Fitting(UnderPlan):
     def awaits(self) -> str:
         if self.plan is None:
             return self._rehearsing.awaits
-        return "took a step under its plan, so all of them were without"
+        return "took a step under its plan"
 
     def precedes(self, module: nn.Module) -> None:
         """Remember it: what it took is in no step."""

@@ -87,7 +87,7 @@ class Foreseeing(Crew):
         assert self._rehearsal is not None
         if self._n_steps == 1:
             self._rehearsal.second(batch)
-            if before and before != self._sizes and self._size is None:
+            if before and before != self._sizes and self._size is None and model is self._model:
                 self._rehearsal.answers.notes[
                     f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
                     "need more"

@@ -39,9 +39,8 @@ class Script:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_path", os.path.abspath(self.target))
         if not self.is_module and not Path(self.target).is_file():
-            raise LowtideError(
-                f"{self.target} is not a file. Give the path of a Python script; for a module, use -m {self.target}."
-            )
+            of_module = "" if self.target.endswith(".py") else f"; for a module, use -m {self.target}"
+            raise LowtideError(f"{self.target} is not a file. Give the path of a Python script{of_module}.")
 
     def run(self, within: AbstractContextManager[object] | None = None) -> int:
         """Run it as the main program; gives its exit code. An exception of its own is shown as Python would show it.

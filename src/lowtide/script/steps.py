@@ -167,8 +167,8 @@ class Steps:
 
     @never_compiled
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
-        if self.failed is not None:
-            raise self.failed
+        if self.failed is not None:  # somebody caught that all the same
+            raise Enough from self.failed
         if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, and no optimizer has it
         mine = set() if self.model is None else ids(self.model.parameters())
@@ -255,14 +255,17 @@ class Steps:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
+        """End the script where anything is raised in this block: `failed` is what. A loop that goes on after each
+        Exception would meet it again and again, and train nothing.
+        """
         try:
             yield
         except (LowtideError, Enough) as error:
             if self.failed is None:
-                where = f"after its update {self.n_updates}" if self.n_updates else "before its first update"
+                where = f"after its update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
                 error.add_note(f"The script was ended {where}.")
             self.failed = error
-            raise
+            raise Enough from error
 
     def _close_late(self) -> None:
         """Backward is over, inside of which there were updates: so is the step if it has no gradients left.

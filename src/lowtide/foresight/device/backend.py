@@ -3,7 +3,7 @@
 Fake tensors of "cuda" itself can't be had where torch is built without CUDA: the first that needs a gradient ends the
 process. A device of one's own is a full device to autograd, and composite operators choose on it as they do on CUDA.
 Torch has one such place in each process and its name can be given once, so that it stays taken until the process ends;
-between rehearsals it says that it is not available, which is all that anybody can tell of it.
+between rehearsals it says that it is not available. It stays what `torch.accelerator.current_accelerator()` names.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class CudaMeans(TorchFunctionMode):
         if func in _IS_CUDA:
             return args[0].device.type in (NAME, "cuda")
         if func in _TO_CUDA:
-            return args[0].to(self._device, non_blocking=kwargs.get("non_blocking", False))
+            return args[0].to(self._device, **{name: given for name, given in kwargs.items() if name != "device"})
         if func in _TO_PINNED:
             return args[0]
         if func is _torch.PARSE_TO:

@@ -138,8 +138,8 @@ class Outcome:
         """Whether it fits there, whatever its context, what is not known, and the driver's addresses take."""
         least, most = context_bytes(card)
         orders = range(len(self._orders))
-        largest = next(reversed(self._streams))
-        if self._is_bounded and all(self._runs(largest, order, card, most) for order in orders):
+        # all of them, as best fit does not promise that less needs less
+        if self._is_bounded and all(self._runs(name, order, card, most) for name in self._streams for order in orders):
             return "fits"
         possible = any(self._runs(name, order, card, least) for name in self._streams for order in orders)
         return "unknown" if possible else "does not fit"

@@ -19,7 +19,7 @@ from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import Placed, belongings
 from lowtide.foresight.device.takes import Takes
-from lowtide.foresight.foreseeing import adopt, as_they_are, compiled, planned, static_of
+from lowtide.foresight.foreseeing import adopt, alone_with, as_they_are, compiled, planned, static_of
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
@@ -87,6 +87,7 @@ class OnCard:
     def __enter__(self) -> Self:
         take_place(alone=self._alone)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(alone_with(self._fakes))
             stack.enter_context(self._kept)
             stack.enter_context(card_in_use(self._card))
             at_entry = belongings(self._model, self._batch, self._kept.reached)
@@ -138,8 +139,11 @@ class OnCard:
         return bool(self._kept.optimizers)
 
     def turn_to(self, model: nn.Module) -> None:
-        """It is another model that is trained. A `second` has to come after this."""
+        """It is another model that is trained, which may be new to all of this. A `second` has to come after this."""
         self._running.close()
+        self._kept.note(model)
+        real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not _torch.is_fake(tensor)]
+        self.put(real, lambda tensor: tensor)
         self._model, self._engine = model, planned(model, self._batch, None)
 
     def second(self, batch: Any = None) -> None:
