@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
@@ -843,12 +843,20 @@ OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
 """Namespaces of torch's own operators. 2.13."""
 
 
-def fake_mode(run_on_zeros: bool = True) -> _fake_tensor.FakeTensorMode:
-    """A mode under which operators make fake tensors. 2.13, since 1.13.
+def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fake_tensor.FakeTensorMode:
+    """A mode under which operators make fake tensors; `nested` is raised where they would be nested. 2.13, since 1.13.
 
     Those that have no kernel for fake tensors run on real zeros, on the device that the fake ones are on.
     """
-    return _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
+    mode = _fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        assert nested is not None
+        raise nested
+
+    if nested is not None:
+        mode.create_symbolic_nested_int = refuse  # type: ignore[method-assign]
+    return mode
 
 
 def end_fakes(mode: _fake_tensor.FakeTensorMode) -> None:

@@ -41,6 +41,7 @@ def timeline(
         Plan.expect(plan, "timeline")
         check_made_for(plan.fingerprint, model)
     with Unchanged(model, batch, optimizer, step) as unchanged, of_plan(plan, model, optimizer):
+        step = unchanged.run
         step(batch)
         with recorder_for(place_of(model)) as recorder:
             names = Names(Planned(model, plan), recorder.mark)

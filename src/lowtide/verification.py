@@ -139,6 +139,7 @@ def verify(
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
     with Unchanged(model, batch, optimizer, step) as unchanged:
+        step = unchanged.run
         untouched = Outcome.of(model, lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))

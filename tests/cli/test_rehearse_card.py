@@ -286,7 +286,8 @@ for step in range(5):
         # a parameter of no module, which a function's variables do not lead to
         "model, more = nn.Linear(64, 64), [nn.Parameter(torch.ones([]))]\nforward = lambda x: model(x) * more[0].exp()",
         # the first that is called in training mode is the parametrization itself, when it is put on
-        "model, more = nn.Sequential(spectral_norm(nn.Linear(64, 64)), nn.ReLU(), nn.Linear(64, 1)), []\nforward = model",
+        "model, more = nn.Sequential(spectral_norm(nn.Linear(64, 64)), nn.ReLU(), nn.Linear(64, 1)), []\n"
+        "forward = model",
     ],
 )
 def test_parameters_that_are_found_late(rehearse, kind: str) -> None:

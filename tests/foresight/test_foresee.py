@@ -2,6 +2,8 @@
 
 import gc
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -156,3 +158,101 @@ def test_gradients_of_each_sample_and_along_a_direction(device) -> None:
 
     settings = {} if device is None else {"device": device}
     assert lowtide.foresee(model, step, torch.randn(32, 8), **settings).timeline.peak_bytes > 32 * 16 * 8 * 4
+
+
+@pytest.mark.parametrize("wrapped", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_what_the_step_before_left_in_attributes_of_modules(wrapped: Callable[[nn.Module], nn.Module]) -> None:
+    """`self.weight` is made anew in each forward, and the old one is there until then."""
+    model, x = nn.Sequential(wrapped(nn.Linear(128, 128)), nn.Linear(128, 128)), torch.randn(128, 128)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+
+    foreseen, profile = lowtide.foresee(model, step, x), lowtide.rehearse(model, step, x)
+    assert foreseen.static.left >= 128 * 128 * 4
+    assert foreseen.static == profile.static
+    assert foreseen.peak_bytes == pytest.approx(profile.measured_plain_peak_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("where", [{}, {"device": "L4"}])
+def test_tensors_of_which_a_tensor_is_made(where: dict[str, Any]) -> None:
+    """As positions of images are, in models of language and vision."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(100, 64), nn.Linear(64, 64)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            offsets = torch.tensor([row.max() + 1 for row in ids], device=ids.device)
+            scales = torch.tensor([row.mean() for row in self.embedding(ids).detach()])
+            assert offsets.dtype is torch.long
+            if int(offsets[0]) != int(ids[0].max()) + 1:  # known, as the batch is
+                raise AssertionError
+            return self.linear(self.embedding(ids)) + offsets.view(-1, 1, 1) * scales.view(-1, 1, 1).to(ids.device)
+
+    model, ids = Positions(), torch.randint(100, (4, 16))
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+
+    foreseen = lowtide.foresee(model, step, ids, **where)
+    if not where:
+        measured = lowtide.timeline(model, step, ids)
+        assert foreseen.timeline.peak_bytes == measured.peak_bytes
+
+
+class Subclass(torch.Tensor):
+    """Of somebody's own."""
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8).as_subclass(Subclass))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).as_subclass(torch.Tensor)
+
+
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.nested_tensor([x[i, : 2 + i] for i in range(4)], layout=torch.jagged)
+        return torch.stack([row.mean(0) for row in torch.nn.functional.gelu(self.linear(rows)).unbind()])
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "where", "said"),
+    [
+        (Own(), torch.randn(4, 8), {}, "weight is a Subclass"),
+        (Own(), torch.randn(4, 8), {"device": "L4"}, "weight is a Subclass"),
+        (Jagged(), torch.randn(4, 8, 8), {}, "nested tensors"),
+        (torch.jit.trace(nn.Linear(8, 8), torch.randn(4, 8)), torch.randn(4, 8), {"device": "L4"}, "TorchScript"),
+    ],
+)
+def test_what_torch_has_no_fake_tensors_for_is_refused(model, x, where, said) -> None:
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+
+    with pytest.raises(lowtide.RehearsalError, match=said):
+        lowtide.foresee(model, step, x, **where)
+    if said == "nested tensors":
+        with pytest.raises(lowtide.RehearsalError, match=said):
+            lowtide.rehearse(model, step, x)
+
+
+def test_gradients_of_traced_modules_are_as_they_were() -> None:
+    model, x = nn.Sequential(torch.jit.trace(nn.Linear(8, 8), torch.randn(4, 8)), nn.Linear(8, 8)), torch.randn(4, 8)
+    lowtide.foresee(model, lambda batch: model(batch).sum().backward(), x)
+    assert [p.grad for p in model.parameters()] == [None] * 4
+
+
+def test_what_depends_on_numbers_is_said_to_be_unknown() -> None:
+    model, x = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32)), torch.randn(4, 32)
+    foreseen = lowtide.foresee(model, lambda batch: model(batch).sum().backward(), x)
+    assert "linalg_matrix_exp" in str(foreseen.unknown)

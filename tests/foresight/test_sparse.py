@@ -179,3 +179,34 @@ def test_a_step_with_sparse_bags_has_the_measured_peak(name: str) -> None:
     step(batch)
     foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
     assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_all_of_its_elements(layout: torch.layout) -> None:
+    """As the adjacency matrix of a graph network; in backward a COO matrix is transposed, which copies it."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.register_buffer("adjacency", (torch.rand(512, 512) < 0.03).float().to_sparse(layout=layout))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacency, self.linear(x))
+
+    torch.manual_seed(0)
+    model, x = Graph(), torch.randn(512, 64)
+
+    def step(batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        model.zero_grad()
+
+    foreseen, profile = lowtide.foresee(model, step, x), lowtide.rehearse(model, step, x)
+    assert foreseen.static == profile.static
+    if layout is torch.sparse_coo:
+        assert foreseen.peak_bytes == profile.measured_plain_peak_bytes
+        assert lowtide.foresee(model, step, x, device="L4").static.buffers == profile.static.buffers
+    else:
+        assert "mm" in str(foreseen.unknown)
+        with pytest.raises(lowtide.RehearsalError, match="to_sparse_coo"):
+            lowtide.foresee(model, step, x, device="L4")

@@ -294,3 +294,36 @@ def test_another_threads_optimizer_is_let_be() -> None:
     for _ in range(n_steps):
         expected -= 0.1
     assert torch.equal(other.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("call", [lowtide.rehearse, lowtide.foresee, lowtide.timeline])
+def test_a_step_may_take_things_out_of_its_batch(call: Callable[..., Any]) -> None:
+    model, batch = nn.Linear(8, 4), {"x": torch.randn(16, 8), "more": [torch.randint(4, (16,))]}
+    labels = batch["more"][0]
+
+    def step(given: dict[str, Any]) -> None:
+        y = given.pop("more").pop()
+        given["new"] = model(given["x"])
+        torch.nn.functional.cross_entropy(given["new"], y).backward()
+        model.zero_grad()
+
+    call(model, step, batch)
+    assert [*batch] == ["x", "more"]
+    assert batch["more"][0] is labels
+
+
+def test_a_fitted_step_may_as_well() -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))]
+    model, batch = nn.Sequential(*layers), {"x": torch.randn(256, 64), "y": torch.randn(256, 64)}
+
+    def step(given: dict[str, Tensor]) -> Tensor:
+        y = given.pop("y")
+        loss = (model(given["x"]) - y).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    fitted = lowtide.fit(model, step, batch, budget="80%")
+    assert fitted.verdict is not None
+    assert fitted.verdict.within_budget
+    assert [*batch] == ["x", "y"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
+from lowtide.foresight import sparse
 from lowtide.foresight.answers import Answers
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.ledger import Ledger
@@ -21,14 +22,15 @@ from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
-from lowtide.foresight.twins import placed
+from lowtide.foresight.twins import is_real, placed
 from lowtide.identity import check_made_for, device_of, tensors_in
 from lowtide.levers import of_plan
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.cards import Card, parse_card
-from lowtide.memory.events import Timeline
+from lowtide.memory.events import EventStream, Timeline
 from lowtide.planner.records import Plan, Static
-from lowtide.rehearsal.checks import check
+from lowtide.rehearsal.checks import NESTED, check
+from lowtide.rehearsal.contents import contents_in
 from lowtide.remat.planned import Planned
 from lowtide.remat.sharding import units
 
@@ -143,18 +145,20 @@ def foresee(
         return foresee_on(parse_card(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
     own = device_of(model).replace("meta", "cpu")
     engine = planned(model, batch, plan, own)
-    fakes = _torch.fake_mode()
+    fakes = _torch.fake_mode(nested=RehearsalError(NESTED))
     answers, trials = Answers(fakes), Trials()
     ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    kept = Kept(model, step, batch, optimizer)
+    kept, given = Kept(model, [*model.parameters()], step, batch, optimizer), contents_in(batch)
     with alone_with(fakes), placed(everything, own, fakes), kept, of_plan(plan, model, optimizer):
         names = Names(engine, ledger.mark)
         with ledger, Questions(answers, ledger), as_they_are():
             adopt(ledger, everything)
             step(batch)
             trials.learn()
-            static = static_of(ledger, model, batch, kept)
+            for contents in given:
+                contents.restore()
+            static, blocks = static_of(ledger, model, batch, kept)
             ledger.begin()
             with names.running():
                 step(batch)
@@ -162,7 +166,7 @@ def foresee(
     scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
     return Foresight(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
-        static=static,
+        static=with_left(static, blocks, ledger.stream),
         unknown=(*scratch.unknown, *scratch_unknown),
         assumed=(*compiled(model), *answers.notes),
     )
@@ -209,8 +213,16 @@ def as_they_are() -> Iterator[None]:
 def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Planned:
     """The engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
 
-    RehearsalError for a model that is sharded: fake tensors can't be gathered.
+    RehearsalError for a model that is sharded, as fake tensors can't be gathered, or has tensors of a class of its own.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = type(tensor)
+        is_own = kind is not torch.Tensor and not issubclass(kind, torch.nn.Parameter)
+        if is_own and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            raise RehearsalError(
+                f"{name} is a {kind.__name__}, and torch has no fake tensors of that class. Use lowtide.rehearse "
+                "or `lowtide run`, which take the step; or give it to the model as a plain tensor (`as_subclass`)."
+            )
     for unit in units(model.modules()):
         raise RehearsalError(
             f"{type(unit).__name__} is sharded over processes (fully_shard), and what it gathers can't be foreseen. "
@@ -231,8 +243,8 @@ def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
             ledger.adopt(tensor.grad)
 
 
-def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> Static:
-    """Bytes of what exists when the step begins, each storage once.
+def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> tuple[Static, frozenset[int]]:
+    """Bytes of what exists when the step begins, each storage once; the blocks that they are.
 
     Other models that the step reaches, such as a teacher, and what else its optimizers update, count as the model does.
     """
@@ -241,25 +253,39 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> Stati
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]
     seen: set[int] = set()
+    blocks: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:
         total = 0
         for tensor in tensors:
-            if tensor is not None:
+            if tensor is not None and sparse.is_compressed(tensor) and is_real(tensor):
+                with _torch.on_real_tensors():
+                    parts = {_torch.storage_number(s := part.untyped_storage()): s for part in _torch.parts_of(tensor)}
+                total += sum(s.nbytes() for number, s in parts.items() if number not in seen)
+                seen.update(parts)
+            elif tensor is not None:
                 for part in _torch.parts_of(ledger.adopt(tensor)):
                     storage = part.untyped_storage()
                     if part.device.type == ledger.device and (number := _torch.storage_number(storage)) not in seen:
                         seen.add(number)
+                        if storage.nbytes():
+                            blocks.add(ledger.block(number))
                         total += storage.nbytes()
         return total
 
-    return Static(
+    static = Static(
         parameters=add(parameters),
         buffers=add(b for module in modules for b in module.buffers(recurse=False)),
         inputs=add(tensors_in(batch)),
         gradients=add(p.grad for p in parameters),
         optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
     )
+    return static, frozenset(blocks)
+
+
+def with_left(static: Static, blocks: Collection[int], stream: EventStream) -> Static:
+    """With what went in the step of what the step before had left: it is none of the blocks of `static`."""
+    return replace(static, left=sum(event.bytes for event in freed_from_entry(stream) if event.block not in blocks))
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._code import Named, is_opaque, is_users, origin, variables
 from lowtide._standins import of_this_thread
 from lowtide._torch import is_fake
+from lowtide.rehearsal.contents import Contents, kind_of
 from lowtide.rehearsal.reached import is_generator, slots_of
 from lowtide.rehearsal.unchanged import RandomState, state_of
 
@@ -40,7 +40,6 @@ LARGEST_ARRAYS = 2**28
 """and so are all that are found when those before them have so many together."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
-_COLLECTIONS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 _CACHE = type(functools.lru_cache(int))
 
 
@@ -104,8 +103,8 @@ class Kept:
         """Note how to put one object back. Gives what it refers to."""
         if isinstance(thing, torch.Tensor):
             return self._gradient(thing)
-        if (kind := next((kind for kind in _COLLECTIONS if isinstance(thing, kind)), None)) is not None:
-            inside = self._container(thing, kind)
+        if (kind := kind_of(thing)) is not None:
+            inside = self._container(thing)
             return inside if type(thing) is kind else (*inside, *self._object(thing))
         if isinstance(thing, tuple | frozenset):
             return thing
@@ -148,30 +147,12 @@ class Kept:
             self._restore.append(restore)
         return ()
 
-    def _container(self, container: Any, kind: Any) -> Iterable[Any]:
-        """Past methods of a class of its own, which may do something else."""
-        if kind.__len__(container) > LARGEST:
+    def _container(self, container: Any) -> Iterable[Any]:
+        if kind_of(container).__len__(container) > LARGEST:
             return ()
-        is_dict = issubclass(kind, dict)
-
-        def contents() -> list[Any]:
-            return [*chain.from_iterable(kind.items(container))] if is_dict else [*kind.__iter__(container)]
-
-        before = contents()
-
-        def restore() -> None:
-            now = contents()
-            if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
-                return
-            kind.clear(container)
-            if is_dict:
-                for key, content in zip(before[::2], before[1::2], strict=True):
-                    kind.__setitem__(container, key, content)
-            else:
-                (kind.update if kind is set else kind.extend)(container, before)
-
-        self._restore.append(restore)
-        return before
+        contents = Contents(container)
+        self._restore.append(contents.restore)
+        return contents.held
 
     def _class(self, kind: type) -> Iterable[Any]:
         """The attributes of a class of the user's, which code may bind anew."""

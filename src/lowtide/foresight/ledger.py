@@ -130,8 +130,13 @@ class Ledger(TorchDispatchMode, Recorder):
         if is_real(tensor):
             twin = self._twins.of(tensor)
             self._answers.introduce(twin, tensor)
-        self._follow(twin, entry=True)
+        for part in sparse.parts([twin]):
+            self._follow(part, entry=True)
         return twin
+
+    def block(self, storage: int) -> int:
+        """The block of a storage that is known, by its number."""
+        return self._living[storage].block
 
     def let_go(self, tensor: Tensor) -> None:
         """A real tensor has other memory from here on: its twin's is there only as long as others have it."""

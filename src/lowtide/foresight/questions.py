@@ -34,6 +34,8 @@ class Questions(TorchFunctionMode):
             return self._padded(*args)
         if func == _torch.SET_DATA and not _torch.is_fake(args[0]):
             return self._exchange(*args)
+        if func is torch.tensor and isinstance(args[0], list | tuple):
+            return self._of_numbers(*args, **(kwargs or {}))
         asked = _QUESTIONS.get(func)
         if asked is None:
             out = func(*args, **(kwargs or {}))
@@ -59,6 +61,24 @@ class Questions(TorchFunctionMode):
         if asked == "int":
             return whole_number(self._answers)
         raise self._answers.refusal("it decides by the contents of a tensor")
+
+    def _of_numbers(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """A tensor of numbers, among which there may be tensors."""
+        is_known = True
+
+        def number(leaf: Any) -> Any:
+            nonlocal is_known
+            if not _torch.is_fake(leaf):
+                is_known &= not is_unknown(leaf)
+                return leaf
+            if isinstance(found := self._answers.numbers(leaf), Unknown):
+                is_known, found = False, bool(1) if leaf.dtype is torch.bool else self._shown(leaf)
+            return found
+
+        made = torch.tensor(_torch.tree_map(number, data), *args, **kwargs)
+        if not is_known:
+            self._answers.forget(made)
+        return made
 
     def _shown(self, tensor: Tensor) -> Any:
         """A number as it is put into a text."""

@@ -30,6 +30,10 @@ None says that it depends on more than that, and is to be tried out.
 """
 
 
+_BY_CONTENTS = (aten.linalg_matrix_exp.default,)
+"""Operators that take as much as the numbers make them: the larger a matrix, the more of its powers."""
+
+
 class Scratch:
     """What operators on `device` allocate inside. `unknown` says of which ones nothing is known."""
 
@@ -48,6 +52,8 @@ class Scratch:
             return {}, []
         if func in REDUCED_LATE and not made[0].dim():
             return {0: args[0].numel() * args[0].element_size()}, []
+        if func in _BY_CONTENTS:
+            self._trials.leave(func, args, kwargs)  # and counted as on trial, where it is tried
         if func.namespace not in _torch.OWN_OPERATORS:
             self._trials.leave(func, args, kwargs)  # who knows what it does besides
             return {}, []

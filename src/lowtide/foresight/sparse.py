@@ -35,10 +35,15 @@ def is_sparse(arg: Any) -> bool:
     return isinstance(arg, torch.Tensor) and arg.layout is torch.sparse_coo
 
 
+def is_compressed(tensor: Tensor) -> bool:
+    """Whether it is one of the other layouts, as CSR, of which torch's fake tensors have no elements."""
+    return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """A sparse tensor whose indices and values are others."""
     indices, values = map(change, _torch.parts_of(sparse))
-    return _like(sparse, indices, values)
+    return like(sparse, indices, values)
 
 
 def kernel(func: Any, args: Any, answers: Answers, *, by_autograd: Callable[[], bool]) -> Callable[..., Tensor] | None:
@@ -58,12 +63,12 @@ def _take_over(sparse: Tensor, **options: Any) -> Tensor:
     torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
     """
     indices, values = _torch.parts_of(sparse)
-    return _like(sparse, indices, values)
+    return like(sparse, indices, values)
 
 
 def _clone(answers: Answers, sparse: Tensor, **options: Any) -> Tensor:
     indices, values = _torch.parts_of(sparse)
-    return _like(sparse, _copy(answers, indices), values.clone())
+    return like(sparse, _copy(answers, indices), values.clone())
 
 
 def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
     indices, values = _torch.parts_of(sparse)
     known = answers.value(indices)
     if known is None:
-        return _like(sparse, indices.clone(), torch.empty_like(values), coalesced=True)
+        return like(sparse, indices.clone(), torch.empty_like(values), coalesced=True)
     with _torch.on_real_tensors():
         different = torch.unique(known, dim=1)
     count = different.shape[1]
@@ -79,13 +84,30 @@ def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
     there = torch.empty_like(indices if has_room else indices[:, :count])[:, :count]
     answers.learn(there, different)
     inside = torch.empty_like(values if has_room else values[:count])[:count]
-    return _like(sparse, there, inside, coalesced=True)
+    return like(sparse, there, inside, coalesced=True)
 
 
 def _mask(answers: Answers, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """The elements of a tensor where `mask` has some."""
     indices, values = _torch.parts_of(mask)
-    return _like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
+    return like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
+
+
+def _transpose(answers: Answers, sparse: Tensor, one: int = 0, other: int = 1) -> Tensor:
+    """A copy with rows of the indices exchanged (SparseTensor.cpp: transpose_sparse, of a clone; torch 2.13)."""
+    indices, values = _torch.parts_of(sparse)
+    one, other = one % sparse.dim(), other % sparse.dim()
+    rows, shape = [*range(len(indices))], [*sparse.shape]
+    for each in (rows, shape) if max(one, other) < len(rows) else (shape,):
+        each[one], each[other] = each[other], each[one]
+    if max(one, other) >= len(rows):
+        values = values.transpose(one - len(rows) + 1, other - len(rows) + 1)
+    copy = indices.clone()
+    if (known := answers.value(indices)) is not None:
+        with _torch.on_real_tensors():
+            found = known[rows]
+        answers.learn(copy, found)
+    return torch.sparse_coo_tensor(copy, values.clone(), shape, is_coalesced=False, check_invariants=False)
 
 
 def _add(answers: Answers, sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
@@ -100,7 +122,7 @@ def _add(answers: Answers, sparse: Tensor, other: Tensor, **options: Any) -> Ten
         with _torch.on_real_tensors():
             found = torch.cat([known[0], known[1]], 1)
         answers.learn(both, found)
-    return _like(sparse, both, torch.cat([values, added]), coalesced=False)
+    return like(sparse, both, torch.cat([values, added]), coalesced=False)
 
 
 def _copy(answers: Answers, indices: Tensor) -> Tensor:
@@ -118,7 +140,7 @@ def _bag_backward(*args: Any) -> Tensor:
     return torch.sparse_coo_tensor(rows, values, (n_rows, grad.shape[1]), check_invariants=False)
 
 
-def _like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None = None) -> Tensor:
+def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None = None) -> Tensor:
     is_coalesced = sparse.is_coalesced() if coalesced is None else coalesced
     return torch.sparse_coo_tensor(indices, values, sparse.shape, is_coalesced=is_coalesced, check_invariants=False)
 
@@ -137,5 +159,7 @@ KERNELS: dict[Any, Callable[..., Tensor]] = {
     aten._coalesce.default: _coalesce,
     aten.sparse_mask.default: _mask,
     aten.add.Tensor: _add,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
 }
 """For operators that are given a sparse tensor (COO)."""

@@ -12,6 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
+from lowtide.foresight import sparse
+from lowtide.rehearsal.checks import NESTED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +63,13 @@ class Twins:
         return self._device or tensor.device
 
     def _make(self, tensor: Tensor) -> Tensor:
+        if sparse.is_sparse(tensor):  # torch's own twin of one has no elements
+            with _torch.without_modes(), torch.no_grad():
+                indices, values = map(self.of, _torch.parts_of(tensor.detach()))
+                with self._mode:
+                    return sparse.like(tensor, indices, values).requires_grad_(tensor.requires_grad)
+        if tensor.is_nested:
+            raise RehearsalError(NESTED)
         if not _torch.is_strided(tensor):
             fake: Tensor = self._mode.from_tensor(tensor)
             return fake

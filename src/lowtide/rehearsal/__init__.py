@@ -68,6 +68,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
     check(model, step, batch, optimizer)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged:
+        step = unchanged.run
         if is_specialised(model):
             step(batch)
             unchanged.rewind()

@@ -23,6 +23,12 @@ SEVERAL_STREAMS = (
 )
 
 
+NESTED = (
+    "nested tensors (torch.nested) go through the model: what they save has no memory of its own that could be planned "
+    "or foreseen. Pad them, with a mask, or leave that part out of the model that is given here."
+)
+
+
 def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     """Refuse what can't be rehearsed. Raises RehearsalError."""
     if not isinstance(model, torch.nn.Module):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide._torch import WeakStorage, storage_id
+from lowtide.errors import RehearsalError
+from lowtide.rehearsal.checks import NESTED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +71,8 @@ class Holding:
         key = id(holder)
         if key in self._counted or not storage_id(tensor):
             return
+        if tensor.is_nested:
+            raise RehearsalError(NESTED)
         storage = WeakStorage(tensor)
         memory = self._held.setdefault(storage.address, _Memory(storage))
         memory.tensors[one := id(tensor)] += 1

@@ -18,6 +18,7 @@ from lowtide._standins import of_this_thread
 from lowtide._torch import is_plain, parts_of
 from lowtide.identity import place_of, tensors_in
 from lowtide.rehearsal.bits import identical
+from lowtide.rehearsal.contents import contents_in
 from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, has_graph, put_back, states
 from lowtide.remat.draws import numpy_state, python_state, set_numpy_state
@@ -86,6 +87,7 @@ class Unchanged:
         self._attributes = [_Attributes(module) for module in modules]
         owned = {id(table) for module in modules for table in (module._parameters, module._buffers)}
         self._places = [place for place in found.places if id(place[0]) not in owned]
+        self._containers = contents_in(self._batch)
         self._states = states(found.stateful)
         self._training = [(module, module.training) for module in modules]
         self._random = RandomState.now(found.generators)
@@ -124,6 +126,7 @@ class Unchanged:
         self._alone.forget_step()
         for container, key, tensor in self._places:
             put_back(container, key, tensor)
+        self._hand_back()
         with torch.no_grad():
             for content in self._tensors:
                 content.restore()
@@ -153,6 +156,18 @@ class Unchanged:
     def rewind(self) -> None:
         """Only the random numbers: the next step draws what the first one drew."""
         self._random.restore()
+
+    def run(self, batch: Any) -> Any:
+        """One step, after which the batch holds what it held: `batch.pop("labels")` is common."""
+        assert self._step is not None
+        try:
+            return self._step(batch)
+        finally:
+            self._hand_back()
+
+    def _hand_back(self) -> None:
+        for contents in self._containers:
+            contents.restore()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

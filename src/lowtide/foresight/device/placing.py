@@ -13,6 +13,8 @@ from torch import nn
 
 from lowtide import _torch
 from lowtide._nodes import nodes_behind
+from lowtide.errors import RehearsalError
+from lowtide.foresight import sparse
 from lowtide.foresight.twins import Twins, swap
 from lowtide.identity import tensors_in
 
@@ -47,6 +49,11 @@ class Placed:
         for tensor in {id(t): t for t in tensors}.values():
             if id(tensor) in done or _torch.is_fake(tensor) or not is_given(tensor):
                 continue
+            if sparse.is_compressed(tensor):
+                raise RehearsalError(
+                    f"a tensor of layout {tensor.layout} can't be on a card that is not there: fake ones have no "
+                    "elements.\n  Give it as COO (`tensor.to_sparse_coo()`)."
+                )
             shown = resized(tensor)
             fake = self._twins.apart(shown) if self._comes_alone(shown) else self._twins.of(shown)
             self._answers.introduce(fake, shown)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from lowtide import _torch
+from lowtide.errors import RehearsalError
 from lowtide.foresight.answers import Answers
 from lowtide.foresight.behaviours.behaviour import READ_IN
 from lowtide.foresight.device.backend import card_in_use, take_place
@@ -19,7 +20,7 @@ from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import Placed, belongings
 from lowtide.foresight.device.takes import Takes
-from lowtide.foresight.foreseeing import adopt, alone_with, as_they_are, compiled, planned, static_of
+from lowtide.foresight.foreseeing import adopt, alone_with, as_they_are, compiled, planned, static_of, with_left
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
@@ -27,6 +28,8 @@ from lowtide.foresight.twins import Twins, swap
 from lowtide.levers import of_plan
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Timeline
+from lowtide.rehearsal.checks import NESTED
+from lowtide.rehearsal.contents import contents_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,7 +51,10 @@ def foresee_on(
 ) -> CardForesight:
     """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
     with of_plan(plan, model, optimizer), OnCard(card, model, batch, (step, optimizer), plan=plan) as rehearsal:
+        given = contents_in(batch)
         step(batch)
+        for contents in given:
+            contents.restore()
         rehearsal.second()
         step(batch)
         rehearsal.finish()
@@ -75,14 +81,21 @@ class OnCard:
         is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
     ) -> None:
         self._card, self._model, self._batch, self._alone = card, model, batch, alone
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RehearsalError(
+                    f"{type(module).__name__} is TorchScript, whose code runs past a card that is not there. Foresee "
+                    "the model before it is scripted or traced, or without a device."
+                )
         self._engine = planned(model, batch, plan)
-        self._fakes = _torch.fake_mode(run_on_zeros=False)
+        self._fakes = _torch.fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
-        self._kept = Kept(model, *reached, *([] if alone else [batch]))
+        self._kept = Kept(model, [*model.parameters()], *reached, *([] if alone else [batch]))
         self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there, let_go=alone)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
+        self._blocks: frozenset[int] = frozenset()
 
     def __enter__(self) -> Self:
         take_place(alone=self._alone)
@@ -151,7 +164,7 @@ class OnCard:
         self._running.close()
         with _torch.without_function_modes():
             batch = self._batch if batch is None else batch
-            self._static = static_of(self._ledger, self._model, batch, self._kept)
+            self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept)
         self._ledger.begin()
         self._names = Names(self._engine, self._ledger.mark)
         self._running.enter_context(self._names.running())
@@ -171,7 +184,7 @@ class OnCard:
         assert self._static is not None
         return CardForesight(
             timeline=Timeline(stream, labels(stream, self._names)),
-            static=self._static,
+            static=with_left(self._static, self._blocks, stream),
             unknown=(*self._ledger.unbounded.values(), *known_within(outcome.whole, bounds)),
             assumed=(*_about(self._card), *compiled(self._model), *self.answers.notes),
             card=self._card,
