@@ -81,11 +81,11 @@ def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
 class Named:
     """What code that was met names of objects that were met: `trainer.step(x)` leads to `step` of a trainer.
 
-    Each is told once, whichever of the two is met first.
+    Each is told once, whichever of the two is met first. `names` are taken to be named by code.
     """
 
-    def __init__(self) -> None:
-        self._names: dict[str, None] = {"forward": None}  # in the order in which they were met; `model(x)` leads there
+    def __init__(self, *names: str) -> None:
+        self._names: dict[str, None] = dict.fromkeys(names)  # in the order in which they were met
         self._tables: list[dict[str, Any]] = []
         self._kinds: set[type] = set()
 

@@ -55,7 +55,7 @@ class Kept:
         self._restore: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}
         self._optimizers: dict[int, Optimizer] = {}
-        self._named = Named()
+        self._named = Named("forward")  # `model(x)` leads there
         self._array_bytes = LARGEST_ARRAYS
 
     @property

@@ -55,7 +55,7 @@ class Reached:
         """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
         self.generators: list[Any] = []
         """Of random numbers: torch's, NumPy's and Python's."""
-        self._named = Named()
+        self._named = Named("forward")  # `model(x)` leads there
         self._seen: dict[int, Any] = {}  # holds them, so that no address is used twice
         pending = deque(roots)
         while pending:
