@@ -631,3 +631,21 @@ def test_a_step_that_does_more_than_the_rehearsed_one_is_said_to_be_over_the_bud
     model.short = False
     with pytest.raises(lowtide.OverBudget, match="LayerDrop"):
         lowtide.fit(model, step, x, budget="70%", profile=profile)
+
+
+def test_the_error_does_not_speak_of_temporaries_where_there_are_none() -> None:
+    """Beside weights, and what is read in backward, there is nothing to save."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    profile = lowtide.rehearse(model, step, torch.randn(16, 32))
+    with pytest.raises(lowtide.Infeasible) as caught:
+        lowtide.plan(profile, 1)
+    assert not caught.value.parts.get("temporaries")
+    assert "next to nothing" not in str(caught.value)

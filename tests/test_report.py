@@ -77,6 +77,11 @@ def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], mo
     assert str(found) == f"size 8 fits: 90 B peak predicted, and there is 100 B{more}"
 
 
+def test_the_next_size_is_told_apart_from_what_there_is() -> None:
+    found = Largest(size=8, foresight=None, budget_bytes=10_000_000, peaks={8: 9_998_600, 9: 10_000_400})
+    assert str(found).endswith("there is 10000000 B; size 9 would need 10000400 B")
+
+
 def test_peaks_that_plans_reach_are_printed_as_budgets_that_are_enough() -> None:
     profile = transformer(2)
     _, least = smallest_peak(profile)

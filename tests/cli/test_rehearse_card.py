@@ -265,6 +265,31 @@ def test_what_can_not_be_meant_is_refused_before_the_script_runs(rehearse, optio
     assert "it runs" not in out + err
 
 
+PHYSICS = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters())
+for i in range(4):
+    x = torch.rand(256, 1).requires_grad_()
+    u = model(x)
+    (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+    loss = (slope + u).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_sweep_leaves_inputs_that_are_differentiated_by(rehearse) -> None:
+    _, out, _ = rehearse("--device", "T4", "--json", "-", "--batch", "512", text=PHYSICS)
+    (swept,) = json.loads(out)
+    _, out, _ = rehearse("--device", "T4", "--json", "-", text=PHYSICS.replace("256", "512"))
+    (given,) = json.loads(out)
+    assert swept["peak_requested_bytes"] == given["peak_requested_bytes"]
+
+
 FOUND_LATE = """
 import torch
 from torch import nn

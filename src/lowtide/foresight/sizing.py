@@ -17,7 +17,7 @@ from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
 from lowtide.foresight.foreseeing import Foresight, foresee
 from lowtide.identity import tensors_in, with_tensors
 from lowtide.memory.cards import Card, context_bytes, parse_card
-from lowtide.units import format_apart, format_bytes, parse_bytes
+from lowtide.units import format_apart, parse_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,7 +44,9 @@ class Largest:
         budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])
         fits = f"size {self.size} fits: {peak} peak predicted, and there is {budget}"
         larger = min((size for size in self.peaks if size > self.size), default=None)
-        return fits if larger is None else f"{fits}; size {larger} would need {format_bytes(self.peaks[larger])}"
+        if larger is None:
+            return fits
+        return f"{fits}; size {larger} would need {format_apart(self.budget_bytes, self.peaks[larger])[1]}"
 
 
 def largest(
@@ -204,5 +206,6 @@ def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         shape = [*tensor.shape]
         shape[dim] = size
-        return tensor.new_empty(shape)  # never read, so that the system gives it no memory
+        # never read, so that the system gives it no memory
+        return tensor.new_empty(shape, requires_grad=tensor.requires_grad)
     return tensor.index_select(dim, torch.arange(size, device=tensor.device) % given)

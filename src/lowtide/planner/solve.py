@@ -103,8 +103,10 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
     """The error for a budget below the peak of `smallest`."""
     prediction, plain = (simulator.predict(made) for made in (simulator.decisions(smallest), Decisions()))
     step_ms = simulator.profile.step_ms
+    # the simulator may have gradients written in place, which saves something, too
+    plain_bytes = max(plain.peak_bytes, simulator.profile.measured_plain_peak_bytes or 0)
     notes = []
-    if prediction.peak_bytes > NOTHING_SAVED * plain.peak_bytes:
+    if prediction.parts.get("temporaries", 0) and prediction.peak_bytes > NOTHING_SAVED * plain_bytes:
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
         temporaries = format_bytes(prediction.parts.get("temporaries", 0))
