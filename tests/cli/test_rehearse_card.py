@@ -287,7 +287,7 @@ def test_a_sweep_leaves_inputs_that_are_differentiated_by(rehearse) -> None:
     (swept,) = json.loads(out)
     _, out, _ = rehearse("--device", "T4", "--json", "-", text=PHYSICS.replace("256", "512"))
     (given,) = json.loads(out)
-    assert swept["peak_requested_bytes"] == given["peak_requested_bytes"]
+    assert swept["peak_requested_bytes"] == pytest.approx(given["peak_requested_bytes"], rel=0.01)
 
 
 FOUND_LATE = """
