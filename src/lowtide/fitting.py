@@ -154,28 +154,28 @@ def fit(
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
         optimizer = optimizer_of(model, step, batch)
     site = Site(model, step, batch, optimizer)
-    choice, budget_bytes = _chosen(site, profile, budget, levers, offload)
-    made = _planned(choice, budget_bytes, budget_bytes, offload)
-    measured: list[int] = []
-    for _ in range(REPAIRS):
+    choice, made = _first(site, profile, budget, levers, offload)
+    budget_bytes, measured = made.budget_bytes, list[int]()
+    while True:
         verdict = _proof(site, made)
         if not verdict.identical:
             raise RehearsalError(_not_identical(verdict))
         if verdict.within_budget:
             return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
+        if len(measured) == REPAIRS:
+            raise over_budget(choice.profile, budget_bytes, measured)
         over = verdict.measured_peak_bytes - budget_bytes
         try:
             made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
         except Infeasible:
-            break
-    raise over_budget(choice.profile, budget_bytes, measured)
+            raise over_budget(choice.profile, budget_bytes, measured) from None
 
 
-def _chosen(
+def _first(
     site: Site, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
-) -> tuple[Choice, int]:
-    """The levers that pay, and the budget in bytes. Raises Infeasible, which names further levers that may help."""
+) -> tuple[Choice, Plan]:
+    """The levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
     plain = simulator_of(profile).predict(Decisions())
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
     if profile.levers:  # they were chosen before
@@ -188,7 +188,7 @@ def _chosen(
             without = choose(site, profile, plain, budget_bytes, [name for name in levers if name not in noticed])
             choice = replace(without, notes={**without.notes, **noticed})
     try:
-        plan(choice.profile, budget_bytes, offload=offload)
+        return choice, _planned(choice, budget_bytes, budget_bytes, offload)
     except Infeasible as error:
         raise Infeasible(
             budget_bytes=error.budget_bytes,
@@ -198,7 +198,6 @@ def _chosen(
             nearest=advice(site, levers, choice.notes, error),
             notes=(*error.notes, *choice.notes.values()),
         ) from None
-    return choice, budget_bytes
 
 
 def _noticed(site: Site, profile: Profile) -> dict[str, str]:
