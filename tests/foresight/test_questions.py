@@ -375,7 +375,7 @@ def test_packed_sequences_have_the_lengths_that_the_batch_has() -> None:
     assert foreseen.verdict == "unknown"  # what cuDNN reserves is not documented
     taken = foreseen.card.total_bytes - foreseen.left_bytes
     assert foreseen.interval[1] < taken < foreseen.interval[1] + 2**30  # and a context
-    assert f"by what is not known, for which {format_bytes(foreseen.left_bytes)} are left" in str(foreseen)
+    assert f"it fits if what is not known takes no more than {format_bytes(foreseen.left_bytes)}" in str(foreseen)
     assert foreseen.peak_reserved_bytes < foreseen.card.total_bytes
 
 

@@ -79,7 +79,7 @@ class CardForesight(Foresight):
         within = "" if least == most else f", within {least} and {most}"
         answer = _IN_WORDS[self.verdict]
         if self.verdict == "unknown" and self.left_bytes:
-            answer += f", for which {format_bytes(self.left_bytes)} are left"
+            answer = f"it fits if what is not known takes no more than {format_bytes(self.left_bytes)}"
         yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
         yield f"  {peak}  requested at the peak of both steps, {self._peak_in_words()}"
