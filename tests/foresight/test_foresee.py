@@ -203,6 +203,19 @@ def test_tensors_of_which_a_tensor_is_made(where: dict[str, Any]) -> None:
         assert foreseen.timeline.peak_bytes == measured.peak_bytes
 
 
+@pytest.mark.parametrize("where", [{}, {"device": "L4"}])
+def test_a_number_of_a_tensor_that_was_made_in_inference_mode(where: dict[str, Any]) -> None:
+    model = nn.Linear(8, 8)
+
+    def step(batch: torch.Tensor) -> float:
+        with torch.inference_mode():
+            before, known = model(batch).square().mean(), batch.mean() * 1.0
+        (model(batch) * float(known)).square().mean().backward()
+        return float(before) + before.item()
+
+    assert lowtide.foresee(model, step, torch.randn(4, 8), **where).peak_bytes > 0
+
+
 class Subclass(torch.Tensor):
     """Of somebody's own."""
 

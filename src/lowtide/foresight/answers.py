@@ -63,6 +63,9 @@ LARGEST_ASKED = 2**26
 MOST_ASKED = 10_000
 """Times in a row that one line is told that a loop goes on."""
 
+_AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
+"""The second is only seen of tensors that were made in inference mode: else it is composed of the first."""
+
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
 EVENLY = "what is chosen here by its largest value is taken to be chosen evenly"
@@ -165,7 +168,7 @@ class Answers:
 
     def before(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
         """Whether an operator is answered without running it, and with what."""
-        if func is aten._local_scalar_dense.default:
+        if func in _AS_NUMBER:
             return True, self._number(args[0])
         if func in COMPARING:
             return True, self._comparison(func, args, kwargs, tensors)
