@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from estimators.reasons import Above, above_repeats, far, reason, repeats
+from estimators.reasons import Above, above_repeats, close_to_one, far, reason, repeats
 from estimators.records import Predictions
 from estimators.rows import LENGTH, STRATA, TOOLS, Row
 from estimators.scores import OURS, Scored, claims, comparisons, errors, finished, scored
@@ -147,9 +147,11 @@ def _far(pairs: Sequence[Scored]) -> Iterator[str]:
     yield "## Rows beyond 6 %, and why"
     yield ""
     n_repeats, n_close = repeats(pairs)
+    n_one, n_all = close_to_one(pairs)
     yield (
         f"Of {n_repeats} repeats that the artefact has of these runs, {n_close} are within 6 % of the first "
-        "measurement. A reason is given where the numbers show one."
+        f"measurement. {n_one} of {n_all} predictions are within 6 % of one of their run's measurements, those in less "
+        "memory included. A reason is given where the numbers show one."
     )
     yield ""
     if above := above_repeats(far(pairs), pairs):

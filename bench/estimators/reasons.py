@@ -74,6 +74,18 @@ def repeats(pairs: Sequence[Scored]) -> tuple[int, int]:
     return len(found), sum(is_close(*each) for each in found)
 
 
+def close_to_one(pairs: Sequence[Scored]) -> tuple[int, int]:
+    """How many predictions are within 6 % of one measurement of their run, limited ones included; of how many."""
+    found = finished(pairs)
+    n_close = sum(any(is_close(pair.prediction.reserved_bytes, n) for n in _all(pair, pairs)) for pair in found)
+    return n_close, len(found)
+
+
+def _all(pair: Scored, pairs: Sequence[Scored]) -> list[int]:
+    others = [n_bytes for n_bytes, _ in _again(pair, pairs)]
+    return [pair.row.measured_bytes, *others, *(one.bytes for one in pair.row.limited)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Above:
     """How far the first measurement of a row is above the others of the same run, at least and at most."""
