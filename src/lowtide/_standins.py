@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lowtide import _torch
 
@@ -66,16 +67,20 @@ def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Modul
     return stand_in(nn.Module, "__call__", lambda call: functools.partial(_told, begins, ends, call))
 
 
-def of_this_thread(told: Callable[..., object]) -> Callable[..., None]:
-    """`told`, which in other threads is not called: they train something else, and a hook of torch's is for all.
+def of_this_thread(
+    told: Callable[..., object], is_ours: Callable[[Tensor], bool] = lambda _: False
+) -> Callable[..., None]:
+    """An optimizer's hook for all, which in other threads is not called: they train something else.
 
-    Inside of a backward pass it is: a card's nodes run in a thread of the card.
+    But inside of a backward pass, as a card's nodes run in a thread of the card, and of an optimizer that has a
+    parameter of ours: a step may hand its update to another thread.
     """
     mine = threading.get_ident()
 
-    def asked(*args: Any) -> None:
-        if threading.get_ident() == mine or _torch.in_backward():
-            told(*args)
+    def asked(optimizer: Optimizer, *args: Any) -> None:
+        here = threading.get_ident() == mine or _torch.in_backward()
+        if here or any(is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+            told(optimizer, *args)
 
     return asked
 

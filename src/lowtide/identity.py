@@ -91,7 +91,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
         leaf = pending.pop()
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif id(leaf) not in seen and not isinstance(leaf, NO_BATCH):
+        elif id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
             seen[id(leaf)] = leaf
             inside = list(leaf.values()) if isinstance(leaf, Mapping) else [*getattr(leaf, "__dict__", {}).values()]
             pending += tree_leaves(inside)[::-1]
@@ -110,8 +110,7 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree_map(changed, tree)
 
 
-NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)
-"""What is not looked into."""
+_NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)
 
 
 def static_bytes(

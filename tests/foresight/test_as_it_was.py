@@ -275,6 +275,12 @@ def causal(length: int) -> torch.Tensor:
     return torch.full((length, length), float("-inf")).triu(1)
 
 
+@functools.lru_cache
+def place(number: int) -> object:
+    """As scripts cache what there is to be one of."""
+    return object()
+
+
 class Masked(nn.Module):
     """Refers to both where only its code says so."""
 
@@ -306,6 +312,10 @@ def test_caches_of_a_models_own_code(where: dict[str, Any]) -> None:
     known = MASKS[4], causal(4)
     lowtide.foresee(model, step, x, **where)
     assert (MASKS[4], causal(4)) == known
+    place(0)
+    before = place(0), place.cache_info().currsize
+    lowtide.foresee(model, lambda batch: (place(1), step(batch)), x, **where)
+    assert (place(0), place.cache_info().currsize) == (before[0], 2)  # there is no fake tensor in it
 
 
 @pytest.mark.parametrize("where", WHERE)

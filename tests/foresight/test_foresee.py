@@ -186,8 +186,8 @@ def test_tensors_of_which_a_tensor_is_made(where: dict[str, Any]) -> None:
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             offsets = torch.tensor([row.max() + 1 for row in ids], device=ids.device)
-            scales = torch.tensor([row.mean() for row in self.embedding(ids).detach()])
-            assert offsets.dtype is torch.long
+            scales = torch.tensor(data=[row.mean().half() for row in self.embedding(ids).detach()])
+            assert (offsets.dtype, scales.dtype) == (torch.long, torch.half)
             if int(offsets[0]) != int(ids[0].max()) + 1:  # known, as the batch is
                 raise AssertionError
             return self.linear(self.embedding(ids)) + offsets.view(-1, 1, 1) * scales.view(-1, 1, 1).to(ids.device)

@@ -327,3 +327,38 @@ def test_a_fitted_step_may_as_well() -> None:
     assert fitted.verdict is not None
     assert fitted.verdict.within_budget
     assert [*batch] == ["x", "y"]
+
+
+def test_an_update_in_another_thread_is_undone_as_well() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = model.weight.detach().clone()
+
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+
+    with Unchanged(model, None, None, step) as unchanged:
+        step(torch.ones(2, 8))
+        assert unchanged.optimizers == (optimizer,)
+    assert not optimizer.state
+    assert torch.equal(model.weight, before)
+
+
+def test_a_lever_is_timed_with_whole_batches() -> None:
+    layers = [layer for _ in range(2) for layer in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))]
+    model, batch = nn.Sequential(*layers), {"x": torch.randn(64, 64), "y": torch.randn(64, 64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(given: dict[str, Tensor]) -> None:
+        y = given.pop("y")
+        (model(given["x"]) - y).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    fitted = lowtide.fit(model, step, batch, budget="95%", levers=["step in backward"])
+    fitted.remove()
+    assert [*batch] == ["x", "y"]

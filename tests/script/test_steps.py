@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from lowtide.errors import RehearsalError
 from lowtide.script.by_hand import MOST
 from lowtide.script.crew import Crew, Enough
 from lowtide.script.parts import Parts
+from lowtide.script.rehearsing import Rehearsing
 from lowtide.script.running import Script
 from lowtide.script.steps import Steps
 from lowtide.script.turns import PATIENCE
+from lowtide.script.watching import run_watched
 
 Log = list[str]
 
@@ -534,6 +537,19 @@ def test_a_script_that_catches_every_exception_does_not_go_on() -> None:
     with pytest.raises(Enough):
         watched(lambda: found.extend(steps()), Failing())
     assert found == []
+
+
+def test_the_error_is_the_first_one_also_where_everything_is_caught(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "model = torch.compile(nn.Linear(4, 4))\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n    try:\n        model(torch.ones(2, 4)).sum().backward()\n        optimizer.step()\n"
+        "    except:\n        pass\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(RehearsalError, match="compiled as a whole"):
+        run_watched(Script(target=str(script)), Rehearsing())
 
 
 def test_parameters_that_are_exchanged_for_a_call_are_not_updated_by_hand() -> None:

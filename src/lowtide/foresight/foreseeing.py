@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from unittest.mock import patch
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
@@ -217,7 +218,7 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = type(tensor)
-        is_own = kind is not torch.Tensor and not issubclass(kind, torch.nn.Parameter)
+        is_own = kind is not torch.Tensor and not issubclass(kind, torch.nn.Parameter) and not is_lazy(tensor)
         if is_own and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
             raise RehearsalError(
                 f"{name} is a {kind.__name__}, and torch has no fake tensors of that class. Use lowtide.rehearse "

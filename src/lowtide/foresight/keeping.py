@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -40,6 +41,8 @@ LARGEST_ARRAYS = 2**28
 """and so are all that are found when those before them have so many together."""
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+_DEPTH = 6
+"""Its own dict, its list of entries, and what is in an entry."""
 _CACHE = type(functools.lru_cache(int))
 
 
@@ -71,7 +74,7 @@ class Kept:
     def __enter__(self) -> Self:
         self._random = RandomState.now()
         self.note(*self._roots)
-        self._hook = register_optimizer_step_pre_hook(of_this_thread(self._stepping))
+        self._hook = register_optimizer_step_pre_hook(of_this_thread(self._stepping, self._has))
         return self
 
     def __exit__(
@@ -84,6 +87,9 @@ class Kept:
             for restore in self._restore:
                 stack.callback(restore)
             self._restore.clear()
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._seen
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
@@ -169,11 +175,11 @@ class Kept:
         return self._named.thing(kind)
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """A function that remembers what it gave: it forgets all where there was anything new."""
+        """A function that remembers what it gave: it forgets all if there is a fake tensor among that."""
         n_misses = cache.cache_info().misses
 
         def restore() -> None:
-            if cache.cache_info().misses != n_misses:
+            if cache.cache_info().misses != n_misses and _has_fakes(cache):
                 cache.cache_clear()
 
         self._restore.append(restore)
@@ -262,3 +268,15 @@ def _content(slot: types.MemberDescriptorType, thing: Any) -> Any:
         return slot.__get__(thing)
     except AttributeError:
         return _Empty
+
+
+def _has_fakes(cache: Any) -> bool:
+    """Whether one is in what a cache refers to, some objects deep; entries of a cache can't be asked for."""
+    level, seen = [cache], set[int]()
+    for _ in range(_DEPTH):
+        level = [inside for thing in level for inside in gc.get_referents(thing) if id(inside) not in seen]
+        seen.update(map(id, level))
+        if any(isinstance(thing, torch.Tensor) and is_fake(thing) for thing in level):
+            return True
+        level = [thing for thing in level if not isinstance(thing, (*_LEAVES, type, types.FunctionType, torch.Tensor))]
+    return False

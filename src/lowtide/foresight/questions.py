@@ -34,7 +34,7 @@ class Questions(TorchFunctionMode):
             return self._padded(*args)
         if func == _torch.SET_DATA and not _torch.is_fake(args[0]):
             return self._exchange(*args)
-        if func is torch.tensor and isinstance(args[0], list | tuple):
+        if func is torch.tensor and _has_fakes(args[0] if args else kwargs.get("data")):
             return self._of_numbers(*args, **(kwargs or {}))
         asked = _QUESTIONS.get(func)
         if asked is None:
@@ -62,20 +62,22 @@ class Questions(TorchFunctionMode):
             return whole_number(self._answers)
         raise self._answers.refusal("it decides by the contents of a tensor")
 
-    def _of_numbers(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """A tensor of numbers, among which there may be tensors."""
+    def _of_numbers(self, data: Any, **kwargs: Any) -> Tensor:
+        """A tensor of numbers, among which there are tensors."""
         is_known = True
 
-        def number(leaf: Any) -> Any:
+        def real(leaf: Any) -> Any:
             nonlocal is_known
             if not _torch.is_fake(leaf):
                 is_known &= not is_unknown(leaf)
                 return leaf
-            if isinstance(found := self._answers.numbers(leaf), Unknown):
-                is_known, found = False, bool(1) if leaf.dtype is torch.bool else self._shown(leaf)
-            return found
+            value = self._answers.value(leaf)
+            is_known &= value is not None
+            return torch.ones(leaf.shape, dtype=leaf.dtype) if value is None else value
 
-        made = torch.tensor(_torch.tree_map(number, data), *args, **kwargs)
+        with _torch.on_real_tensors():  # which have their dtypes
+            numbers = torch.tensor(_torch.tree_map(real, data))
+        made = torch.tensor(numbers.tolist(), **{"dtype": numbers.dtype, **kwargs})
         if not is_known:
             self._answers.forget(made)
         return made
@@ -101,6 +103,10 @@ class Questions(TorchFunctionMode):
         with _torch.on_real_tensors():
             rows = known.tolist()
         return padded(data, rows, *settings), torch.tensor(lengths(rows))
+
+
+def _has_fakes(data: Any) -> bool:
+    return isinstance(data, list | tuple) and any(_torch.is_fake(item) or _has_fakes(item) for item in data)
 
 
 _QUESTIONS = {

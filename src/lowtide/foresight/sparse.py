@@ -98,10 +98,8 @@ def _transpose(answers: Answers, sparse: Tensor, one: int = 0, other: int = 1) -
     indices, values = _torch.parts_of(sparse)
     one, other = one % sparse.dim(), other % sparse.dim()
     rows, shape = [*range(len(indices))], [*sparse.shape]
-    for each in (rows, shape) if max(one, other) < len(rows) else (shape,):
+    for each in (rows, shape):  # torch takes no others than sparse dimensions
         each[one], each[other] = each[other], each[one]
-    if max(one, other) >= len(rows):
-        values = values.transpose(one - len(rows) + 1, other - len(rows) + 1)
     copy = indices.clone()
     if (known := answers.value(indices)) is not None:
         with _torch.on_real_tensors():

@@ -6,10 +6,13 @@ Past the methods of classes of their own, which may make something when asked, o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from itertools import chain
 from typing import Any
 
-from lowtide.identity import NO_BATCH
+LARGEST = 10_000
+"""Entries of a container."""
 
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
@@ -48,7 +51,7 @@ class Contents:
 
 
 def contents_in(batch: Any) -> list[Contents]:
-    """Of all containers in a batch, and in what objects in it have as attributes."""
+    """Of all containers in a batch, but of those that are data by their size, and of mappings and dataclasses in it."""
     found: list[Contents] = []
     seen: dict[int, Any] = {}
     pending = [batch]
@@ -57,11 +60,12 @@ def contents_in(batch: Any) -> list[Contents]:
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing
-        if kind_of(thing) is not None:
-            found.append(Contents(thing))
-            pending += found[-1].held
+        if (kind := kind_of(thing)) is not None:
+            if kind.__len__(thing) <= LARGEST:
+                found.append(Contents(thing))
+                pending += found[-1].held
         elif isinstance(thing, tuple):
             pending += thing
-        elif type(attributes := getattr(thing, "__dict__", None)) is dict and not isinstance(thing, NO_BATCH):
-            pending.append(attributes)
+        elif isinstance(thing, Mapping) or is_dataclass(thing):
+            pending.append(getattr(thing, "__dict__", None))
     return found

@@ -95,7 +95,7 @@ class Unchanged:
             self._noticed(self._named)
         self._n_updates = 0
         self._alone = Alone(modules)
-        self._hook: RemovableHandle = register_optimizer_step_pre_hook(of_this_thread(self._steps))
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(of_this_thread(self._steps, self._has))
         try:
             self._calm()
         except BaseException:
@@ -182,6 +182,9 @@ class Unchanged:
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._n_updates += 1
         self._noticed(optimizer)
+
+    def _has(self, tensor: Tensor) -> bool:
+        return any(content.tensor is tensor for content in self._tensors)
 
     def _noticed(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:

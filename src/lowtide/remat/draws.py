@@ -32,7 +32,11 @@ def python_state() -> tuple[Any, ...]:
 
 
 def numpy_state() -> Any:
-    """What `np.random.set_state` takes; of another generator than NumPy's own default a new one each time."""
+    """What `np.random.set_state` takes; of another generator than NumPy's own default a new one each time.
+
+    Its memory does not say whether a second normal number waits. Who sets back by `np.random.set_state` to where one
+    does, and has drawn nothing but that one since, is not noticed.
+    """
     global _of_numpy
     memory, state = _of_numpy
     now = _memory()

@@ -2,8 +2,8 @@
 
 For what has no recipe: decomposed activations, custom functions, random masks; and for the insides of whole blocks.
 The second run sees exactly what the first one saw and leaves no trace (`surroundings.py`, `arguments.py`, `hooks.py`).
-It stops as soon as the last tensor that somebody waits for is there, so that the products at a block's end are never
-redone.
+It stops as soon as the last tensor that somebody waits for is there, so that the products at a block's end are not
+redone; after a constant that the block made, with the next operator that saves something.
 
 Replays nest. The arguments of a replayed call inside of another one are saved tensors of the outer one: its replay
 brings them back, and what the inner call saved is left to the inner call's own. Places are counted alike in both runs.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import hooks_but_in_transforms, never_compiled, next_sequence_number, storage_id
+from lowtide._torch import base_of, hooks_but_in_transforms, never_compiled, next_sequence_number, storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
@@ -306,14 +306,15 @@ class _Rerun(_Again):
 
     def _catch(self, tensor: Tensor, *, is_complete: bool = False) -> None:
         """Stop at the last one, or with the operator that saved it: what an operator is to write, as RReLU its noise,
-        is saved before it is written. Then it has no history.
+        is saved before it is written. Then it has no history, and is no view.
         """
         operator = next_sequence_number()  # of the next node, so that it is the same in one operator
         if is_complete or operator != self._operator:
             if self._place >= self._last:
                 raise _Stop
             self._operator, self._is_complete = operator, True
-        self._is_complete &= is_complete or tensor.grad_fn is not None or tensor.requires_grad
+        has_history = tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None
+        self._is_complete &= is_complete or has_history
         self._place += 1
         if self._place in self._wanted:
             self.found[self._place] = self._frame.as_saved(self._place, tensor)

@@ -264,8 +264,8 @@ class Steps:
             if self.failed is None:
                 where = f"after its update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
                 error.add_note(f"The script was ended {where}.")
-            self.failed = error
-            raise Enough from error
+                self.failed = error
+            raise Enough from self.failed
 
     def _close_late(self) -> None:
         """Backward is over, inside of which there were updates: so is the step if it has no gradients left.
