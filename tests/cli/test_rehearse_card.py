@@ -323,6 +323,12 @@ def test_parameters_that_are_found_late(rehearse, kind: str) -> None:
     assert "several sizes" not in out
 
 
+@pytest.mark.parametrize(("name", "hints"), [("no.py", False), ("package.train", True)])
+def test_a_file_that_is_not_there_may_be_a_module(capfd: pytest.CaptureFixture[str], name: str, hints: bool) -> None:
+    assert cli.main(("rehearse", "--device", "T4", name)) == 2
+    assert (f"use -m {name}" in capfd.readouterr().err) == hints
+
+
 @pytest.mark.parametrize("options", [("--device", "T4"), ("--plain",)])
 def test_a_profile_is_no_script(tmp_path, capfd: pytest.CaptureFixture[str], options) -> None:
     profile = tmp_path / "profile.json"

@@ -55,6 +55,19 @@ def test_rehearsing_for_a_card_is_foreseeing() -> None:
     assert isinstance(lowtide.rehearse(case.model, case.step, case.batch), lowtide.Profile)
 
 
+def test_tensors_come_to_the_card_in_the_format_that_is_asked_for() -> None:
+    model = nn.Conv2d(3, 8, 3)
+
+    def step(batch: torch.Tensor) -> None:
+        given = batch.cuda(memory_format=torch.channels_last)
+        assert given.is_contiguous(memory_format=torch.channels_last)
+        assert batch.to("cuda", memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
+        assert not batch.cuda(0, non_blocking=True).is_contiguous(memory_format=torch.channels_last)
+        model(given).sum().backward()
+
+    lowtide.foresee(model, step, torch.randn(4, 3, 16, 16), device="L4")
+
+
 def test_foreach_makes_the_optimizers_temporaries() -> None:
     """AdamW takes all parameters at once on CUDA: one more copy of them, where the CPU's takes them one by one."""
     case = build("gpt2")
