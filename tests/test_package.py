@@ -19,7 +19,10 @@ from conftest import RunPython
 # The layers, lowest first. Imports run down or sideways, never up.
 LAYERS = [
     ["lowtide.units", "lowtide.errors"],
-    [f"lowtide._{name}" for name in ("clock", "code", "nodes", "quiet", "removable", "require", "standins", "torch")],
+    [
+        f"lowtide._{name}"
+        for name in ("clock", "code", "nodes", "quiet", "removable", "require", "slots", "standins", "torch")
+    ],
     ["lowtide.memory", "lowtide.planner", "lowtide.report"],
     ["lowtide.identity"],
     ["lowtide.remat"],

@@ -1,4 +1,7 @@
-"""Functions of torch that something of this package stands in for: several at once, and taken away in any order."""
+"""Functions of torch that something of this package stands in for: several at once, and taken away in any order.
+
+And hooks of torch's that are for the whole process, told of what is of one thread (`of_this_thread`).
+"""
 
 from __future__ import annotations
 

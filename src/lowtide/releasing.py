@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lowtide import _torch
 from lowtide._nodes import nodes_from
 from lowtide._removable import Removable
+from lowtide._slots import in_slots
 from lowtide._standins import around_calls, stand_in
 from lowtide.errors import LowtideError
-from lowtide.rehearsal.reached import in_slots
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, say, script_arguments, to_be_written, write
+from lowtide.cli.source import (
+    OWN_OPTIONS_FIRST,
+    is_profile,
+    output_option,
+    profile_of,
+    say,
+    script_arguments,
+    to_be_written,
+    write,
+)
 
 if TYPE_CHECKING:
     from lowtide.foresight.device.outcome import CardForesight
@@ -60,8 +69,7 @@ def rehearse(
     script is run once for each size. The exit code is 0 if all fit, 1 if one does not, or might not, and 2 if it could
     not be said.
     """
-    is_profile = target.endswith(".json") and not is_module
-    if is_profile and (plain or device is not None):
+    if is_profile(target, is_module=is_module) and (plain or device is not None):
         raise click.UsageError(f"{target} is a profile, and --plain and --device are for scripts: give that.")
     if device is not None:
         if plain:

@@ -106,6 +106,11 @@ def rank() -> int | None:
     return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
+def is_profile(target: str, *, is_module: bool) -> bool:
+    """Whether what is to be rehearsed was: it is a profile in a file, and no script."""
+    return target.endswith(".json") and not is_module
+
+
 def profile_of(
     target: str,
     args: tuple[str, ...],
@@ -119,7 +124,7 @@ def profile_of(
 
     Ends the command with exit code 2 and a word about it if the script fails: 1 would say something of its memory.
     """
-    if target.endswith(".json") and not is_module:
+    if is_profile(target, is_module=is_module):
         from lowtide.planner.records import Profile as Record
 
         if args:

@@ -31,7 +31,7 @@ from lowtide.memory.cards import Card, parse_card
 from lowtide.memory.events import EventStream, Timeline
 from lowtide.planner.records import Plan, Static
 from lowtide.rehearsal.checks import NESTED, check
-from lowtide.rehearsal.contents import contents_in
+from lowtide.rehearsal.containers import handing_back
 from lowtide.remat.planned import Planned
 from lowtide.remat.sharding import units
 
@@ -150,15 +150,14 @@ def foresee(
     answers, trials = Answers(fakes), Trials()
     ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    kept, given = Kept(model, [*model.parameters()], step, batch, optimizer), contents_in(batch)
+    kept, hand_back = Kept(model, step, batch, optimizer), handing_back(batch)
     with alone_with(fakes), placed(everything, own, fakes), kept, of_plan(plan, model, optimizer):
         names = Names(engine, ledger.mark)
         with ledger, Questions(answers, ledger), as_they_are():
             adopt(ledger, everything)
             step(batch)
             trials.learn()
-            for contents in given:
-                contents.restore()
+            hand_back()
             static, blocks = static_of(ledger, model, batch, kept)
             ledger.begin()
             with names.running():
@@ -254,24 +253,14 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> tuple
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]
     seen: set[int] = set()
-    blocks: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:
         total = 0
         for tensor in tensors:
-            if tensor is not None and sparse.is_compressed(tensor) and is_real(tensor):
-                with _torch.on_real_tensors():
-                    parts = {_torch.storage_number(s := part.untyped_storage()): s for part in _torch.parts_of(tensor)}
-                total += sum(s.nbytes() for number, s in parts.items() if number not in seen)
-                seen.update(parts)
-            elif tensor is not None:
-                for part in _torch.parts_of(ledger.adopt(tensor)):
-                    storage = part.untyped_storage()
-                    if part.device.type == ledger.device and (number := _torch.storage_number(storage)) not in seen:
-                        seen.add(number)
-                        if storage.nbytes():
-                            blocks.add(ledger.block(number))
-                        total += storage.nbytes()
+            for storage in () if tensor is None else _storages(tensor, ledger):
+                if (number := _torch.storage_number(storage)) not in seen:
+                    seen.add(number)
+                    total += storage.nbytes()
         return total
 
     static = Static(
@@ -281,7 +270,16 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> tuple
         gradients=add(p.grad for p in parameters),
         optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
     )
-    return static, frozenset(blocks)
+    return static, frozenset(block for number in seen if (block := ledger.block(number)) is not None)
+
+
+def _storages(tensor: Tensor, ledger: Ledger) -> list[torch.UntypedStorage]:
+    """Where a tensor is, on the ledger's device; of a compressed one, whose twin has no elements, the real ones."""
+    if sparse.is_compressed(tensor) and is_real(tensor):
+        with _torch.on_real_tensors():
+            return [part.untyped_storage() for part in _torch.parts_of(tensor)]
+    parts = _torch.parts_of(ledger.adopt(tensor))
+    return [part.untyped_storage() for part in parts if part.device.type == ledger.device]
 
 
 def with_left(static: Static, blocks: Collection[int], stream: EventStream) -> Static:

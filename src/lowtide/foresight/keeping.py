@@ -22,10 +22,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._code import Named, is_opaque, is_users, origin, variables
+from lowtide._slots import slots_of
 from lowtide._standins import of_this_thread
 from lowtide._torch import is_fake
-from lowtide.rehearsal.contents import Contents, kind_of
-from lowtide.rehearsal.reached import is_generator, slots_of
+from lowtide.rehearsal.containers import Contents, kind_of
+from lowtide.rehearsal.reached import is_generator
 from lowtide.rehearsal.unchanged import RandomState, state_of
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ class Kept:
             return self._array(thing)
         if is_generator(thing):
             self._generator(thing)
+        if isinstance(thing, torch.jit.ScriptModule):  # whose parameters are in no dict
+            return (*self._object(thing), *thing.parameters())
         return () if is_opaque(type(thing)) else self._object(thing)
 
     def _object(self, thing: Any) -> Iterable[Any]:

@@ -134,9 +134,10 @@ class Ledger(TorchDispatchMode, Recorder):
             self._follow(part, entry=True)
         return twin
 
-    def block(self, storage: int) -> int:
-        """The block of a storage that is known, by its number."""
-        return self._living[storage].block
+    def block(self, storage: int) -> int | None:
+        """The block of a storage, by its number; None for one without any."""
+        living = self._living.get(storage)
+        return None if living is None else living.block
 
     def let_go(self, tensor: Tensor) -> None:
         """A real tensor has other memory from here on: its twin's is there only as long as others have it."""

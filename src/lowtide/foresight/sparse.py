@@ -139,6 +139,7 @@ def _bag_backward(*args: Any) -> Tensor:
 
 
 def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None = None) -> Tensor:
+    """A tensor as `sparse`, of these parts."""
     is_coalesced = sparse.is_coalesced() if coalesced is None else coalesced
     return torch.sparse_coo_tensor(indices, values, sparse.shape, is_coalesced=is_coalesced, check_invariants=False)
 

@@ -105,12 +105,11 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
     step_ms = simulator.profile.step_ms
     # the simulator may have gradients written in place, which saves something, too
     plain_bytes = max(plain.peak_bytes, simulator.profile.measured_plain_peak_bytes or 0)
-    notes = []
-    if prediction.parts.get("temporaries", 0) and prediction.peak_bytes > NOTHING_SAVED * plain_bytes:
+    notes, temporaries = [], prediction.parts.get("temporaries", 0)
+    if temporaries and prediction.peak_bytes > NOTHING_SAVED * plain_bytes:
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
-        temporaries = format_bytes(prediction.parts.get("temporaries", 0))
-        notes.append(f"plans save next to nothing of this step: {temporaries} {_TEMPORARIES[phase]}")
+        notes.append(f"plans save next to nothing of this step: {format_bytes(temporaries)} {_TEMPORARIES[phase]}")
     return Infeasible(
         budget_bytes=budget_bytes,
         smallest_peak_bytes=prediction.peak_bytes,

@@ -18,8 +18,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from lowtide._code import is_users
+from lowtide._slots import in_slots
 from lowtide._torch import as_written, bytes_of, is_plain
-from lowtide.rehearsal.reached import Reached, content_now, in_slots
+from lowtide.rehearsal.reached import Reached, content_now
 
 if TYPE_CHECKING:
     from lowtide.remat.surroundings import Surroundings

@@ -9,7 +9,6 @@ can put back.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
@@ -26,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lowtide._code import Named, is_opaque, is_users, variables
+from lowtide._slots import in_slots
 from lowtide._torch import scaler_stages, set_scaler_stages
 
 LARGEST = 1000
@@ -124,19 +124,6 @@ class Reached:
         found = list(entries)
         self.places += [(container, key, x) for key, x in found if x is None or _are_state(x)]
         return [x for _, x in found]
-
-
-def slots_of(thing: Any) -> list[types.MemberDescriptorType]:
-    """The slots of an object, those of dataclasses included; built-in attributes are none."""
-    kinds = (vars(kind) for kind in type(thing).__mro__ if "__slots__" in vars(kind))
-    return [slot for table in kinds for slot in table.values() if isinstance(slot, types.MemberDescriptorType)]
-
-
-def in_slots(thing: Any) -> Iterator[Any]:
-    """What an object has in slots."""
-    for slot in slots_of(thing):
-        with contextlib.suppress(AttributeError):  # empty
-            yield slot.__get__(thing)
 
 
 def is_state(tensor: Tensor) -> bool:

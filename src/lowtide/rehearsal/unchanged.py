@@ -18,7 +18,7 @@ from lowtide._standins import of_this_thread
 from lowtide._torch import is_plain, parts_of
 from lowtide.identity import place_of, tensors_in
 from lowtide.rehearsal.bits import identical
-from lowtide.rehearsal.contents import contents_in
+from lowtide.rehearsal.containers import handing_back
 from lowtide.rehearsal.processes import Alone
 from lowtide.rehearsal.reached import Reached, has_graph, put_back, states
 from lowtide.remat.draws import numpy_state, python_state, set_numpy_state
@@ -75,6 +75,7 @@ class Unchanged:
         leaves = [t for t in content if t.is_leaf and not t.is_inference()]
         buffers = {id(b) for module in modules for b in module._buffers.values()}
         self._tensors = [_Content(t) for t in content if id(t) not in buffers]
+        self._known = {id(content.tensor) for content in self._tensors}
         self._gradients = [(p, None if p.grad is None else _Content(p.grad)) for p in leaves]
         self._required = [(t, t.requires_grad) for t in leaves if t.is_floating_point() or t.is_complex()]
         self._buffers = [
@@ -87,7 +88,7 @@ class Unchanged:
         self._attributes = [_Attributes(module) for module in modules]
         owned = {id(table) for module in modules for table in (module._parameters, module._buffers)}
         self._places = [place for place in found.places if id(place[0]) not in owned]
-        self._containers = contents_in(self._batch)
+        self._hand_back = handing_back(self._batch)
         self._states = states(found.stateful)
         self._training = [(module, module.training) for module in modules]
         self._random = RandomState.now(found.generators)
@@ -158,16 +159,12 @@ class Unchanged:
         self._random.restore()
 
     def run(self, batch: Any) -> Any:
-        """One step, after which the batch holds what it held: `batch.pop("labels")` is common."""
+        """One step, after which the batch holds what it held."""
         assert self._step is not None
         try:
             return self._step(batch)
         finally:
             self._hand_back()
-
-    def _hand_back(self) -> None:
-        for contents in self._containers:
-            contents.restore()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -184,12 +181,11 @@ class Unchanged:
         self._noticed(optimizer)
 
     def _has(self, tensor: Tensor) -> bool:
-        return any(content.tensor is tensor for content in self._tensors)
+        return id(tensor) in self._known
 
     def _noticed(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
-            known = {id(content.tensor) for content in self._tensors}
-            self._optimizers[id(optimizer)] = _OptimizerState(optimizer, known)
+            self._optimizers[id(optimizer)] = _OptimizerState(optimizer, self._known)
 
 
 class _Content:

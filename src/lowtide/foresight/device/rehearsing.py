@@ -29,7 +29,7 @@ from lowtide.levers import of_plan
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Timeline
 from lowtide.rehearsal.checks import NESTED
-from lowtide.rehearsal.contents import contents_in
+from lowtide.rehearsal.containers import handing_back
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,10 +51,9 @@ def foresee_on(
 ) -> CardForesight:
     """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
     with of_plan(plan, model, optimizer), OnCard(card, model, batch, (step, optimizer), plan=plan) as rehearsal:
-        given = contents_in(batch)
+        hand_back = handing_back(batch)
         step(batch)
-        for contents in given:
-            contents.restore()
+        hand_back()
         rehearsal.second()
         step(batch)
         rehearsal.finish()
@@ -91,7 +90,7 @@ class OnCard:
         self._fakes = _torch.fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
-        self._kept = Kept(model, [*model.parameters()], *reached, *([] if alone else [batch]))
+        self._kept = Kept(model, *reached, *([] if alone else [batch]))
         self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there, let_go=alone)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None

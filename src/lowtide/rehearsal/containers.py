@@ -6,13 +6,13 @@ Past the methods of classes of their own, which may make something when asked, o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from itertools import chain
 from typing import Any
 
 LARGEST = 10_000
-"""Entries of a container."""
+"""Containers in a batch with more entries are data: they are left alone."""
 
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
@@ -50,8 +50,11 @@ class Contents:
             (kind.update if kind is set else kind.extend)(container, self.held)
 
 
-def contents_in(batch: Any) -> list[Contents]:
-    """Of all containers in a batch, but of those that are data by their size, and of mappings and dataclasses in it."""
+def handing_back(batch: Any) -> Callable[[], None]:
+    """What this gives has all containers in a batch hold what they hold now: `batch.pop("labels")` is common in steps.
+
+    But for those that are data by their size. Of objects in it mappings and dataclasses are looked into.
+    """
     found: list[Contents] = []
     seen: dict[int, Any] = {}
     pending = [batch]
@@ -68,4 +71,9 @@ def contents_in(batch: Any) -> list[Contents]:
             pending += thing
         elif isinstance(thing, Mapping) or is_dataclass(thing):
             pending.append(getattr(thing, "__dict__", None))
-    return found
+
+    def hand_back() -> None:
+        for contents in found:
+            contents.restore()
+
+    return hand_back
