@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import TextIO
 
 import click
 
 from lowtide.errors import LowtideError
+from lowtide.oom import explain as explain_text
+from lowtide.oom.stream import PIECE
 
 
 @click.command("explain")
@@ -23,12 +27,11 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
     Knows the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, those of Ascend NPUs, and those of the
     libraries around it. Needs no torch and no device. Exit code 2: there is no message in it that is known.
     """
-    from lowtide.oom import explain as explain_text
-
-    text = file.read()
-    found = explain_text(text if alloc_conf is None else f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n{text}")
+    seen = _Seen(file)
+    told = [] if alloc_conf is None else [f"PYTORCH_CUDA_ALLOC_CONF={alloc_conf}\n"]
+    found = explain_text(chain(told, seen.pieces()))
     if found is None:
-        what = f"other text, lines: {len(text.splitlines())}" if text.strip() else "nothing: it is empty"
+        what = "nothing: it is empty" if seen.is_empty else f"other text, lines: {seen.n_lines}"
         raise LowtideError(
             "no out-of-memory message that is known.\n"
             f"  Found: {what}.\n"
@@ -36,3 +39,20 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
         )
     click.echo(found.to_json() if as_json else str(found))
     return 0
+
+
+class _Seen:
+    """A file that is read piece by piece, and what is said of it if nothing was found."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.is_empty, self.n_lines = True, 0
+
+    def pieces(self) -> Iterator[str]:
+        in_line = False
+        while piece := self._file.read(PIECE):
+            self.is_empty &= piece.isspace()
+            lines = piece.splitlines(keepends=True)
+            self.n_lines += len(lines) - in_line
+            in_line = lines[-1].splitlines()[0] == lines[-1]
+            yield piece

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowtide.oom.advice import Action, advise
 from lowtide.oom.causes import Cause, find_cause
-from lowtide.oom.facts import Facts, facts_in
+from lowtide.oom.facts import Facts, FactsRead
 from lowtide.oom.message import Message
-from lowtide.oom.parse import messages, most_telling
+from lowtide.oom.parse import Messages, firsts, most_telling
+from lowtide.oom.stream import PIECE
 from lowtide.planner.frozen import Record
 from lowtide.units import format_bytes
 
@@ -23,30 +24,45 @@ class Explanation(Record):
     actions: tuple[Action, ...]
     facts: Facts
     further: int = 0
-    """Messages of other wordings in the same text: other ranks, or what came of the first."""
+    """Messages of other wordings in the same text: other ranks, or what came of the first. Of very many there are
+    fewer (`parse.MOST_KNOWN`)."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
-def explain(text: str, facts: Facts | None = None) -> Explanation | None:
+def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanation | None:
     """The out-of-memory message in `text`, explained; None where there is none that is known.
 
-    `facts` replaces what can be told from the text around the message.
+    A text that comes in pieces is never in memory as a whole. `facts` replaces what can be told from the text around
+    the message.
     """
-    found = messages(text)
-    if not found:
+    parts = (part for piece in ([text] if isinstance(text, str) else text) for part in _parts(piece))
+    found, read, further = Messages(), FactsRead(), -1
+    telling: list[Message] = []
+    for piece, is_last in _with_last(parts):
+        for message in found.read(piece, is_last=is_last):
+            telling, further = firsts([*telling, message]), further + 1
+        if facts is None:
+            read.read(piece, is_last=is_last)
+    if not telling:
         return None
-    message = most_telling(found)
-    known = facts_in(text) if facts is None else facts
+    message = most_telling(telling)
+    known = read.facts() if facts is None else facts
     cause = find_cause(message, known)
     return Explanation(
-        message=message,
-        cause=cause,
-        actions=advise(message, known, cause),
-        facts=known,
-        further=len(found) - 1,
+        message=message, cause=cause, actions=advise(message, known, cause), facts=known, further=further
     )
+
+
+def _parts(piece: str) -> Iterator[str]:
+    return (piece[n : n + PIECE] for n in range(0, len(piece), PIECE))
+
+
+def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Each of them, and whether it is the last. That is an empty one."""
+    yield from ((part, False) for part in parts)
+    yield "", True
 
 
 def _lines(e: Explanation) -> Iterator[str]:

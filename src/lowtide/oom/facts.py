@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.oom.message import Holder
+from lowtide.oom.stream import LONGEST, Finder
 from lowtide.planner.frozen import Record
 
 
@@ -79,19 +81,62 @@ class Facts(Record):
 
 _OPTIMIZER = re.compile(r"[/\\]optim[/\\]|optimizer")
 _INSTALLED = re.compile(r"(?:site|dist)-packages|[/\\]lib[/\\]python3|<frozen|<__array_function__|lowtide[/\\]oom[/\\]")
-_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_CELL = re.compile(r"^(\S+\.py) in (\w+)\(", re.MULTILINE)
-_SETTING = re.compile(r"expandable_segments[\"']?\s*[:=]\s*[\"']?(True|False)", re.IGNORECASE)
-_TIP = re.compile(r"try setting\s+\S*expandable_segments:True", re.IGNORECASE)
+_WINDOWS = re.compile(r"[A-Za-z]:\\")
+_PLACE = re.compile(r'File "([^"]{1,4000})", line (\d{1,9}), in (\S{1,500})')
+_CELL = re.compile(r"^(\S{1,4000}\.py) in (\w{1,500})\(", re.MULTILINE)
+_SETTING = re.compile(
+    r"try setting\s{1,20}\S{0,200}expandable_segments:True"
+    r"|expandable_segments[\"']?\s{0,20}[:=]\s{0,20}[\"']?(True|False)",
+    re.IGNORECASE,
+)
+"""The first alternative is torch's advice, which is no sign that it is on."""
+MOST_PLACES = 1000
+"""Lines of tracebacks that are kept, beside earlier ones that tell something by themselves."""
 
 
-def facts_in(text: str) -> Facts:
-    """What a log tells besides its messages. torch's advice to set `expandable_segments` is no sign that it is on."""
-    places = [Place(file=m[1], line=int(m[2]), function=m[3]) for m in _PLACE.finditer(text)]
-    places += [Place(file=m[1], line=0, function=m[2]) for m in _CELL.finditer(text)]
-    settings = [match[1].lower() == "true" for match in _SETTING.finditer(_TIP.sub("", text))]
-    return Facts(
-        places=tuple(places),
-        expandable=settings[-1] if settings else None,
-        windows=any(re.match(r"[A-Za-z]:\\", place.file) for place in places),
+class FactsRead:
+    """What a log that comes piece by piece tells besides its messages."""
+
+    def __init__(self) -> None:
+        self._window = ""
+        self._places = Finder(_PLACE, ('File "',))
+        self._cells = Finder(_CELL, (".py in ",))
+        self._settings = Finder(_SETTING, ("",))
+        self._found: list[Place] = []
+        self._in_cells: list[Place] = []
+        self._expandable: bool | None = None
+
+    def read(self, piece: str, *, is_last: bool) -> None:
+        self._window += piece
+        for m in self._places.found(self._window, is_last=is_last):
+            self._found.append(Place(file=m[1], line=int(m[2]), function=m[3]))
+            self._found = _telling(self._found)
+        for m in self._cells.found(self._window, is_last=is_last):
+            self._in_cells.append(Place(file=m[1], line=0, function=m[2]))
+            self._in_cells = _telling(self._in_cells)
+        for m in self._settings.found(self._window, is_last=is_last):
+            self._expandable = m[1].lower() == "true" if m[1] else self._expandable
+        over = max(0, len(self._window) - LONGEST - 1)  # one more, which tells whether a line begins
+        self._window = self._window[over:]
+        for finder in (self._places, self._cells, self._settings):
+            finder.move_on(over)
+
+    def facts(self) -> Facts:
+        places = (*self._found, *self._in_cells)
+        is_windows = any(_WINDOWS.match(place.file) for place in places)
+        return Facts(places=places, expandable=self._expandable, windows=is_windows)
+
+
+def _telling(places: list[Place]) -> list[Place]:
+    """The last of very many places, and of those before the ones that tell something that no other does."""
+    if len(places) < 2 * MOST_PLACES:
+        return places
+    before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]
+    tell: tuple[Callable[[Place], object], ...] = (
+        lambda place: _OPTIMIZER.search(place.file),
+        lambda place: place.function == "_init_group",
+        lambda place: _WINDOWS.match(place.file),
     )
+    told = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in tell]
+    own = max((n for n, place in enumerate(before) if not _INSTALLED.search(place.file)), default=-1)
+    return [*(before[n] for n in sorted({*told, own} - {-1})), *last]

@@ -9,12 +9,16 @@ messages that say GB divide by 1024, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
-from lowtide.oom.heads import HEADS, Head
+from lowtide.oom.heads import HEADS
 from lowtide.oom.message import Holder, Message
+from lowtide.oom.stream import LONGEST, Finder, OneLine
 
-_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[KMGTP]i?B|B)\b"
+_SIZE = r"(?<!\d)(\d{1,20}(?:\.\d{1,20})?) ?(bytes|[KMGTP]i?B|B)\b"
 _UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 _CLAUSES = {
@@ -33,12 +37,10 @@ _CLAUSES = {
 _DEVICE = re.compile(r"\((?:[A-Z]+) +(\d+);|\b(?:GPU|GCU|Device) (\d+) has a total")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
-_PREFIX = re.compile(
-    r"^(?:\x1b\[[0-9;]*m)*(?:\[(?:rank ?|default)\d+\]:|\(\w+ pid=\d+[^)]*\)|\d+: (?=\[rank))\s?", re.MULTILINE
-)
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LONGEST = 2000
 """Characters of the longest message, with some twenty processes in it."""
+MOST_KNOWN = 1 << 18
+"""Messages that are told from each other."""
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """A context and its libraries mostly take less."""
@@ -46,50 +48,101 @@ _SLACK_BYTES = 1 << 26
 """Amounts are rounded."""
 
 
+class Messages:
+    """The out-of-memory messages in a text that comes piece by piece, in order of appearance."""
+
+    def __init__(self) -> None:
+        self._line = OneLine()
+        self._finders = [Finder(head.pattern, head.words) for head in HEADS]
+        self._window = ""
+        self._begun: list[_Begun] = []
+        """In order, what has begun in the window and was not read yet."""
+        self._end = 0
+        """In the window, the end of the head that was read last."""
+        self._known: set[int] = set()
+
+    def read(self, piece: str, *, is_last: bool) -> Iterator[Message]:
+        """Those that end with `piece` and say something new; beyond MOST_KNOWN they all count as said."""
+        self._window += self._line.cleaned(piece, is_last=is_last)
+        for number, finder in enumerate(self._finders):
+            matches = finder.found(self._window, is_last=is_last)
+            self._begun += [_Begun(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
+        self._begun.sort()
+        is_known = len(self._window) if is_last else len(self._window) - LONGEST  # what begins before
+        done = 0
+        for place, (start, number, end, kind) in enumerate(self._begun):
+            if start + _LONGEST > is_known and not is_last:
+                break
+            done += 1
+            if start < self._end:
+                continue  # inside of what another head has taken
+            self._end = end
+            later = (self._begun[n].start for n in range(place + 1, len(self._begun)))
+            stop = next((other for other in later if other >= end), len(self._window))
+            message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
+            if self._is_new(message):
+                yield message
+        del self._begun[:done]
+        self._move_on(max(0, min([is_known, *(begun.start for begun in self._begun[:1])]) - 1))
+
+    def _move_on(self, n: int) -> None:
+        self._window, self._end = self._window[n:], self._end - n
+        self._begun = [begun._replace(start=begun.start - n, end=begun.end - n) for begun in self._begun]
+        for finder in self._finders:
+            finder.move_on(n)
+
+    def _is_new(self, message: Message) -> bool:
+        key = hash(replace(message, text=""))
+        if key in self._known or len(self._known) >= MOST_KNOWN:
+            return False
+        self._known.add(key)
+        return True
+
+
+class _Begun(NamedTuple):
+    """The beginning of a message."""
+
+    start: int
+    number: int
+    """Of its head."""
+    end: int
+    """Of the head's match."""
+    kind: str
+
+
 def messages(text: str) -> list[Message]:
     """Every out-of-memory message in `text`, in order of appearance; those that say the same are one."""
-    text = one_line(text)
-    starts = sorted(
-        (match.start(), number, match) for number, head in enumerate(HEADS) for match in head.pattern.finditer(text)
-    )
-    found: list[Message] = []
-    end = 0
-    for place, (start, number, match) in enumerate(starts):
-        if start < end:
-            continue  # inside of what another head has taken
-        end = match.end()
-        stop = next((later for later, _, _ in starts[place + 1 :] if later >= end), len(text))
-        message = _read(HEADS[number], match, text[start : min(stop, start + _LONGEST)])
-        if all(replace(message, text=other.text) != other for other in found):
-            found.append(message)
-    return found
-
-
-def one_line(text: str) -> str:
-    """`text` without colours, the prefixes of ranks, and line breaks."""
-    text = _PREFIX.sub("", text.replace("\0", ""))
-    return re.sub(r"\s+", " ", _ANSI.sub("", text)).strip()
+    return list(Messages().read(text, is_last=True))
 
 
 def most_telling(found: list[Message]) -> Message:
     """The message to explain: the first with numbers of a device, else with any, else the first that is certain."""
-    for tells in (
-        lambda m: m.tried_bytes is not None and m.total_bytes is not None,
-        lambda m: m.tried_bytes is not None,
-        lambda m: m.certain,
-    ):
-        for message in found:
-            if tells(message):
-                return message
-    return found[0]
+    return next(message for tells in _TELLING for message in found if tells(message))
 
 
-def _read(head: Head, match: re.Match[str], text: str) -> Message:
+def firsts(found: list[Message]) -> list[Message]:
+    """Those of which one is the most telling, whatever else comes."""
+    kept = (next((n for n, message in enumerate(found) if tells(message)), None) for tells in _TELLING)
+    return [found[n] for n in sorted({n for n in kept if n is not None})]
+
+
+_TELLING: tuple[Callable[[Message], bool], ...] = (
+    lambda m: m.tried_bytes is not None and m.total_bytes is not None,
+    lambda m: m.tried_bytes is not None,
+    lambda m: m.certain,
+    lambda m: True,
+)
+
+
+@lru_cache(maxsize=64)
+def _read(number: int, kind: str, text: str) -> Message:
+    """The message in `text`, which begins with the head of this number; `kind` is what that says of it."""
+    head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
     device = _DEVICE.search(text)
     message = Message(
-        kind=head.kind or match[1].lower(),
+        kind=head.kind or kind.lower(),
         form=form,
         text=_sentences(text),
         certain=head.certain,
