@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lowtide._files import in_one_line
 from lowtide.units import format_bytes, format_ratio
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...]
 
 
 def _report(found: Summary, top: int) -> Iterator[str]:
-    during = f", in {found.peak_during}" if found.peak_during else ""
+    during = f", in {in_one_line(found.peak_during)}" if found.peak_during else ""
     yield f"device {found.device}: peak {format_bytes(found.peak_bytes)} requested{during}"
     yield from _columns(
         f"held from the device, {found.settings or 'settings ' + ('default' if found.settings == '' else 'unknown')}:",
@@ -71,7 +72,7 @@ def _report(found: Summary, top: int) -> Iterator[str]:
 
 
 def _rows(shares: Iterable[Share], others: tuple[Share, ...] = ()) -> list[tuple[str, int, str]]:
-    rows = [(share.name, share.bytes, _plural(share.n_blocks, "block")) for share in shares]
+    rows = [(in_one_line(share.name), share.bytes, _plural(share.n_blocks, "block")) for share in shares]
     if others:
         n_blocks = sum(share.n_blocks for share in others)
         n_bytes = sum(share.bytes for share in others)

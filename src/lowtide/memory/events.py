@@ -18,6 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
+import msgspec
+from msgspec import convert
+
+from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError, RehearsalError
 
 FORMAT = 1
@@ -239,10 +243,10 @@ class Timeline:
         """The timeline in `source`: JSON text or the path of a file. Raises LowtideError for anything else."""
         record = _read(source, "timeline")
         try:
-            labels = {int(block): Label(*label) for block, label in record["labels"].items()}
+            labels = {int(block): convert(label, Label) for block, label in record["labels"].items()}
             stream = record["stream"]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise LowtideError(f"this is not a timeline of format {FORMAT}: {error!r}.") from error
+            raise LowtideError(f"this is not a timeline of format {FORMAT}: {in_one_line(repr(error))}.") from error
         return cls(_stream_from(stream), labels)
 
 
@@ -311,9 +315,11 @@ def _write(record: Mapping[str, object], path: str | Path | None) -> str:
 def _read(source: str | Path, what: str) -> dict[str, Any]:
     is_text = isinstance(source, str) and source.lstrip().startswith("{")
     try:
-        record = json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LowtideError(f"no {what} could be read: {error}. Give JSON text or the path of a file.") from error
+        record = msgspec.json.decode(str(source).encode() if is_text else unpacked(Path(source)))
+        check_numbers(record)
+    except (OSError, ValueError, RecursionError) as error:
+        why = in_one_line(str(error))
+        raise LowtideError(f"no {what} could be read: {why}. Give JSON text or the path of a file.") from error
     if not isinstance(record, dict):
         raise LowtideError(f"this is not a {what}: a JSON object was expected, found {type(record).__name__}.")
     return record
@@ -323,6 +329,7 @@ def _stream_from(record: Mapping[str, Any]) -> EventStream:
     try:
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']} found")
-        return EventStream(tuple(_KINDS[letter](*row) for letter, *row in record["events"]), record["device"])
+        events = tuple(convert(row, _KINDS[letter]) for letter, *row in record["events"])
+        return EventStream(events, convert(record["device"], str))
     except (KeyError, TypeError, ValueError) as error:
-        raise LowtideError(f"this is not an event stream of format {FORMAT}: {error!r}.") from error
+        raise LowtideError(f"this is not an event stream of format {FORMAT}: {in_one_line(repr(error))}.") from error

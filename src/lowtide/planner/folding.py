@@ -22,9 +22,11 @@ Block = dict[str, dict[str, str] | list[str]]
 addresses."""
 KINDS = ("replay", "advance", "offload")
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+MOST = 2**18
+"""Decisions that blocks which are written once may stand for, beside those that are written."""
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """A component of a path that is a number."""
-_RANGES = re.compile(r"\{([\d,-]+)\}")
+_RANGES = re.compile(r"\{([0-9,-]+)\}")
 
 
 def fold(
@@ -57,15 +59,21 @@ def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[st
 
     Raises ValueError for what is no decision.
     """
+    written = sum(len(each) for made in blocks.values() for each in made.values())
+    told = sum(_count(block) * sum(map(len, made.values())) for block, made in blocks.items())
+    if told > MOST + written:
+        raise ValueError(f"it has {told} decisions, and no step as many")
     remake: dict[str, str] = {}
     run: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for block, made in blocks.items():
         if unknown := made.keys() - {"remake", *KINDS}:
-            raise ValueError(f"{block!r} has {', '.join(sorted(unknown))}; it can have {', '.join(('remake', *KINDS))}")
+            raise ValueError(
+                f"{block[:100]!r} has {', '.join(sorted(unknown))}; it can have {', '.join(('remake', *KINDS))}"
+            )
         remade, calls = made.get("remake", {}), {kind: made.get(kind, []) for kind in KINDS}
         if not isinstance(remade, dict) or not all(isinstance(found, list) for found in calls.values()):
             raise ValueError(
-                f"{block!r} must have an object of nodes by address as remake, "
+                f"{block[:100]!r} must have an object of nodes by address as remake, "
                 "a list of calls as replay or advance, of addresses as offload"
             )
         for path in _expand(block):
@@ -105,13 +113,24 @@ def _expand(block: str) -> Iterator[str]:
     if found is None:
         yield block
         return
-    for run in found[1].split(","):
-        first, _, last = run.partition("-")
-        numbers = range(int(first), int(last or first) + 1) if first else ()
-        if not numbers:
-            raise ValueError(f"{block!r} is no block: numbers are written as {{0-7}} or {{0-2,5}}")
+    for numbers in _numbers(block, found[1]):
         for number in numbers:
             yield f"{block[: found.start()]}{number}{block[found.end() :]}"
+
+
+def _count(block: str) -> int:
+    """How many blocks it stands for."""
+    found = _RANGES.search(block)
+    return 1 if found is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, found[1]))
+
+
+def _numbers(block: str, runs: str) -> Iterator[range]:
+    for run in runs.split(","):
+        first, _, last = run.partition("-")
+        numbers = range(int(first), int(last or first) + 1) if first else range(0)
+        if numbers.stop <= numbers.start:
+            raise ValueError(f"{block[:100]!r} is no block: numbers are written as {{0-7}} or {{0-2,5}}")
+        yield numbers
 
 
 def _natural(block: str) -> tuple[list[str], list[int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError
 from lowtide.planner.frozen import FORMAT, Record
 from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of, smallest_peak
@@ -75,10 +76,13 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
 def read_points(path: Path) -> tuple[Point, ...]:
     """Points from a file, a JSON list of them: what a benchmark measured. Raises LowtideError for anything else."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Point, ...])
-    except (OSError, msgspec.MsgspecError) as error:
+        points = msgspec.json.decode(unpacked(path), type=tuple[Point, ...])
+        check_numbers(points)
+        return points
+    except (OSError, ValueError, RecursionError) as error:  # of which msgspec's errors are some
         raise LowtideError(
-            f"{path} is not a list of points: {error}. Each has name, peak_bytes, extra_ms, extra_flops and share."
+            f"{path} is not a list of points: {in_one_line(str(error))}. "
+            "Each has name, peak_bytes, extra_ms, extra_flops and share."
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Self
 
 import msgspec
 
+from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError
 
 FORMAT = 1
@@ -32,16 +33,21 @@ class Record:
         Raises LowtideError when the text is not this kind of record.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        name, text = cls.__name__, ""
+        name, text = cls.__name__, b""
         try:
-            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-            record = cls._read(text.encode())
+            text = str(source).encode() if is_text else unpacked(Path(source))
+            record = cls._read(text)
+            check_numbers(record)
             if (found := getattr(record, "format", FORMAT)) != FORMAT:
                 raise ValueError(f"it has format {found}")
         except OSError as error:
             raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            what = f"but a {kind}" if (kind := kind_of(text)) not in (None, name) else f"of format {FORMAT}: {error}"
+            what = (
+                f"but a {kind}"
+                if (kind := kind_of(text)) not in (None, name)
+                else f"of format {FORMAT}: {in_one_line(str(error))}"
+            )
             this = "this" if is_text else str(source)
             command = f", or with `{_COMMANDS[name]}`" if name in _COMMANDS else ""
             raise LowtideError(
@@ -75,10 +81,10 @@ _TOLD_BY = {"storages": "Profile", "decisions": "Plan", "points": "Frontier", "m
 """Kinds of records that people have in files, by a name that only they have."""
 
 
-def kind_of(text: str) -> str | None:
+def kind_of(text: bytes) -> str | None:
     """What kind of record a JSON text is; None for anything else."""
     try:
-        fields = msgspec.json.decode(text, type=dict[str, object])
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return next((kind for field, kind in _TOLD_BY.items() if field in fields), None)

@@ -7,7 +7,7 @@ import graphlib
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.errors import LowtideError
+from lowtide.planner.contradictions import check, contradiction
 from lowtide.planner.passing import Recipe, recipe_of
 from lowtide.planner.records import Profile, Slot
 
@@ -25,7 +25,7 @@ class Index:
     """
 
     def __init__(self, profile: Profile) -> None:
-        _check(profile)
+        check(profile)
         slots = [slot for slot in profile.slots if slot.storage is not None]
         self.profile = profile
         self.end = len(profile.base_bytes)
@@ -195,7 +195,10 @@ class Index:
     def recipe(self, value: int, passed: Flags) -> Recipe:
         """What it takes to remake `value` when nobody holds the values in `passed`: they are made on the way."""
         on_the_way = passed & self.remakeable & ~self.shared
-        return recipe_of(value, self.profile.values, self.needs, on_the_way)
+        try:
+            return recipe_of(value, self.profile.values, self.needs, on_the_way)
+        except RecursionError as error:
+            raise contradiction(f"value {value} is made through more others than can be followed") from error
 
     def could_need(self, node: int) -> set[int]:
         """The nodes on which it depends what making `node` takes."""
@@ -234,35 +237,4 @@ class Index:
         try:
             return np.array(list(graphlib.TopologicalSorter(asked_by).static_order()), np.int64)
         except graphlib.CycleError as error:
-            raise _contradiction(f"a replay needs what it makes (nodes {error.args[1]})") from error
-
-
-def _check(profile: Profile) -> None:
-    """Raise LowtideError unless indices, positions and the parts of `profile` fit each other."""
-    end, n_storages = len(profile.base_bytes), len(profile.storages)
-    if not end or len(profile.gradient_bytes) != end:
-        raise _contradiction(f"{end} positions of base_bytes, {len(profile.gradient_bytes)} of gradient_bytes")
-    for index, storage in enumerate(profile.storages):
-        if storage.born < 0 or storage.bytes < 0:
-            raise _contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.born}")
-    for index, value in enumerate(profile.values):
-        if not all(0 <= need < index for need in value.needs):
-            raise _contradiction(f"value {index} needs {value.needs}, and not only values before it")
-        if value.storage is not None and not 0 <= value.storage < n_storages:
-            raise _contradiction(f"value {index} is in storage {value.storage} of {n_storages}")
-    for index, call in enumerate(profile.calls):
-        if call.parent is not None and not 0 <= call.parent < index:
-            raise _contradiction(f"call {index} ({call.id}) is in call {call.parent}, which does not come before it")
-        if not 0 <= call.enter <= call.exit <= end:
-            raise _contradiction(f"call {index} ({call.id}) spans [{call.enter}, {call.exit}) of {end} positions")
-    for slot in profile.slots:
-        if not (0 <= slot.value < len(profile.values) and 0 <= slot.call < len(profile.calls)):
-            raise _contradiction(f"slot {slot.address} has value {slot.value} and call {slot.call}")
-        if slot.storage is not None and not 0 <= slot.storage < n_storages:
-            raise _contradiction(f"slot {slot.address} is in storage {slot.storage} of {n_storages}")
-        if slot.need is not None and not 0 <= slot.need < end:
-            raise _contradiction(f"slot {slot.address} is read at {slot.need} of {end} positions")
-
-
-def _contradiction(what: str) -> LowtideError:
-    return LowtideError(f"this Profile contradicts itself: {what}. Rehearse again.")
+            raise contradiction(f"a replay needs what it makes (nodes {error.args[1]})") from error

@@ -46,6 +46,26 @@ def names_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict
     return found
 
 
+_CALL = r"[^\0]{0,4000}#[0-9]{1,9}"
+_NAMED = {
+    "remake": re.compile(rf"{_CALL}[:@][0-9]{{1,9}}"),
+    "offload": re.compile(rf"{_CALL}[:@][0-9]{{1,9}}"),
+    "replay": re.compile(_CALL),
+    "advance": re.compile(_CALL),
+}
+_WRITTEN = re.compile(rf"[^+\0]{{1,500}}(?:{re.escape(NOTED)}(?: [0-9]{{1,9}}(?:,[0-9]{{1,9}})*)?)?")
+
+
+def check_names(kind: str, names: Iterable[str], written: Iterable[str] = ()) -> None:
+    """Raise ValueError for a name that no plan has among its `kind`, or for what none has `written` at an address."""
+    for name in names:
+        if not _NAMED[kind].fullmatch(name):
+            raise ValueError(f"{name[:100]!r} is no name of what a plan can {kind}")
+    for node in written:
+        if not _WRITTEN.fullmatch(node):
+            raise ValueError(f"{node[:100]!r} is no autograd node")
+
+
 def split_address(address: str) -> tuple[str, str, str]:
     """The call of an address, its mark and the number behind it."""
     call, mark, place = re.split(r"([:@])(?=\d+$)", address)

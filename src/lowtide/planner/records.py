@@ -7,13 +7,14 @@ described on that one axis, so that the peak of any plan is a sweep over it (`pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
 
 import msgspec
 
 from lowtide.planner.folding import KINDS, Block, fold, unfold
 from lowtide.planner.frozen import FORMAT, Record
+from lowtide.planner.nodes import check_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,12 +282,23 @@ class Decided(Record):
         return {"decisions": self.folded(), "in_place": self.in_place}
 
 
-def _unfolded(fields: dict[str, Any]) -> dict[str, object]:
-    """The fields of a Decided from those that were written. Raises ValueError for what is none."""
+_D = TypeVar("_D", bound=Decided)
+
+
+def _unfolded(text: bytes, cls: type[_D]) -> _D:
+    """A Decided, but for what is decided instead for larger batches. Raises ValueError for what is none."""
+    fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     if "decisions" not in fields:
         raise ValueError("it has no decisions")
-    blocks = msgspec.convert(fields.pop("decisions"), dict[str, Block])
-    return {**fields, **dict(zip(("remake", *KINDS), unfold(blocks), strict=True))}
+    blocks = msgspec.json.decode(fields.pop("decisions"), type=dict[str, Block])
+    rest: dict[str, object] = {**fields, "remake": {}, **dict.fromkeys(KINDS, ()), "larger": None}
+    remake, *run = unfold(blocks)
+    check_names("remake", remake, remake.values())
+    for kind, names in zip(KINDS, run, strict=True):
+        check_names(kind, names)
+    replayed, advanced, offloaded = run
+    made = msgspec.json.decode(msgspec.json.encode(rest), type=cls)
+    return replace(made, remake=remake, replay=replayed, advance=advanced, offload=offloaded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +344,6 @@ class Plan(Decided):
 
     @classmethod
     def _read(cls, text: bytes) -> Self:
-        fields = msgspec.json.decode(text, type=dict[str, Any])
-        if "larger" in fields:
-            fields["larger"] = _unfolded(msgspec.convert(fields["larger"], dict[str, Any]))
-        return msgspec.convert(_unfolded(fields), cls)
+        larger = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("larger")
+        made = _unfolded(text, cls)
+        return made if larger is None else replace(made, larger=_unfolded(larger, Decided))

@@ -7,13 +7,15 @@ call of `empty_cache` where a run of `segment_free` begins; what the segments di
 
 from __future__ import annotations
 
-import gzip
-import json
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+from msgspec import convert
+
+from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator
@@ -74,28 +76,30 @@ class Trace:
         """The trace in a file of JSON, compressed if its name ends in .gz. Raises LowtideError for anything else."""
         path = Path(path)
         try:
-            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            return cls.from_record(json.loads(data))
-        except (OSError, EOFError, ValueError) as error:
-            raise LowtideError(f"{path} is not an allocator trace of format {FORMAT}: {error!r}.") from error
+            return cls.from_record(msgspec.json.decode(unpacked(path)))
+        except (OSError, ValueError, RecursionError) as error:
+            why = in_one_line(str(error))
+            raise LowtideError(f"{path} is not an allocator trace of format {FORMAT}: {why}.") from error
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Trace:
         """The trace in what JSON made of such a file. Raises LowtideError for anything else."""
         try:
+            check_numbers(record)
             if record["format"] != FORMAT:
                 raise ValueError(f"format {record['format']} found")
             return cls(
-                name=record["name"],
+                name=convert(record["name"], str),
                 settings=_settings(record["allocator_settings"]),
-                segments=tuple(Segment(*row) for row in record["initial"]["segments"]),
-                held=tuple(Held(*row) for row in record["initial"]["blocks"]),
-                ranks=tuple(record["segment_addr_rank"]),
-                events=tuple(TraceEvent(*row) for row in record["events"]),
-                expected=record["expected"],
+                segments=convert(record["initial"]["segments"], tuple[Segment, ...]),
+                held=convert(record["initial"]["blocks"], tuple[Held, ...]),
+                ranks=convert(record["segment_addr_rank"], tuple[int, ...]),
+                events=convert(record["events"], tuple[TraceEvent, ...]),
+                expected=convert(record["expected"], dict[str, Any]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LowtideError(f"this is not an allocator trace of format {FORMAT}: {error!r}.") from error
+            why = in_one_line(repr(error))
+            raise LowtideError(f"this is not an allocator trace of format {FORMAT}: {why}.") from error
 
 
 def _settings(record: dict[str, Any]) -> AllocatorConfig:

@@ -3,6 +3,8 @@
 | file | what is in it |
 |---|---|
 | `plain.py` | a pickle reader that makes nothing but plain data |
+| `opcodes.py` | what a pickle would make, told before any of it is made |
+| `entries.py` | that a snapshot's entries have what they are read for |
 | `reading.py` | the file: its devices, its settings |
 | `history.py` | what happened on a device, rebuilt from the end backwards and told forwards |
 | `frames.py` | what a stack says: the operator, and the line of the user's program |

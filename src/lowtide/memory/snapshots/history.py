@@ -90,8 +90,8 @@ def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[i
         elif action["action"] == "alloc" and held.pop(action["addr"], None) is None:
             raise LowtideError(
                 f"this history does not lead to its snapshot: a block of {action['size']} bytes at "
-                f"{action['addr']:#x} was allocated, not freed, and is not there at the end.\n"
-                "  Record all actions: torch.cuda.memory._record_memory_history() without skip_actions."
+                f"{action['addr']:#x} was allocated, not freed, and is not there at the end. "
+                "Record all actions: torch.cuda.memory._record_memory_history() without skip_actions."
             )
     return held
 
@@ -117,6 +117,8 @@ class _Builder:
         self.places: dict[int, str] = {}
         self._alive: dict[int, Allocate] = {}
         self._n_blocks = 0
+        self._told: dict[int, tuple[str, str]] = {}
+        """What each stack says, which many blocks may have."""
         self._is_ours = is_ours
         grown = sum(GROWTH[action["action"]] * action["size"] for action in actions if action["action"] in GROWTH)
         self._reserved = self.peak_reserved_bytes = reserved_at_end - grown
@@ -135,12 +137,17 @@ class _Builder:
                 category = cast(Category, source["category"])
                 self.labels[number] = Label(category, str(frames[1]["filename"]), str(frames[1]["name"]))
         else:
-            block = Allocate(number, n_bytes, address, operator(frames))
-            where = place(frames)
+            op, where = self._says(frames)
+            block = Allocate(number, n_bytes, address, op)
             if where:
                 self.places[number] = where
         self._alive[address] = block
         self.add(block)
+
+    def _says(self, frames: Frames) -> tuple[str, str]:
+        if id(frames) not in self._told:
+            self._told[id(frames)] = operator(frames), place(frames)
+        return self._told[id(frames)]
 
     def free(self, address: int) -> None:
         block = self._alive.pop(address)

@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lowtide._files import in_one_line
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import VARIABLES, AllocatorConfig
+from lowtide.memory.snapshots.entries import check
 from lowtide.memory.snapshots.history import WRITTEN_BY, History, rebuild
 from lowtide.memory.snapshots.plain import load_plain
 
@@ -19,17 +21,20 @@ from lowtide.memory.snapshots.plain import load_plain
 class Snapshot:
     """The data of a snapshot: what `torch.cuda.memory._snapshot()` returns. Raises LowtideError if it is none."""
 
-    def __init__(self, record: object) -> None:
+    def __init__(self, record: object, n_bytes: int | None = None) -> None:
+        """`n_bytes` are those of the file that the record comes from."""
         if isinstance(record, list):  # what torch 1 wrote: segments alone
             record = {"segments": record}
         if not isinstance(record, dict) or not isinstance(record.get("segments"), list):
             raise LowtideError("this is not a memory snapshot: a dict with a list of segments was expected.")
+        check(record, n_bytes)
         self.record: dict[str, Any] = record
 
     @classmethod
     def read(cls, path: str | Path) -> Snapshot:
         """The snapshot in a file, which may come from anywhere: only plain data is read. Raises LowtideError."""
-        return cls(load_plain(path))
+        record = load_plain(path)
+        return cls(record, Path(path).stat().st_size)
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -43,7 +48,10 @@ class Snapshot:
         """How the allocator was set; None where the file does not say. Raises LowtideError for unknown settings."""
         settings = self.record.get("allocator_settings") or {}
         text = next((settings[name] for name in VARIABLES if name in settings), None)
-        return None if text is None else AllocatorConfig.parse(text)
+        try:
+            return None if text is None else AllocatorConfig.parse(text)
+        except LowtideError as error:
+            raise LowtideError(f"this snapshot has settings that are not known: {in_one_line(str(error))}") from error
 
     def segments(self, device: int) -> list[Mapping[str, Any]]:
         """The segments of a device at the time of the snapshot."""
@@ -62,7 +70,7 @@ class Snapshot:
                 is_ours=WRITTEN_BY in self.record,
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise LowtideError(f"this snapshot has entries of an unknown form: {error!r}.") from error
+            raise LowtideError(f"this snapshot has entries of an unknown form: {in_one_line(repr(error))}.") from error
 
     def _device(self, asked: int | None) -> int:
         if asked is None and len(self.devices) == 1:

@@ -1,0 +1,63 @@
+"""Files from strangers: what they say is checked where it is read, and refused in one line."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+LARGEST = 2**62
+"""No number in a file is as large: sums of a few are exact in 64 bits."""
+LARGEST_TIME = 1e18
+"""No time in a file is as long, in milliseconds."""
+MOST_UNPACKED = 64
+"""Bytes that a compressed one may stand for: traces take up to ten."""
+_LONGEST = 300
+
+
+def in_one_line(text: str) -> str:
+    """What an error says of a file's contents: on one line, printable and not long."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text[: _LONGEST + 1])
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+
+
+def unpacked(path: Path) -> bytes:
+    """The bytes of a file, unpacked if its name ends in .gz. Raises ValueError if they are far more than it has."""
+    data = path.read_bytes()
+    if path.suffix != ".gz":
+        return data
+    most, parts = MOST_UNPACKED * len(data), []
+    while data:  # a file may be several, one after the other
+        unpack = zlib.decompressobj(wbits=31)
+        try:
+            parts.append(unpack.decompress(data, most + 1))
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        most -= len(parts[-1])
+        if most < 0:
+            raise ValueError(f"it unpacks to more than {MOST_UNPACKED} times its bytes")
+        if not unpack.eof:
+            raise ValueError("it is cut off")
+        data = unpack.unused_data.lstrip(b"\0")
+    return b"".join(parts)
+
+
+def check_numbers(record: Any) -> None:
+    """Raise ValueError for a number in a record, or in what it holds, that is too large to reckon with."""
+    pending = [record]
+    while pending:
+        thing = pending.pop()
+        if isinstance(thing, int):
+            if not -LARGEST < thing < LARGEST:
+                raise ValueError(f"a number of {len(hex(thing)) - 2} hexadecimal digits is in it")
+        elif isinstance(thing, float):
+            if not -LARGEST_TIME < thing < LARGEST_TIME:
+                raise ValueError(f"it has the number {thing}")
+        elif isinstance(thing, tuple | list | frozenset):
+            pending += thing
+        elif isinstance(thing, Mapping):
+            pending += thing.values()
+        elif is_dataclass(thing):
+            pending += (getattr(thing, field.name) for field in fields(thing))

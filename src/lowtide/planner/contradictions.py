@@ -1,0 +1,83 @@
+"""That the parts of a profile fit each other, looked at before anything is reckoned from them."""
+
+from __future__ import annotations
+
+from lowtide.errors import LowtideError
+from lowtide.planner.records import Profile
+
+DEEPEST = 256
+"""Calls around a call: more modules in each other do not run in Python."""
+MOST = 2**60
+"""More than all bytes, FLOPs or milliseconds of a step are together."""
+
+
+def check(profile: Profile) -> None:
+    """Raise LowtideError unless indices, positions and the parts of `profile` fit each other."""
+    end, n_storages = len(profile.base_bytes), len(profile.storages)
+    if not end or len(profile.gradient_bytes) != end:
+        raise contradiction(f"{end} positions of base_bytes, {len(profile.gradient_bytes)} of gradient_bytes")
+    _check_amounts(profile)
+    for phase, at in profile.phases.items():
+        if not 0 <= at <= end:
+            raise contradiction(f"{phase} begins at {at} of {end} positions")
+    for each in profile.in_place:
+        if len(each.saved_bytes) != end:
+            raise contradiction(f"gradients in place are told for {len(each.saved_bytes)} of {end} positions")
+    for index, storage in enumerate(profile.storages):
+        if storage.born < 0 or storage.bytes < 0:
+            raise contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.born}")
+    for index, value in enumerate(profile.values):
+        if not all(0 <= need < index for need in value.needs):
+            raise contradiction(f"value {index} needs {value.needs}, and not only values before it")
+        if value.storage is not None and not 0 <= value.storage < n_storages:
+            raise contradiction(f"value {index} is in storage {value.storage} of {n_storages}")
+    depth: list[int] = []
+    for index, call in enumerate(profile.calls):
+        if call.parent is not None and not 0 <= call.parent < index:
+            raise contradiction(f"call {index} ({call.id}) is in call {call.parent}, which does not come before it")
+        depth.append(0 if call.parent is None else depth[call.parent] + 1)
+        if depth[index] > DEEPEST:
+            raise contradiction(f"call {index} ({call.id}) is in more than {DEEPEST} calls")
+        if call.gives is not None and not 0 <= call.gives < len(profile.values):
+            raise contradiction(f"call {index} ({call.id}) gives value {call.gives} of {len(profile.values)}")
+        if not 0 <= call.enter <= call.exit <= end:
+            raise contradiction(f"call {index} ({call.id}) spans [{call.enter}, {call.exit}) of {end} positions")
+    for slot in profile.slots:
+        if not (0 <= slot.value < len(profile.values) and 0 <= slot.call < len(profile.calls)):
+            raise contradiction(f"slot {slot.address} has value {slot.value} and call {slot.call}")
+        if slot.storage is not None and not 0 <= slot.storage < n_storages:
+            raise contradiction(f"slot {slot.address} is in storage {slot.storage} of {n_storages}")
+        if slot.need is not None and not 0 <= slot.need < end:
+            raise contradiction(f"slot {slot.address} is read at {slot.need} of {end} positions")
+        if slot.release is not None and slot.release < 0:
+            raise contradiction(f"slot {slot.address} is let go of at {slot.release}")
+
+
+def _check_amounts(profile: Profile) -> None:
+    """Bytes, FLOPs and times are none below nothing, and their sums can be reckoned with."""
+    static, measured = profile.static, profile.measured_plain_peak_bytes
+    parts = (static.parameters, static.gradients, static.optimizer, static.buffers, static.inputs, static.left)
+    ms: list[float] = [profile.step_ms, *(each.extra_ms for each in profile.in_place)]
+    ms += (lever.extra_ms for lever in profile.levers)
+    flops: list[int] = []
+    n_bytes = [*parts, *(storage.bytes for storage in profile.storages)]
+    for value in profile.values:
+        n_bytes += (value.bytes, value.transient_bytes)
+        flops.append(value.flops)
+        ms.append(value.cost_ms)
+    for call in profile.calls:
+        n_bytes.append(call.state_bytes)
+        flops += (call.flops, call.advance_flops)
+        ms += (call.cost_ms, call.advance_ms)
+    for what, amounts in (("bytes", n_bytes), ("FLOPs", flops), ("milliseconds", ms)):
+        if min(amounts, default=0) < 0 or sum(amounts) > MOST:
+            raise contradiction(f"it has from {min(amounts)} to {max(amounts)} {what} at a place")
+    levels = (*profile.base_bytes, *profile.gradient_bytes, *(n for each in profile.in_place for n in each.saved_bytes))
+    if max(map(abs, levels)) > MOST or (profile.offload_bytes_per_ms or 1) <= 0:
+        raise contradiction(f"it has {max(levels, key=abs)} bytes at a position")
+    if static.total + max(profile.base_bytes) < 0 or sum(n_bytes) + max(profile.base_bytes) <= 0 or measured == 0:
+        raise contradiction("its step needs no memory")
+
+
+def contradiction(what: str) -> LowtideError:
+    return LowtideError(f"this Profile contradicts itself: {what}. Rehearse again.")
