@@ -1,0 +1,76 @@
+"""How much longer a frontier takes for twice the layers, and a rehearsal for four times the recurrent steps.
+
+    python bench/growth.py                       # a frontier of 96 and 200 blocks, a rehearsal of 500 and 2,000 steps
+    python bench/growth.py profile.json ...      # also the frontiers of these, each beside the one before it
+
+Processor time of this process, so that others on a shared machine disturb it less; scipy and torch are loaded before. A
+frontier of 200 blocks is to take at most 2.5 times that of 96, and four times the steps at most 4.5 times.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.planner.frontier import frontier
+from lowtide.planner.records import Profile
+from planner.profiles import transformer
+
+BLOCKS = (96, 200)
+STEPS = (500, 2000)
+
+
+class Recurrent(nn.Module):
+    """A cell that is called once for each step."""
+
+    def __init__(self, cell: nn.RNNCellBase, steps: int) -> None:
+        super().__init__()
+        self.cell, self.steps = cell, steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x[:, 0]
+        for step in range(self.steps):
+            state = self.cell(x[:, step], state)
+        return state.square().mean()
+
+
+def rehearsed(kind: type[nn.RNNCellBase], steps: int, *, width: int = 16, rows: int = 8) -> None:
+    """One rehearsal."""
+    model: Any = Recurrent(kind(width, width), steps)
+    lowtide.rehearse(model, lambda batch: model(batch).backward(), torch.randn(rows, steps, width))
+
+
+def table(name: str, cases: Iterable[tuple[str, Callable[[], object]]]) -> None:
+    """One line for each case, with how many times longer it took than the one before."""
+    before = 0.0
+    for label, run in cases:
+        began = time.process_time()
+        run()
+        took = time.process_time() - began
+        print(f"{name:24}{label:>14}{took:9.1f} s" + (f"  x {took / before:.2f}" if before else ""), flush=True)
+        before = took
+
+
+def main() -> None:
+    importlib.import_module("scipy.optimize")
+    rehearsed(nn.RNNCell, 10)  # what is loaded and set up once
+    for kind in (nn.RNNCell, nn.GRUCell):
+        table(f"rehearsal, {kind.__name__}", ((f"{n} steps", partial(rehearsed, kind, n)) for n in STEPS))
+    table("frontier", ((f"{n} blocks", partial(frontier, transformer(n))) for n in BLOCKS))
+    files = [(path.stem, Profile.from_json(path)) for path in map(Path, sys.argv[1:])]
+    table("frontier", ((stem, partial(frontier, profile)) for stem, profile in files))
+
+
+if __name__ == "__main__":
+    main()
