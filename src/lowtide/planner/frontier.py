@@ -10,7 +10,7 @@ import msgspec
 from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError
 from lowtide.planner.frozen import FORMAT, Record
-from lowtide.planner.planning import plain_peak_bytes, plan, simulator_of, smallest_peak
+from lowtide.planner.planning import cheapest, plain_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
 
 N_BUDGETS = 24
@@ -63,7 +63,7 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     _, smallest = smallest_peak(profile)
     span = plain.peak_bytes - smallest.peak_bytes
     budgets = [smallest.peak_bytes + span * i // (n_budgets - 1) for i in range(n_budgets - 1)]
-    found = [plan(profile, budget).predicted for budget in budgets if budget < plain_peak_bytes(profile)]
+    found = [cheapest(profile, budget) for budget in budgets if budget < plain_peak_bytes(profile)]
     points: list[Point] = []
     for prediction in sorted([*found, plain], key=lambda p: (p.peak_bytes, p.extra_ms, p.extra_flops)):
         if not points or _cheaper(prediction, points[-1]):

@@ -104,6 +104,17 @@ def plan(
     )
 
 
+def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
+    """What the plan for a budget below the plain step's peak needs, without its bound, which takes its time."""
+    simulator = simulator_of(profile)
+    found = [_found(simulator, simulator_of(profile, in_place=n), budget_bytes, n, solve) for n in numbers(profile)]
+    made = [simulator.predict(each) for each in found if isinstance(each, Decisions)]
+    if not made:
+        raise next(each for each in reversed(found) if isinstance(each, Infeasible))
+    predicted = min(made, key=lambda each: (each.extra_ms, each.extra_flops))
+    return replace(predicted, extra_ms=predicted.extra_ms + sum(lever.extra_ms for lever in profile.levers))
+
+
 def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:
     """The decisions with the smallest peak that the search finds, and what they need. `offload` as for `plan`."""
     n = len(profile.in_place)

@@ -125,9 +125,29 @@ def replay(trace: Trace, config: AllocatorConfig | None = None, *, as_recorded: 
     """Give the requests of `trace` to the simulated allocator, under `config` if not the one it was recorded with.
 
     With `as_recorded`, new segments get the order of the addresses that they had on the card, which decides between
-    equal free blocks; otherwise they follow each other. Raises OutOfMemory where the memory fraction is too small.
+    equal free blocks; otherwise they follow each other. Raises OutOfMemory where the memory fraction is too small, and
+    LowtideError for a trace that contradicts itself.
     """
-    allocator, alive = _start(trace, config or trace.settings, as_recorded)
+    try:
+        allocator, curve = _replayed(trace, config or trace.settings, as_recorded)
+    except (KeyError, IndexError, ValueError) as error:
+        raise LowtideError(
+            f"trace {in_one_line(trace.name)} contradicts itself: {in_one_line(repr(error))}."
+        ) from error
+    return Replayed(
+        peak_requested_bytes=allocator.peak_requested,
+        peak_allocated_bytes=allocator.peak_allocated,
+        peak_reserved_bytes=allocator.peak_reserved,
+        final_requested_bytes=allocator.requested,
+        final_allocated_bytes=allocator.allocated,
+        final_reserved_bytes=allocator.reserved,
+        reserved_bytes=tuple(curve),
+    )
+
+
+def _replayed(trace: Trace, config: AllocatorConfig, as_recorded: bool) -> tuple[CachingAllocator, list[int]]:
+    """The allocator after the last event, and what it held from the device after each `alloc`."""
+    allocator, alive = _start(trace, config, as_recorded)
     malloc, free = allocator.malloc, allocator.free
     curve: list[int] = []
     is_emptying = False
@@ -142,15 +162,7 @@ def replay(trace: Trace, config: AllocatorConfig | None = None, *, as_recorded: 
         elif kind == "segment_free" and not is_emptying:
             allocator.empty_cache()
             is_emptying = True
-    return Replayed(
-        peak_requested_bytes=allocator.peak_requested,
-        peak_allocated_bytes=allocator.peak_allocated,
-        peak_reserved_bytes=allocator.peak_reserved,
-        final_requested_bytes=allocator.requested,
-        final_allocated_bytes=allocator.allocated,
-        final_reserved_bytes=allocator.reserved,
-        reserved_bytes=tuple(curve),
-    )
+    return allocator, curve
 
 
 def _start(trace: Trace, config: AllocatorConfig, as_recorded: bool) -> tuple[CachingAllocator, dict[int, Block]]:
