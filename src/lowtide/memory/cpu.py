@@ -12,6 +12,7 @@ weak references instead. The watch is for the end of a storage: that an existing
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -111,8 +112,9 @@ class CpuRecorder(Recorder):
             session = self._stop()
         finally:
             self._release()
-        lost = self._reader.read(*session)
-        self._stream = EventStream(without_asides(self._reader.events), self.device)
+        with _uncollected():  # each collection would look at all events so far
+            lost = self._reader.read(*session)
+            self._stream = EventStream(without_asides(self._reader.events), self.device)
         if error is None:  # never in place of the user's own exception
             _refuse_lost(lost)
 
@@ -128,15 +130,12 @@ class CpuRecorder(Recorder):
         Raises RehearsalError inside a backward pass, where torch cannot stop a profiler.
         """
         _refuse_backward()
-        collecting = gc.isenabled()
-        gc.disable()  # between the two profiles nothing may be freed
-        try:
+        with _uncollected():  # between the two profiles nothing may be freed
             session = self._stop()
             self._start()
-        finally:
-            if collecting:
-                gc.enable()
-        _refuse_lost(self._reader.read(*session))
+        with _uncollected():
+            lost = self._reader.read(*session)
+        _refuse_lost(lost)
         return EventStream(tuple(self._reader.events), self.device)
 
     def _start(self) -> None:
@@ -189,6 +188,18 @@ class CpuRecorder(Recorder):
         tick = perf_counter_ns()
         while perf_counter_ns() == tick:
             pass
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """A block in which Python collects no garbage by itself."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _finish() -> None:
