@@ -629,6 +629,42 @@ def has_new_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     return wrapper._has_rebuilt_buckets
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of the backward pass that runs now. 2.13, since 1.0."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+SYNC_BUFFERS = "_distributed_broadcast_coalesced"
+"""Method of a wrapper that sends buffers: it is given tensors, bytes at a time and a rank. 2.13, since 1.10."""
+
+
+def sent_parameters(
+    wrapper: torch.nn.parallel.DistributedDataParallel,
+) -> tuple[list[torch.nn.Parameter], list[bool]]:
+    """Parameters whose gradients a wrapper sends, and which of them have sparse ones. 2.13, since 1.10."""
+    return wrapper._build_params_for_reducer()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
+    """Bytes up to which gradients share a bucket: at first, and from the second forward on. 2.13."""
+    config = wrapper._bucket_config
+    first, then = config.compute_bucket_size_limits(
+        static_graph=wrapper.static_graph, find_unused_parameters=wrapper.find_unused_parameters
+    )
+    return first, then or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+
+
+def assign_buckets(
+    parameters: Sequence[torch.Tensor], limits: list[int], sparse: list[bool], numbers: Sequence[int]
+) -> list[list[int]]:
+    """Numbers of the parameters that share each bucket. `sparse` is by number. 2.13, since 1.10."""
+    with without_modes(), without_function_modes():
+        like = [torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta") for p in parameters]
+        assign: Any = vars(torch.distributed)["_compute_bucket_assignment_by_size"]
+        found = assign(like, limits, sparse, list(numbers))
+    return [list(group) for group in found[0]]
+
+
 # --- sharded modules: FSDP2 -----------------------------------------------------------------------------------------
 
 
@@ -1108,6 +1144,12 @@ def foreach_for_fakes() -> Iterator[None]:
 
 CUDA_INIT, CUDA_EXCHANGES = "_lazy_init", ("_exchange_device", "_maybe_exchange_device")
 """What sets CUDA up, and what changes its current card and gives the one before. 2.13: in `torch.cuda`."""
+
+CUDA_SNAPSHOT, CUDA_HISTORY = "_snapshot", ("_record_memory_history", "_dump_snapshot")
+"""What gives, begins and writes the history of the allocator. 2.13: in `torch.cuda.memory`."""
+
+JIT_KERNELS = ("_create_jit_fn", "_create_multi_output_jit_fn")
+"""What compiles kernels at run time. 2.13: in `torch.cuda.jiterator`."""
 
 AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
 """Dispatch keys of that device. 2.13, since 2.0."""

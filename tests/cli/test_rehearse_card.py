@@ -614,7 +614,8 @@ def ask():
         torch.rand(4, device="cuda")
     assert "cudaMalloc" in torch.cuda.memory_summary() and torch.cuda.memory_summary(0, abbreviated=True)
     stats = torch.cuda.memory_stats()
-    assert stats["allocated_bytes.all.peak"] == stats["reserved_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert stats["reserved_bytes.all.current"] >= stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert stats["allocated_bytes.all.peak"] == torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
     assert stats["num_ooms"] == 0 and stats.get("oversize_allocations.peak", 0) == 0
     assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] >= 0
     torch.cuda.reset_max_memory_allocated(), torch.cuda.reset_max_memory_cached(), torch.cuda.reset_peak_memory_stats()
@@ -637,13 +638,13 @@ def ask():
     return torch.cuda.memory_allocated()
 
 
-assert ask() == 0
+assert ask() > 0
 alone = nn.DataParallel(model)
 optimizer = torch.optim.AdamW(alone.parameters())
 with torch.no_grad():
     alone(torch.ones(2, 32))
 for step in range(5):
-    assert (ask() > 0) is (step > 0)
+    assert ask() > 0
     loss = alone(torch.randn(64, 32)).square().mean()
     assert loss.device == CUDA
     optimizer.zero_grad()

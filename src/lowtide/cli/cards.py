@@ -36,6 +36,7 @@ def record(foresight: CardForesight, size: int | None) -> dict[str, Any]:
         "card_bytes": foresight.card.total_bytes,
         "verdict": foresight.verdict,
         "fits": foresight.fits,
+        "is_sure": foresight.is_sure,
         "peak_requested_bytes": foresight.peak_requested_bytes,
         "peak_allocated_bytes": foresight.peak_allocated_bytes,
         "peak_reserved_bytes": foresight.peak_reserved_bytes,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,7 +11,6 @@ from torch import nn
 from lowtide import _torch
 from lowtide.errors import LowtideError
 from lowtide.foresight.device.asked import AskedForCuda
-from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.placing import is_given
 from lowtide.foresight.device.rehearsing import OnCard
 from lowtide.foresight.foreseeing import COMPILED
@@ -25,6 +21,7 @@ from lowtide.script.by_hand import has_others
 from lowtide.script.callers import at_hand, optimizers_at_hand
 from lowtide.script.crew import Crew, Enough
 from lowtide.script.running import Script
+from lowtide.script.standing_in import cuda_for_a_script, nothing_saved
 from lowtide.script.turns import PATIENCE, held_by, ids, others_at_hand
 from lowtide.script.watching import run_watched
 
@@ -38,6 +35,10 @@ if TYPE_CHECKING:
 
 
 BY_HAND = "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
+
+
+MOST_PASSES = 32
+"""Forward and backward passes of a loop without an optimizer after which its script is ended."""
 
 
 class Foreseeing(Crew):
@@ -70,6 +71,12 @@ class Foreseeing(Crew):
         """The storages of the parameters, by their ids, when they were looked at last."""
         self.compiles = False
         """Whether the script compiles anything."""
+        self._n_passes = 0
+        """Forward and backward passes since the first forward, as long as there is no optimizer."""
+        self._has_gone_back = False
+        """Whether there was a backward pass since the model was called last."""
+        self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
+        """The model, where its first forward could not be put on the card."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """From here on nothing is computed; or the second step begins."""
@@ -77,8 +84,8 @@ class Foreseeing(Crew):
         self._optimizers = optimizers
         before, self._sizes = self._sizes, in_words(tensors_in(batch))
         if self._rehearsal is None:
-            # A checkpoint, or a graph from inputs on, has begun without a card: it has to end so.
-            if _torch.saved_tensor_hooks() is not None or not all(t.is_leaf for t in tensors_in(batch)):
+            if not self._may_enter(batch):
+                self._held_up = model, optimizers
                 return
             self._enter(model, batch, resizing)
         elif model is not self._model:
@@ -92,6 +99,8 @@ class Foreseeing(Crew):
                     f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
                     "need more"
                 ] = None
+        elif not optimizers_at_hand():
+            self._next_pass(batch)
         self._model = model
         self._data = {id(p): _torch.storage_id(p) for p in model.parameters()}
         self._rehearsal.answers.written.clear()
@@ -102,8 +111,56 @@ class Foreseeing(Crew):
         self._enter(model, [])
 
     def goes_on(self, batch: Any) -> None:
-        """Models that take turns may have the next batch before all have had theirs."""
+        """Models that take turns may have the next batch before all have had theirs, or there is no optimizer."""
+        if self._rehearsal is None and self._held_up is not None and self._has_gone_back:
+            self.begins(self._held_up[0], batch, self._held_up[1])
+            return
         self._resize(self._of_other_size(batch, is_first=False))
+        is_alone = (
+            self._n_passes and not self._n_steps and self._rehearsal is not None and not self._rehearsal.has_updated
+        )
+        if is_alone and self._has_gone_back and not optimizers_at_hand():
+            if self._n_passes == MOST_PASSES:
+                self._conclude()
+                raise Enough
+            self._next_pass(batch)
+
+    def goes_back(self) -> None:
+        """A backward pass is over."""
+        self._has_gone_back = True
+
+    def checkpoints(self, function: Any, batch: Any) -> None:
+        """A checkpoint is about to begin. Around the model itself: put that on the card now, as it can't be inside."""
+        if self._rehearsal is not None or not torch.is_grad_enabled() or not self._may_enter(batch):
+            return
+        cells = [
+            cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
+        ]  # of torch's own functions
+        for module in Reached(function, *cells).modules:
+            if module.training and any(p.requires_grad for p in module.parameters()):
+                self._enter(module, batch)
+                self._model = module
+                return
+
+    def _may_enter(self, batch: Any) -> bool:
+        """Return False in a checkpoint or a graph from inputs on that has begun without a card: it has to end so."""
+        return _torch.saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
+
+    def finish(self) -> None:
+        """The script has ended; without an optimizer it was passes alone that were rehearsed."""
+        if self._n_passes and self._rehearsal is not None and not self._rehearsal.has_updated and self._n_gone_back():
+            self._conclude()
+
+    def _n_gone_back(self) -> int:
+        """How many of the passes had a backward one."""
+        return self._n_passes - (not self._has_gone_back)
+
+    def _next_pass(self, batch: Any) -> None:
+        """A forward begins, and there is no optimizer whose steps could be counted."""
+        assert self._rehearsal is not None
+        self._rehearsal.second(batch)
+        self._n_passes += 1
+        self._has_gone_back = False
 
     def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
         """What is as long as a batch that the script gave, and is to be as long as was asked for.
@@ -152,15 +209,21 @@ class Foreseeing(Crew):
             self._n_waited += 1
             self._n_steps = 1
         if self._n_steps == 2:
-            if self.compiles:
-                self._rehearsal.answers.note(COMPILED)
-            self._rehearsal.finish()
-            rehearsal = self._rehearsal
-            self.leaves()
-            self.foresight, self.done = rehearsal.foresight(), True
+            self._conclude()
             raise Enough
         if self._given is not None and self._size is not None:
             self._rehearsal.take_for((self._given, self._size))
+
+    def _conclude(self) -> None:
+        """Enough was rehearsed: put everything back."""
+        rehearsal = self._rehearsal
+        assert rehearsal is not None
+        if self.compiles:
+            rehearsal.answers.note(COMPILED)
+        rehearsal.finish()
+        self.leaves()
+        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_gone_back()
+        self.foresight, self.done = rehearsal.foresight(n_passes), True
 
     def gives_up(self, model: nn.Module) -> None:
         """It is another one that was trained since; its tensors are on the card as well, for all are that are reached.
@@ -200,49 +263,13 @@ def foresee_script(
     Raises what a rehearsal raises, with the line of the script that was asked for too much.
     """
     crew = Foreseeing(card, size, told)
-    with _before(card, crew), _nothing_saved(crew):
+    with cuda_for_a_script(card, crew), nothing_saved(crew):
         try:
             code = run_watched(script, crew)
         except LowtideError as error:
             first = None if crew.answers is None else crew.answers.refused
             raise first or error  # noqa: B904  the last one came of cleaning up after the first
     return code, crew.foresight
-
-
-@contextlib.contextmanager
-def _nothing_saved(crew: Foreseeing) -> Iterator[None]:
-    """From the first forward on nothing is written over what the script saved when it really trained."""
-    save = torch.save
-
-    def saves(*args: Any, **kwargs: Any) -> None:
-        if crew.answers is None:
-            save(*args, **kwargs)
-        else:
-            crew.answers.note("torch.save is left out")
-
-    with patch.object(torch, "save", saves):
-        yield
-
-
-@contextlib.contextmanager
-def _before(card: Card, crew: Foreseeing) -> Iterator[None]:
-    """Before its first forward a script that asks for CUDA is told that there is one, and stays on the CPU.
-
-    Nothing is compiled: what is rehearsed are the operators themselves.
-    """
-
-    def compiles(model: Any = None, **options: Any) -> Any:
-        crew.compiles = True
-        return (lambda model: model) if model is None else model
-
-    importlib.import_module("torch._dynamo")  # see `cuda_is_there`
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(torch, "compile", compiles))
-        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
-        if not torch.cuda.is_available():
-            stack.enter_context(cuda_is_there(card, crew.asked))
-            stack.enter_context(_torch.function_modes_in_backward())
-        yield
 
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from lowtide import _torch
 from lowtide.foresight.behaviours.behaviour import Behaviour
-from lowtide.foresight.device.current import capability
+from lowtide.foresight.device.current import capability, there
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,6 +156,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """In place of aten::scaled_dot_product_attention."""
+    query, key, value = map(there, (query, key, value))
+    attn_mask = None if attn_mask is None else there(attn_mask)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = kernel_for(call)
     mask = _numbers(attn_mask, query.dtype)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide import _torch
 from lowtide.foresight.behaviours.behaviour import Behaviour
-from lowtide.foresight.device.current import NAME, taking
+from lowtide.foresight.device.current import NAME, there
 
 aten = torch.ops.aten
 
@@ -137,17 +137,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        value = _there(value)
+        value = there(value) if value.is_floating_point() else value
         return _cached_cast(value, dtype) if _is_eligible(value) and value.dtype is not dtype else value
     if isinstance(value, dict):
         return {name: _cast(item, dtype) for name, item in value.items()}
     return type(value)(_cast(item, dtype) for item in value) if type(value) in (tuple, list) else value
-
-
-def _there(tensor: Tensor) -> Tensor:
-    """A tensor of numbers on the CPU, as a script without a card has its batch there, put on the card."""
-    is_data = tensor.device.type == "cpu" and tensor.is_floating_point() and not tensor.requires_grad
-    return taking[0](tensor) if is_data and taking else tensor
 
 
 def _cached_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.foresight.behaviours.behaviour import Behaviour, Inside, copies, is_channels_last
-from lowtide.foresight.device.current import stands_in_for, unbounded
+from lowtide.foresight.device.current import stands_in_for, there, unbounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
-    return _RmsNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
+    return _RmsNorm.apply(there(x), shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
 def _layer_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:

@@ -3,7 +3,8 @@
 The CPU's composition keeps every gate of every step as tensors of its own. How much cuDNN reserves, and which workspace
 it takes, it only says on a card (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. Counted is what 40
 layers took on an H200 with cuDNN 9.19 (tests/foresight/data/cudnn_h200.json): the reserves of all of them to the byte,
-the workspaces within a tenth. Other cards may take others, which is said.
+the workspaces within a tenth. Other cards may take others, which is
+said; `lowtide rehearse --strict` does not take that for known.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.foresight.behaviours.behaviour import Behaviour
-from lowtide.foresight.device.current import lasting, stands_in_for, unbounded
+from lowtide.foresight.device.current import lasting, measured, stands_in_for, there
 
 ROWS = (
     Behaviour(
@@ -55,7 +56,7 @@ H200 (cudnnDropoutGetStatesSize)."""
 
 _NAME = "cuDNN's states for dropout"
 
-_UNKNOWN = "cuDNN's reserve and workspaces: counted is what they were on an H200 with cuDNN 9.19"
+_MEASURED = "cuDNN's reserve and workspaces, counted as measured on one GPU, an H200 with cuDNN 9.19"
 
 
 def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
@@ -86,7 +87,7 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     @stands_in_for("aten::_cudnn_rnn")
     def forward(ctx: Any, kind: str, settings: dict[str, Any], x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        unbounded.setdefault("aten::_cudnn_rnn", f"aten::_cudnn_rnn: {_UNKNOWN}")
+        measured.setdefault("aten::_cudnn_rnn", f"aten::_cudnn_rnn: {_MEASURED}")
         states, weights = others[: settings["states"]], others[settings["states"] :]
         if settings["train"] and settings["dropout"] and _NAME not in lasting:
             lasting[_NAME] = x.new_empty((_STATES,), dtype=torch.uint8)
@@ -181,6 +182,7 @@ def _run(
     both: bool,
     batch_first: bool,
 ) -> Any:
+    x, *states = map(there, (x, *states))
     settings = {
         "in": x.shape[-1],
         "batch": states[0].shape[1],

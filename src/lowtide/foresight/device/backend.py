@@ -15,7 +15,7 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
-from lowtide.foresight.device.current import NAME, in_use, lasting, unbounded
+from lowtide.foresight.device.current import NAME, in_use, lasting, measured, unbounded
 from lowtide.foresight.device.kernels import register
 from lowtide.memory.cards import Card
 
@@ -56,6 +56,7 @@ def card_in_use(card: Card) -> Iterator[None]:
         raise RehearsalError("one rehearsal of a card runs inside of another. Let the first one end.")
     in_use.append(card)
     unbounded.clear()
+    measured.clear()
     try:
         # the engine's threads don't know of devices that came after them
         engine = torch.autograd.set_multithreading_enabled(False)

@@ -18,12 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide import _torch
 from lowtide.foresight.behaviours.autocast import forget_casts
-from lowtide.foresight.device import about
+from lowtide.foresight.device import about, refused, tensor_types
 from lowtide.foresight.device.current import CUDA, NAME
+from lowtide.foresight.device.tensor_types import as_move, type_name
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lowtide.foresight.answers import Answers
     from lowtide.foresight.device.ledger import CardLedger
+    from lowtide.foresight.device.usage import Usage
     from lowtide.memory.cards import Card
 
 
@@ -39,19 +43,27 @@ class CudaMeans(TorchFunctionMode):
         self._device = torch.device(device, 0) if device == NAME else torch.device(device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, args, kwargs = as_move(func, args, kwargs or {})
         if func in _IS_CUDA:
-            return args[0].device.type in (NAME, "cuda")
+            return self.has(args[0])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return type_name(func(*args)) if self.has(args[0]) else func(*args)
+        if func is torch.device and type((*args, kwargs.get("device"))[0]) is int:
+            return CUDA
         if func in _TO_CUDA:
             return args[0].to(self._device, **{name: given for name, given in kwargs.items() if name != "device"})
-        if func in _TO_PINNED:
+        if func in _TO_PINNED or (func is torch.Tensor.share_memory_ and self.has(args[0])):
             return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is _torch.PARSE_TO:
             args = tuple(CUDA if type(arg) is int else arg for arg in args)
         elif _torch.on_default_device(func, kwargs):  # its mode comes after this one
             kwargs = {**kwargs, "device": _torch.default_device()}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
+        if func in _CELLS and self._ledger is not None:  # which choose their kernel by where the input is
+            args = _torch.tree_map(self._ledger.on_card, args)
         if func is torch.Tensor.to:
             args = tuple(self._translate(arg) for arg in args)
         if self._ledger is None:
@@ -63,6 +75,10 @@ class CudaMeans(TorchFunctionMode):
         if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
             self._ledger.put_on_card(out)
         return out
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is on the card."""
+        return tensor.device.type in (NAME, "cuda")
 
     def _is_written_to(self, func: Any, args: Any) -> bool:
         """Whether something on the card is written to a tensor on the CPU: autograd sends no gradients across."""
@@ -93,6 +109,7 @@ _WRITING = frozenset(
 
 CHECKPOINT = "torch.utils.checkpoint"
 
+_CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 _IS_CUDA = (_torch.IS_CUDA,)
 _TO_CUDA = (torch.Tensor.cuda,)
 _TO_PINNED = (torch.Tensor.pin_memory,)
@@ -108,17 +125,13 @@ class _Generator(torch.Generator):
 
 @contextlib.contextmanager
 def cuda_is_there(
-    card: Card, means: CudaMeans, ledger: CardLedger | None = None, answers: Answers | None = None
+    card: Card, means: CudaMeans, usage: Usage, ledger: CardLedger | None = None, answers: Answers | None = None
 ) -> Iterator[None]:
     """In this block `torch.cuda` is that of the card, and so is `torch.autocast` with `answers`."""
     importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
-
-    def level() -> int:
-        return 0 if ledger is None else ledger.level_bytes
-
     with contextlib.ExitStack() as stack:
-        for owner, name, function in about.answers(card, level):
-            stack.enter_context(patch.object(owner, name, function))
+        for owner, name, thing in (*about.answers(card, usage), *refused.stand_ins(), *tensor_types.stand_ins()):
+            stack.enter_context(patch.object(owner, name, thing))
         if answers is not None and ledger is not None:
             shown = _torch.fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
             stack.enter_context(shown)

@@ -26,8 +26,18 @@ in_use: list[Card] = []
 taking: list[Callable[[Tensor], Tensor]] = []
 """At most one: how a tensor on the CPU that meets others on the card is taken to be there."""
 
+
+def there(tensor: Tensor) -> Tensor:
+    """A tensor that a script without a card has on the CPU, put on the card; any other as it is."""
+    is_away = tensor.device.type == "cpu" and not tensor.requires_grad
+    return taking[0](tensor) if is_away and taking else tensor
+
+
 unbounded: dict[str, str] = {}
 """What only a library knows of the memory that it takes, in words, by operator; of the card in use, or the last one."""
+
+measured: dict[str, str] = {}
+"""What a library takes by a measurement on one GPU, in words, by operator; likewise."""
 
 lasting: dict[str, Tensor] = {}
 """What a library takes once and keeps as long as the process runs, by a name of it."""

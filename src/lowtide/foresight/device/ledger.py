@@ -18,7 +18,7 @@ from lowtide.foresight.ledger import Ledger, tensors_of
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
 from lowtide.foresight.twins import Twins, swap
-from lowtide.memory.events import Allocate, Free
+from lowtide.memory.events import Allocate, Event, Free
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,15 +58,23 @@ class CardLedger(Ledger):
         """Blocks of which only bounds are known, by number."""
         self.unbounded: dict[str, str] = {}
         """Operators of which nothing is known inside, in words, by name."""
+        self._n_corrected = 0
+        """How often events were changed that had been recorded."""
         self.is_inside = False
         """Whether an operator is just being run."""
         self.lengths: tuple[int, int] | None = None
         """What is as long as the first is to count as if it were as long as the second."""
 
     @property
-    def level_bytes(self) -> int:
-        """Bytes of tensors on the card, now."""
-        return sum(living.bytes for living in self._living.values())
+    def version(self) -> object:
+        """Changes where `since` would give other events than before: at entry, or among those that were given."""
+        return len(self._entered), self._n_corrected
+
+    def since(self, position: int) -> Iterator[Event]:
+        """Events of the whole recording so far, from this position on."""
+        for part in (self._entered, self._earlier, self._events):
+            yield from part[position:]
+            position = max(position - len(part), 0)
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
@@ -109,6 +117,11 @@ class CardLedger(Ledger):
             self.bounds[block] = inside
         return block
 
+    def _settle(self) -> None:
+        n_before = len(self._events)
+        super()._settle()
+        self._n_corrected += len(self._events) - n_before
+
     def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
         if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
@@ -133,6 +146,7 @@ class CardLedger(Ledger):
                 if isinstance(event, Allocate) and event.block == gone[0]:
                     self._events[place : place + 1] = left
                     del self._events[n_before:]
+                    self._n_corrected += 1
                     return
 
     def put_on_card(self, tensor: Tensor) -> None:

@@ -34,6 +34,10 @@ class CardForesight(Foresight):
     """Both steps, what exists at entry being allocated first: all that the allocator sees."""
     bounds: Mapping[int, Inside]
     """Blocks of `whole` of which only bounds are known, by number."""
+    measured: tuple[str, ...]
+    """Lines of `unknown` for what is counted as measured on one GPU. No bounds are known."""
+    n_passes: int
+    """Forward and backward passes that were rehearsed where no optimizer stepped; 0 where one did."""
     config: AllocatorConfig
     needs: Reserved
     """The peaks, on a card without end."""
@@ -42,7 +46,7 @@ class CardForesight(Foresight):
     verdict: Verdict
     """Whether it fits on `card` beside a CUDA context; "unknown" where what is not known could matter."""
     smallest_card: Card | None
-    """The smallest card of the table, of its generation of kernels, on which it is sure to fit."""
+    """The smallest card of the table, of its generation of kernels, on which `fits` would be true."""
 
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
@@ -65,8 +69,13 @@ class CardForesight(Foresight):
 
     @property
     def fits(self) -> bool:
-        """Whether it is sure to fit."""
+        """Return True if it fits, with what is `measured` counted so."""
         return self.verdict == "fits"
+
+    @property
+    def is_sure(self) -> bool:
+        """Return True if it fits and nothing is counted as one GPU took it."""
+        return self.fits and not self.measured
 
     @property
     def left_bytes(self) -> int:
@@ -80,24 +89,32 @@ class CardForesight(Foresight):
         answer = _IN_WORDS[self.verdict]
         if self.verdict == "unknown" and self.left_bytes:
             answer = f"it fits if what is not known takes no more than {format_bytes(self.left_bytes)}"
+        if self.measured:
+            answer += ", by one GPU's measurement of what is not known exactly"
         yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
-        yield f"  {peak}  requested at the peak of both steps, {self._peak_in_words()}"
+        yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
         context = " to ".join(format_bytes(n) for n in context_bytes(self.card))
         yield f"  {context}  the CUDA context, which is not the allocator's"
         smallest = "none of the table" if self.smallest_card is None else self.smallest_card.name
-        yield f"smallest card on which it is sure to fit: {smallest}"
+        sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
+        yield f"smallest card on which {sure}: {smallest}"
 
     def _peak_in_words(self) -> str:
         """Why it is not the peak of the step that was recorded last, which is shown."""
         events, peak = self.whole.events, Timeline(self.whole).peak_index
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
         workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
-        which = "second" if peak >= len(events) - len(self.timeline.stream.events) else "first"
         included = f", with {format_bytes(workspaces)} of cuBLAS's workspaces" if workspaces else ""
-        return f"in the {which} one{included}"
+        if self.n_passes:
+            passes = (
+                "1 forward and backward pass" if self.n_passes == 1 else f"{self.n_passes} forward and backward passes"
+            )
+            return f"{passes}, for no optimizer stepped{included}"
+        which = "second" if peak >= len(events) - len(self.timeline.stream.events) else "first"
+        return f"both steps, in the {which} one{included}"
 
 
 _IN_WORDS: dict[Verdict, str] = {

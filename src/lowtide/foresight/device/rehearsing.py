@@ -15,11 +15,12 @@ from lowtide.foresight.answers import Answers
 from lowtide.foresight.behaviours.behaviour import READ_IN
 from lowtide.foresight.device.backend import card_in_use, take_place
 from lowtide.foresight.device.cuda import CudaMeans, cuda_is_there
-from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME, taking, unbounded
+from lowtide.foresight.device.current import CAPABILITY_ASSUMED, NAME, measured, taking, unbounded
 from lowtide.foresight.device.ledger import CardLedger
 from lowtide.foresight.device.outcome import CardForesight, Outcome, known_within
 from lowtide.foresight.device.placing import Placed, belongings
 from lowtide.foresight.device.takes import Takes
+from lowtide.foresight.device.usage import Usage
 from lowtide.foresight.foreseeing import adopt, alone_with, as_they_are, compiled, planned, static_of, with_left
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
@@ -50,14 +51,15 @@ def foresee_on(
     allocator: AllocatorConfig | None = None,
 ) -> CardForesight:
     """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
-    with of_plan(plan, model, optimizer), OnCard(card, model, batch, (step, optimizer), plan=plan) as rehearsal:
+    on_card = OnCard(card, model, batch, (step, optimizer), plan=plan, allocator=allocator)
+    with of_plan(plan, model, optimizer), on_card as rehearsal:
         hand_back = handing_back(batch)
         step(batch)
         hand_back()
         rehearsal.second()
         step(batch)
         rehearsal.finish()
-    return rehearsal.foresight(allocator)
+    return rehearsal.foresight()
 
 
 class OnCard:
@@ -77,9 +79,11 @@ class OnCard:
         *,
         plan: Plan | None = None,
         alone: bool = False,
+        allocator: AllocatorConfig | None = None,
         is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
     ) -> None:
         self._card, self._model, self._batch, self._alone = card, model, batch, alone
+        self._config = AllocatorConfig.from_environment() if allocator is None else allocator
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RehearsalError(
@@ -107,7 +111,8 @@ class OnCard:
                 self._batch = None
             stack.enter_context(self._placed)
             self._placed.put(at_entry)
-            stack.enter_context(cuda_is_there(self._card, CudaMeans(NAME, self._ledger), self._ledger, self.answers))
+            means, usage = CudaMeans(NAME, self._ledger), Usage(self._ledger, self._config)
+            stack.enter_context(cuda_is_there(self._card, means, usage, self._ledger, self.answers))
             stack.enter_context(self._ledger)
             stack.callback(taking.clear)
             taking.append(self._ledger.on_card)
@@ -172,24 +177,26 @@ class OnCard:
         """It is over as well."""
         self._running.close()
         self._ledger.unbounded |= unbounded
+        self._measured = tuple(measured.values())
         self._names.state(self._kept.optimizers)
 
-    def foresight(self, allocator: AllocatorConfig | None = None) -> CardForesight:
-        """What is known then. Only after the block has ended."""
-        config = AllocatorConfig.from_environment() if allocator is None else allocator
+    def foresight(self, n_passes: int = 0) -> CardForesight:
+        """What is known then. Only after the block has ended. `n_passes`: see `CardForesight`."""
         stream, bounds = self._ledger.stream, self._ledger.bounds
-        outcome = Outcome(self._ledger.whole, bounds, config, is_bounded=not self._ledger.unbounded)
+        outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=not self._ledger.unbounded)
         needs, interval = outcome.needs()
         assert self._static is not None
         return CardForesight(
             timeline=Timeline(stream, labels(stream, self._names)),
             static=with_left(self._static, self._blocks, stream),
-            unknown=(*self._ledger.unbounded.values(), *known_within(outcome.whole, bounds)),
+            unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
             assumed=(*_about(self._card), *compiled(self._model), *self.answers.notes),
+            measured=self._measured,
+            n_passes=n_passes,
             card=self._card,
             whole=outcome.whole,
             bounds=bounds,
-            config=config,
+            config=self._config,
             needs=needs,
             interval=interval,
             verdict=outcome.on(self._card),

@@ -128,11 +128,14 @@ class CachingAllocator:
             for block in tuple(free.blocks):
                 self._give_back(block)
 
+    def idle(self) -> Iterator[Block]:
+        """Every free block."""
+        return (block for pool in self._pools.values() for free in pool.values() for block in free.blocks)
+
     def segments(self, used: Iterable[Block]) -> list[list[Block]]:
         """Each stretch of memory held from the device as its blocks, by address; `used` are all blocks in use."""
-        idle = (block for pool in self._pools.values() for free in pool.values() for block in free.blocks)
         segments: list[list[Block]] = []
-        for block in sorted((*used, *idle), key=lambda block: block.address):
+        for block in sorted((*used, *self.idle()), key=lambda block: block.address):
             if block.previous is not None and block.previous.mapped:
                 segments[-1].append(block)
             else:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from lowtide.memory.allocator.caching import Addresses, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.expandable import allocator_for
-from lowtide.memory.events import Allocate, EventStream, Free
+from lowtide.memory.events import Allocate, EventStream, Free, Mark
+
+ALLOCATOR = "allocator"
+"""Label of marks for what the program asks of the allocator, besides memory; their data is what."""
+
+EMPTY_CACHE = "empty cache"
+"""Segments that nothing is in go back to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,8 @@ def simulate(
                     alive[event.block] = allocator.malloc(event.bytes)
             elif type(event) is Free and event.bytes:
                 allocator.free(alive.pop(event.block))
+            elif type(event) is Mark and (event.label, event.data) == (ALLOCATOR, EMPTY_CACHE):
+                allocator.empty_cache()
     except OutOfMemory as refusal:
         failure = Failure(
             index=index,

@@ -1,0 +1,57 @@
+"""What of `torch.cuda` a card that is not there can't do: refused by name, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.cuda.comm
+
+from lowtide import _torch
+from lowtide.errors import RehearsalError
+
+_GRAPHS = (
+    "a CUDA graph records kernels, and a card that is not there runs none.\n  Rehearse the step without it; a graph "
+    "keeps what it needs in a pool of its own, besides what the step needs."
+)
+_POOLS = (
+    "what is allocated past torch's own allocator can't be foreseen.\n  Rehearse without it: the answer is for "
+    "torch's allocator, set as PYTORCH_CUDA_ALLOC_CONF says."
+)
+_KERNELS = (
+    "kernels that are compiled for a card can't run where none is.\n  Rehearse with an operator of torch instead."
+)
+_CARDS = "a rehearsal is for one card.\n  Rehearse what one of several cards does, without moving tensors between them."
+_STORAGES = "storages of old can't be on a card that is not there.\n  Make a tensor, and take its untyped_storage()."
+
+_GRAPH_NAMES = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
+_POOL_NAMES = ("MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator")
+_ALLOCATING = ("caching_allocator_alloc", "caching_allocator_delete")
+_MOVING = ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced", "scatter", "gather")
+
+_REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
+    ((torch.cuda, torch.cuda.graphs), _GRAPH_NAMES, _GRAPHS),
+    ((torch.accelerator, torch.accelerator.graphs), ("Graph",), _GRAPHS),
+    ((torch.cuda, torch.cuda.memory), (*_POOL_NAMES, *_ALLOCATING), _POOLS),
+    ((torch.cuda.jiterator,), _torch.JIT_KERNELS, _KERNELS),
+    ((torch.cuda.comm, torch.nn.parallel.comm), _MOVING, _CARDS),
+    ((torch.cuda,), tuple(name for name in dir(torch.cuda) if name.endswith("Storage")), _STORAGES),
+)
+"""Modules, names in them, and why."""
+
+
+def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """What stands where in torch: (owner, name, function or class)."""
+    for owners, names, why in _REFUSED:
+        for owner in owners:
+            for name in names:
+                if (thing := getattr(owner, name, None)) is not None:
+                    yield owner, name, _refusing(thing, f"{owners[0].__name__}.{name}", why)
+
+
+def _refusing(thing: Any, name: str, why: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RehearsalError(f"{name}: {why}")
+
+    return type(thing.__name__, (), {"__new__": refuse}) if isinstance(thing, type) else refuse
