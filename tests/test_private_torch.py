@@ -610,6 +610,29 @@ def test_collective_operations_are_counted_and_wrappers_say_what_they_know(one_p
         assert is_static or new_buckets == [False, False, True]
 
 
+def test_wrappers_say_what_shares_a_bucket(one_process: None) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 600))
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    parameters, sparse = _torch.sent_parameters(wrapper)
+    assert parameters == [*model.parameters()]
+    assert sparse == [False] * 4
+    first, then = _torch.bucket_limits(wrapper)
+    assert then == [2**20, 25 * 2**20]
+    assert _torch.assign_buckets(parameters, first, sparse, range(4)) == [[0, 1, 2, 3]]
+    backwards = _torch.assign_buckets(parameters[::-1], then, sparse, [3, 2, 1, 0])
+    assert backwards == [[3, 2], [1, 0]]  # the first is full with 1 MiB
+    capped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1, find_unused_parameters=True)
+    assert _torch.bucket_limits(capped) == ([2**20], [2**20, 2**20])
+    assert callable(getattr(wrapper, _torch.SYNC_BUFFERS))
+
+
+def test_a_call_at_the_end_of_backward() -> None:
+    x, seen = torch.ones(2, requires_grad=True), []
+    x.register_hook(lambda _: _torch.after_backward(lambda: seen.append(x.grad is not None)))
+    (2 * x).sum().backward()
+    assert seen == [True]
+
+
 def test_units_that_are_sharded(one_process: None) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -249,3 +249,42 @@ def test_what_had_no_optimizer_is_said(rehearse: Rehearse) -> None:
     code, _, err = rehearse(text.format(3, ""))
     assert code == 2
     assert "no optimizer stepped" in err
+
+
+DISTRIBUTED = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+wraps = sys.argv[1] == "wrapped"
+model = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 256)).cuda()
+if wraps:
+    dist.init_process_group("nccl", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+    dist.barrier(device_ids=[0])
+    model = DistributedDataParallel(model, device_ids=[0], output_device=0, gradient_as_bucket_view=len(sys.argv) > 3)
+optimizer = torch.optim.AdamW(model.parameters())
+try:
+    for step in range(3):
+        loss = model(torch.randn(64, 256, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if wraps:
+            dist.all_reduce(loss.detach())
+finally:
+    if wraps:
+        dist.destroy_process_group()
+"""
+
+
+def test_a_script_for_several_gpus_is_rehearsed_with_the_buckets_of_its_gradients(rehearse: Rehearse, tmp_path) -> None:
+    found = []
+    for number, args in enumerate((("alone",), ("wrapped",), ("wrapped", "view"))):
+        group = (str(tmp_path / f"group{number}"),) if number else ()
+        code, out, err = rehearse(DISTRIBUTED, "--json", "-", args=(*args[:1], *group, *args[1:]))
+        assert code == 0, err
+        found.append(json.loads(out)[0]["peak_requested_bytes"])
+    gradients = 4 * (256 * 1024 + 1024 + 1024 * 2 + 1024 * 256 + 256)
+    assert found[1] - found[0] == gradients
+    assert found[2] == found[0]

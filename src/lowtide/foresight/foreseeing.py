@@ -21,6 +21,7 @@ from lowtide.foresight.keeping import Kept
 from lowtide.foresight.ledger import Ledger
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
+from lowtide.foresight.reducing import Reducers
 from lowtide.foresight.scratch import Scratch
 from lowtide.foresight.trials import Trials
 from lowtide.foresight.twins import is_real, placed
@@ -155,14 +156,15 @@ def foresee(
         names = Names(engine, ledger.mark)
         with ledger, Questions(answers, ledger), as_they_are():
             adopt(ledger, everything)
-            step(batch)
-            trials.learn()
-            hand_back()
-            static, blocks = static_of(ledger, model, batch, kept)
-            ledger.begin()
-            with names.running():
+            with Reducers(kept.reached, ledger) as reducers:
                 step(batch)
-            names.state(kept.optimizers)
+                trials.learn()
+                hand_back()
+                static, blocks = static_of(ledger, model, batch, kept, reducers.buckets)
+                ledger.begin()
+                with names.running():
+                    step(batch)
+                names.state(kept.optimizers)
     scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
     return Foresight(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
@@ -243,10 +245,13 @@ def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
             ledger.adopt(tensor.grad)
 
 
-def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> tuple[Static, frozenset[int]]:
+def static_of(
+    ledger: Ledger, model: nn.Module, batch: Any, kept: Kept, buckets: Iterable[Tensor]
+) -> tuple[Static, frozenset[int]]:
     """Bytes of what exists when the step begins, each storage once; the blocks that they are.
 
-    Other models that the step reaches, such as a teacher, and what else its optimizers update, count as the model does.
+    Other models that the step reaches, such as a teacher, and what else its optimizers update, count as the model does,
+    and `buckets` as gradients.
     """
     modules = [*model.modules(), *(thing for thing in kept.reached if isinstance(thing, torch.nn.Module))]
     optimizers = kept.optimizers
@@ -267,7 +272,7 @@ def static_of(ledger: Ledger, model: nn.Module, batch: Any, kept: Kept) -> tuple
         parameters=add(parameters),
         buffers=add(b for module in modules for b in module.buffers(recurse=False)),
         inputs=add(tensors_in(batch)),
-        gradients=add(p.grad for p in parameters),
+        gradients=add((*(p.grad for p in parameters), *buckets)),
         optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
     )
     return static, frozenset(block for number in seen if (block := ledger.block(number)) is not None)

@@ -10,6 +10,7 @@ Where it would write in place without one, the ledger hands the old memory on to
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections import Counter
@@ -80,6 +81,8 @@ class Ledger(TorchDispatchMode, Recorder):
         """The last node with a formula of `IN_FORMULA`, by its number, and the first block since it began."""
         self._n_sharing: Counter[int] = Counter()
         """By block, the other storages that have its memory."""
+        self.in_place: set[int] = set()
+        """Storages of which gradients are views that autograd adds to in place, by number."""
         self._asked: set[int] = set()
         """What autograd has just asked of its device: what a node gave, and is added to other gradients next."""
         self._recording = False
@@ -133,6 +136,12 @@ class Ledger(TorchDispatchMode, Recorder):
         for part in sparse.parts([twin]):
             self._follow(part, entry=True)
         return twin
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Tensors that are made in this block are fake, and no events."""
+        with _torch.without_modes(), self._fakes:
+            yield
 
     def block(self, storage: int) -> int | None:
         """The block of a storage, by its number; None for one without any."""
@@ -223,12 +232,14 @@ class Ledger(TorchDispatchMode, Recorder):
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
         op = "aten::" + _name(func)
         new = [tensor for tensor in made if _storage(tensor) not in self._living]
-        if len(new) == 1 and self._writes_otherwise(func, args) and self._hand_on(args[0], new[0]):
-            return
+        if len(new) == 1 and self._writes_otherwise(func, args):
+            if self._hand_on(args[0], new[0]):
+                return
+            if _torch.running_node_name() == _torch.ACCUMULATE_GRAD and _storage(args[0]) in self.in_place:
+                self._share(args[0], new[0])
+                return
         if len(new) == 1 and self._is_written_over(func, args, new[0]):
-            block = self._living[_storage(args[0])].block
-            self._n_sharing[block] += 1
-            self._inherit(block, new[0].untyped_storage())
+            self._share(args[0], new[0])
             return
         if new and in_place.wanted_from(func, args):
             self._hand_on(args[0], made[0])
@@ -329,6 +340,12 @@ class Ledger(TorchDispatchMode, Recorder):
         heir.end = weakref.ref(storage, _Ending(self, number, heir))
         self._living[number] = heir
         return number
+
+    def _share(self, tensor: Tensor, new: Tensor) -> None:
+        """Let `new` have the memory of `tensor`, which has it, too."""
+        block = self._living[_storage(tensor)].block
+        self._n_sharing[block] += 1
+        self._inherit(block, new.untyped_storage())
 
     def _settle(self) -> None:
         """The old storage outlived its operator: the new one has memory of its own."""

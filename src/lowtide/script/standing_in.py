@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lowtide import _torch
+from lowtide.foresight.device import groups
 from lowtide.foresight.device.cuda import cuda_is_there
 from lowtide.foresight.device.usage import Usage
 from lowtide.memory.allocator.config import AllocatorConfig
@@ -65,6 +66,8 @@ def cuda_for_a_script(card: Card, crew: Foreseeing) -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd, _torch.ENGINE, runs_back))
         stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
+        for owner, name, function in groups.stand_ins():
+            stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
         if not torch.cuda.is_available():
             usage = Usage(crew.asked, AllocatorConfig.from_environment())

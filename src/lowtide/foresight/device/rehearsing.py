@@ -25,6 +25,7 @@ from lowtide.foresight.foreseeing import adopt, alone_with, as_they_are, compile
 from lowtide.foresight.keeping import Kept
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
+from lowtide.foresight.reducing import Reducers
 from lowtide.foresight.twins import Twins, swap
 from lowtide.levers import of_plan
 from lowtide.memory.allocator.config import AllocatorConfig
@@ -121,6 +122,7 @@ class OnCard:
             stack.enter_context(self._running)
             with _torch.without_function_modes():
                 adopt(self._ledger, at_entry)
+                self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
             self._stack = stack.pop_all()
         return self
 
@@ -168,7 +170,7 @@ class OnCard:
         self._running.close()
         with _torch.without_function_modes():
             batch = self._batch if batch is None else batch
-            self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept)
+            self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept, self._reducers.buckets)
         self._ledger.begin()
         self._names = Names(self._engine, self._ledger.mark)
         self._running.enter_context(self._names.running())
