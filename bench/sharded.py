@@ -12,10 +12,14 @@ processes.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 from contest import allocator, tables
@@ -26,6 +30,7 @@ from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
+from comparing import equal
 from lowtide._torch import n_collectives
 from lowtide.identity import static_bytes
 from lowtide.planner import smallest_peak
@@ -103,7 +108,7 @@ def section(name: str) -> Iterator[str]:
     yield f"| FSDP2 | {plain_bytes / 2**20:.1f} MiB | 100.0% | | | {sent} | | |"
 
     def row(way: str, steps: Sharded, what: str = "") -> tuple[str, int]:
-        same = torch.tensor(all(map(torch.equal, parts, steps.parts())))
+        same = torch.tensor(equal(parts, steps.parts()))
         distributed.all_reduce(same, distributed.ReduceOp.MIN)
         (peak_bytes, sent), flops, seconds = steps.taken(), steps.flops() / plain_flops - 1, steps.seconds()
         cells = (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Before anything imports torch or transformers.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,9 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The first example of a test may import torch, so no deadline; the suite bounds each test as a whole. The same examples
-# every time, so that a change is judged by what it changed; `--hypothesis-profile=new` draws others.
+# every time, so that a change is judged by what it changed; `--hypothesis-profile=new` draws others, and `brief`, for
+# `make mutants`, does not look for the smallest one that fails.
 settings.register_profile("same", derandomize=True, database=None, deadline=None, print_blob=True)
 settings.register_profile("new", deadline=None, print_blob=True)
+settings.register_profile("brief", settings.get_profile("same"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("same")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import lowtide
+from comparing import equal
 from lowtide.planner import smallest_peak
 from lowtide.planner.records import Plan
 from lowtide.verification import Verdict
@@ -42,7 +43,7 @@ def test_a_fitted_step_stays_within_its_budget_and_gives_the_same_bits(name, sha
         torch.manual_seed(7)
         losses = [planned.step(planned.batch) for _ in range(3)]
         assert not fitted.applied.drifted
-    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert equal(expected, losses)
     assert same(state(plain), state(planned))
 
 
@@ -239,7 +240,7 @@ def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(t
     torch.manual_seed(7)
     with lowtide.apply(planned.model, made) as applied:
         found = [planned.step(batch) for batch in (planned.batch, larger, planned.batch)]
-    assert all(map(torch.equal, expected, found))
+    assert equal(expected, found)
     assert same(state(plain), state(planned))
     assert not applied.drifted
 

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
+from comparing import equal
+
 
 def test_flops_are_those_of_torch_where_it_counts() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
@@ -207,15 +209,14 @@ def test_a_step_that_is_measured_leaves_no_gradients_and_the_first_buffers_can_b
     steps = Steps.of(made)
     first = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
     bits = steps.bits()
-    assert not all(torch.equal(first[name], bits.buffers[name]) for name in first)
+    assert not equal(first, bits.buffers)
     assert all(parameter.grad is None for parameter in made.model.parameters())
     steps.reset()
-    assert all(torch.equal(first[name], buffer) for name, buffer in made.model.named_buffers())
+    assert equal(first, dict(made.model.named_buffers()))
 
 
 def test_each_model_is_built_the_same_twice() -> None:
     for name in BUILDERS:
         one, two = contestant(name, quick=True), contestant(name, quick=True)
-        pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
-        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
-        assert all(torch.equal(one.batch[key], two.batch[key]) for key in one.batch)
+        assert equal(one.model.parameters(), two.model.parameters())
+        assert equal(one.batch, two.batch)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lowtide
+from comparing import equal
 from lowtide.foresight import keeping
 from models import build, same, state
 
@@ -91,7 +92,7 @@ def test_the_next_real_step_gives_the_same_bits(where: dict[str, Any]) -> None:
     first = one.step(one.batch)
     torch.manual_seed(3)
     assert torch.equal(first, other.step(other.batch))
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert equal(one.model.parameters(), other.model.parameters())
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -132,7 +133,8 @@ def test_parameters_whose_data_the_step_exchanges(device) -> None:
     foreseen = lowtide.foresee(model, step, torch.randn(4, 64), **settings)
     assert foreseen.static.parameters == 2 * (64 * 64 + 64) * 4
     after = [*model.parameters(), *slow.parameters()]
-    assert all(type(p) is nn.Parameter and torch.equal(p, was) for p, was in zip(after, before, strict=True))
+    assert equal(after, before)
+    assert {type(p) for p in after} == {nn.Parameter}
     if device is None:
         measured = lowtide.timeline(model, step, torch.randn(4, 64)).peak_bytes
         assert foreseen.timeline.peak_bytes == pytest.approx(measured, rel=0.02)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from comparing import equal
 from levers.cases import LENGTH, LOGITS_BYTES, VOCABULARY, Batch, batch_of, close, model_of, pulled, run, untouched
 from lowtide.levers.choosing import rehearsed
 from lowtide.levers.lever import NoUse, Site
@@ -117,7 +118,7 @@ def test_a_model_that_caps_its_logits_is_refused_with_the_reason() -> None:
         with pytest.raises(NoUse, match="the logits themselves are needed, by 'tanh'"):
             on.check()
     assert torch.equal(plain.loss, found.loss)
-    assert all(torch.equal(plain.gradients[name], found.gradients[name]) for name in plain.gradients)
+    assert equal(plain.gradients, found.gradients)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -155,7 +156,7 @@ def test_fit_with_the_users_word() -> None:
         assert "relative differences from the plain step: loss" in str(fitted)
         assert lowtide.Verdict.from_json(verdict.to_json()) == verdict
     assert untouched(model)
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert equal(before, dict(model.named_parameters()))
 
 
 def test_a_plan_with_it_is_foreseen_and_shown_with_it() -> None:
@@ -208,9 +209,10 @@ def test_a_step_that_fails_with_it_leaves_nothing_behind() -> None:
     with pytest.raises(NoUse, match="the step fails with it: RuntimeError"):
         rehearsed(Site(model, twice, batch, optimizer), (Pulled(name="loss head", what="", exact=False, settings={}),))
     assert untouched(model)
-    assert all(p.grad is None and torch.equal(known[name], p) for name, p in model.named_parameters())
+    assert equal(known, dict(model.named_parameters()))
+    assert all(p.grad is None for p in model.parameters())
     for before, after in zip(states, optimizer.state.values(), strict=True):
-        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert equal(before, after)
 
 
 def test_a_model_without_a_vocabulary_keeps_its_head() -> None:

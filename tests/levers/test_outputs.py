@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import lowtide
+from comparing import equal
 from levers.cases import LOGITS_BYTES, ROWS, VOCABULARY, Batch, batch_of, model_of, pulled, run, untouched
 from lowtide.levers.reading import reason_to_read
 
@@ -31,7 +32,7 @@ def test_the_logits_go_and_the_bits_stay(kind: str) -> None:
     assert plain.peak_bytes - found.peak_bytes == LOGITS_BYTES
     assert torch.equal(plain.loss, found.loss)
     assert plain.gradients.keys() == found.gradients.keys()
-    assert all(torch.equal(plain.gradients[name], found.gradients[name]) for name in plain.gradients)
+    assert equal(plain.gradients, found.gradients)
     assert untouched(model)
     assert run(model, batch).outputs.logits is not None
 
@@ -159,7 +160,7 @@ def test_a_plan_file_brings_its_levers_along(tmp_path: Any) -> None:
     with lowtide.apply(other, plan):
         planned = run(other, batch, measured=True)
     assert plain.peak_bytes - planned.peak_bytes > LOGITS_BYTES
-    assert all(torch.equal(plain.gradients[name], planned.gradients[name]) for name in plain.gradients)
+    assert equal(plain.gradients, planned.gradients)
     assert lowtide.verify(other, _holding(other), batch, plan).identical
     assert untouched(other)
 

@@ -62,6 +62,30 @@ def test_rounding_to_divisions_of_powers_of_two(text: str, n_bytes: int, size: i
     assert CachingAllocator(settings(text)).malloc(n_bytes).size == size
 
 
+@pytest.mark.parametrize("text", ["", "roundup_power2_divisions:4"])
+@pytest.mark.parametrize("n_bytes", [0, 1, 511, 512])
+def test_the_smallest_block_has_512_bytes(text: str, n_bytes: int) -> None:
+    allocator = CachingAllocator(settings(text))
+    block = allocator.malloc(n_bytes)
+    assert (block.size, block.requested, allocator.allocated) == (512, n_bytes, 512)
+    allocator.free(block)
+    assert allocator.malloc(2 * MIB - 1).address != block.address  # it has joined a segment of small blocks
+
+
+@pytest.mark.parametrize("divisions", [0, 1, 2, 4, 8, 16])
+def test_sizes_follow_the_formula_of_torch(divisions: int) -> None:
+    """`round_size` and `roundup_power2_next_division`, written as there."""
+    config = settings(f"roundup_power2_divisions:{divisions}") if divisions else AllocatorConfig()
+    edges = [512 * n + more for n in (1, 2, divisions or 1, 3 * divisions, 4096, 5000) for more in (-1, 0, 1)]
+    for n_bytes in filter(lambda n: n > 0, edges):
+        size = 512 * max(1, (n_bytes + 511) // 512)
+        if divisions > 1 and n_bytes > 512 * divisions and n_bytes & (n_bytes - 1):
+            floor = 2 ** (n_bytes.bit_length() - 1)
+            size = next(s for s in range(floor, 4 * floor, floor // divisions) if s >= n_bytes)
+        assert round_size(n_bytes, config) == size, n_bytes
+        assert CachingAllocator(config).malloc(n_bytes).size == size, n_bytes
+
+
 def test_a_large_block_is_split_if_more_than_one_mib_is_left() -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.malloc(10 * MIB))
@@ -211,3 +235,35 @@ def test_addresses_and_segments_can_be_followed() -> None:
     assert seen == [
         ("segment_alloc", GIB, 2 * MIB, 3), ("segment_alloc", 2 * GIB, 12 * MIB, 0), ("segment_free", GIB, 2 * MIB, 3),
     ]  # fmt: skip
+
+
+# --- by hand: what was there before ---------------------------------------------------------------------------------
+
+
+def test_a_segment_that_was_there_counts_from_the_beginning() -> None:
+    allocator = CachingAllocator()
+    used = [(512, 1024, 1000), (2048, 512, 1)]
+    one, two = allocator.adopt(GIB, 2 * MIB, used, stream=3, is_small=True)
+    assert [(block.address, block.size, block.requested) for block in (one, two)] == [
+        (GIB + 512, 1024, 1000), (GIB + 2048, 512, 1),
+    ]  # fmt: skip
+    assert (allocator.requested, allocator.allocated, allocator.reserved) == (1001, 1536, 2 * MIB)
+    assert (allocator.peak_requested, allocator.peak_allocated, allocator.peak_reserved) == (1001, 1536, 2 * MIB)
+    (large,) = allocator.adopt(2 * GIB, 20 * MIB, [(0, MIB + 512, MIB + 1)], stream=3, is_small=False)
+    assert (allocator.peak_requested, allocator.peak_allocated) == (1001 + MIB + 1, 1536 + MIB + 512)
+    allocator.free(one)  # with the free bytes on both sides of it
+    assert [[block.size for block in segment] for segment in allocator.segments([large, two])] == [
+        [2048, 512, 2 * MIB - 2560], [MIB + 512, 19 * MIB - 512],
+    ]  # fmt: skip
+    assert allocator.malloc(2048, stream=3).address == GIB
+    assert (allocator.requested, allocator.peak_requested) == (MIB + 2050, MIB + 2050)
+    allocator.empty_cache()
+    assert allocator.reserved == 22 * MIB
+
+
+def test_less_that_was_there_lowers_no_peak() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(12 * MIB))
+    allocator.adopt(GIB, 2 * MIB, [(0, 512, 7)], stream=0, is_small=True)
+    assert (allocator.requested, allocator.peak_requested) == (7, 12 * MIB)
+    assert (allocator.allocated, allocator.peak_allocated) == (512, 12 * MIB)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.planner import predict
+from lowtide.planner.fates import KEPT, REPLAYED, fates_of
 from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Profile
 from planner import reference
@@ -495,6 +496,28 @@ def test_what_is_made_of_a_tensor_holds_a_replay_around_the_one_that_saves_it_to
             tape.op(1, f2, saves=[f2])
     levels = usage(tape.profile(), ["model#0:0"], ["outer#0", "inner#0"])
     assert levels[6:] == [10 + 20 + 30, 10 + 20 + 30 + 40, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("born", "is_foreign"), [(0, True), (1, False), (2, False), (3, True)])
+def test_a_replay_brings_back_what_is_born_from_its_beginning_to_its_end(born: int, is_foreign: bool) -> None:
+    """At the call's end already the next operator may begin, and it belongs to that."""
+    tape = Tape()
+    with tape.call("model#0"):
+        x = tape.op(10)
+        with tape.call("block#0", x):
+            y = tape.op(20, x, saves_result=True)
+            z = tape.op(30, y)
+        tape.op(1, z)
+    profile = tape.profile()
+    assert (profile.calls[1].enter, profile.calls[1].exit) == (1, 3)
+    (slot,) = (slot for slot in profile.slots if slot.value == y)
+    assert slot.storage is not None
+    storages = list(profile.storages)
+    storages[slot.storage] = replace(storages[slot.storage], born=born)
+    simulator = Simulator(replace(profile, storages=tuple(storages)))
+    fates = fates_of(simulator.index, simulator.choice(Decisions(replay=frozenset({"block#0"}))))
+    assert fates.elsewhere == ([(y, 1)] if is_foreign else [])
+    assert fates.state[y] == (KEPT if is_foreign else REPLAYED)
 
 
 def test_a_replay_may_hold_what_its_input_is_made_of() -> None:

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from together import equal, refused, run
+from together import refused, run
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
+from comparing import equal
 from lowtide._torch import n_collectives, shard_groups
 
 Step = Callable[[Tensor], Tensor]

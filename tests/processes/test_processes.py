@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
     ids=["fits", "refuses"],
 )
 def test_each_process_fits_what_ddp_wraps(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
-    check(run_python(str(HERE / "wrapped.py"), str(tmp_path / "meeting"), *cases), cases)
+    check(run_python(str(HERE / "wrapped.py"), str(tmp_path / "meeting"), *cases, path=HERE.parent), cases)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_each_process_fits_what_ddp_wraps(cases: tuple[str, ...], run_python: Ru
     ids=["as is usual", "else"],
 )
 def test_each_process_fits_what_is_sharded(cases: tuple[str, ...], run_python: RunPython, tmp_path: Path) -> None:
-    check(run_python(str(HERE / "sharded.py"), str(tmp_path / "meeting"), *cases), cases)
+    check(run_python(str(HERE / "sharded.py"), str(tmp_path / "meeting"), *cases, path=HERE.parent), cases)
 
 
 def check(done: "subprocess.CompletedProcess[str]", cases: tuple[str, ...]) -> None:

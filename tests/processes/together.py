@@ -2,12 +2,12 @@
 
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 import lowtide
 
@@ -31,10 +31,6 @@ def _work(rank: int, place: str, cases: list[Callable[[int], None]]) -> None:
 
 def meet(rank: int, place: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
-
-
-def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def refused(run: Callable[[], Any], why: str) -> None:

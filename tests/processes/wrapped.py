@@ -4,11 +4,12 @@ import sys
 from collections.abc import Callable
 
 import torch
-from together import equal, meet, refused, run
+from together import meet, refused, run
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from comparing import equal
 
 Step = Callable[[Tensor], Tensor]
 

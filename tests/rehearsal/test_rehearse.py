@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowtide
 from budgets import step_of, within
+from comparing import equal
 from lowtide.errors import RehearsalError
 from lowtide.planner import smallest_peak
 from lowtide.planner.predict import predict
@@ -572,7 +573,7 @@ def test_a_step_that_draws_its_own_batch_is_refused():
     said = r"with \[512, 32\] float32 in one run and with \[300, 32\] float32 .*pass it in"
     with pytest.raises(RehearsalError, match=said):
         lowtide.rehearse(model, step, torch.randn(512, 32))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert equal(model.state_dict(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

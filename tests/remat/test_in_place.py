@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import lowtide
+from comparing import equal
 from lowtide import _torch
 from lowtide.identity import static_bytes
 from lowtide.memory.cpu import CpuRecorder
@@ -23,7 +24,7 @@ from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.remat import in_place
 from lowtide.remat.in_place import InPlace
-from lowtide.remat.overwriting import OPERATORS
+from lowtide.remat.overwriting import OPERATORS, _pieces
 
 NODES = sorted(OPERATORS)
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
@@ -277,7 +278,7 @@ def test_gradients_that_are_asked_for_stay() -> None:
     with Written() as written:
         found = run()
     assert written.nodes == []
-    assert all(map(torch.equal, found, plain))
+    assert equal(found, plain)
 
 
 def test_two_branches_with_one_gradient() -> None:
@@ -370,7 +371,7 @@ def test_batch_norm_of_any_shape(shape: tuple[int, ...]) -> None:
     with Written() as written:
         found = run()
     assert written.nodes == ["NativeBatchNormBackward0"]
-    assert all(map(torch.equal, found, plain))
+    assert equal(found, plain)
 
 
 @pytest.mark.parametrize("channels", [65, 129, 257])
@@ -390,7 +391,25 @@ def test_batch_norm_whose_last_piece_would_be_one_channel(channels: int) -> None
         with Written() as written:
             found = run()
         assert written.nodes == ["NativeBatchNormBackward0"]
-        assert all(map(torch.equal, found, plain))
+        assert equal(found, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_pieces_are_all_channels_once_and_side_by_side_never_one_alone(dtype: torch.dtype) -> None:
+    lanes = (64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32) // dtype.itemsize
+    for channels in range(1, 200):
+        apart = torch.empty(2, channels, 3, 3, dtype=dtype)
+        together = apart.contiguous(memory_format=torch.channels_last)
+        for gradient in (apart, together):
+            pieces = _pieces(gradient, channels)
+            assert [n for piece in pieces for n in range(channels)[piece]] == list(range(channels))
+            lengths = [piece.stop - piece.start for piece in pieces]
+            step = -(-channels // 16)
+            if gradient.stride(1) == 1:
+                step = -(-step // lanes) * lanes
+                assert channels == 1 or 1 not in lengths
+            assert set(lengths[:-1]) <= {step}
+            assert lengths[-1] <= step + (gradient.stride(1) == 1)
 
 
 def test_group_norm_with_a_weight() -> None:
@@ -403,7 +422,7 @@ def test_group_norm_with_a_weight() -> None:
     with Written() as written:
         found = run()
     assert written.nodes == ["NativeGroupNormBackward0"]
-    assert all(map(torch.equal, found, plain))
+    assert equal(found, plain)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(32), nn.GroupNorm(8, 32)], ids=["batch norm", "group norm"])
@@ -417,7 +436,7 @@ def test_norms_of_what_is_not_trained(norm: nn.Module) -> None:
     with Written() as written:
         found = run()
     assert written.nodes == ["TanhBackward0"]
-    assert all(map(torch.equal, found, plain))
+    assert equal(found, plain)
 
 
 @pytest.mark.parametrize("node", ["GeluBackward0", "LogSoftmaxBackward0", "ReluBackward0", "NativeBatchNormBackward0"])
@@ -434,7 +453,7 @@ def test_tangents_over_backward(node: str) -> None:
     with Written():
         found = run()
     assert len(found) == len(plain) == 2
-    assert all(map(torch.equal, found, plain))
+    assert equal(found, plain)
 
 
 # --- putting it in force, and taking it off ---------------------------------------------------------------------------
@@ -612,7 +631,7 @@ def test_several_threads() -> None:
         for thread in threads:
             thread.join()
     assert len(written.nodes) == 80
-    assert all(torch.equal(gradient, plain[n]) for n, gradients in found.items() for gradient in gradients)
+    assert all(equal(found[n], [plain[n]] * 20) for n in range(4))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Masks are kept as bits, or as they are: never another mask, never other random numbers."""
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from comparing import equal
 from lowtide.planner.nodes import MASK
 from lowtide.planner.records import Profile
 from lowtide.rehearsal.trials import identical
@@ -186,7 +188,7 @@ def test_again_in_each_backward_over_a_retained_graph(made):
     once = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     loss.backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(once, model.parameters(), strict=True))
+    assert equal(once, [p.grad for p in model.parameters()])
     assert made.number == 2
 
 
@@ -270,7 +272,27 @@ def test_what_is_written_to_the_mask_afterwards_changes_nothing():
             kept[-1].zero_()
         loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
+    assert equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32])
+def test_signs_of_what_is_no_number_and_of_both_zeros(dtype: torch.dtype) -> None:
+    """A ReLU gives `x` where that is no number, so backward has to let the gradient through there."""
+    odd = [0.0, 1.0, -1.0]
+    if dtype.is_floating_point:
+        odd += [nan, -nan, -0.0, tiny(dtype), -tiny(dtype), inf, -inf]
+    values = torch.tensor(odd, dtype=dtype).repeat(2000)
+    expected = torch.tensor([0.0 if each <= 0 else 1.0 for each in values.tolist()], dtype=dtype)
+    assert torch.equal(masks.mask_of(**masks.signs_of(values)), expected)
+    if dtype.is_floating_point:
+        relu = values.clone().requires_grad_()
+        relu.relu().sum().backward()
+        assert torch.equal(relu.grad, expected)
+
+
+def tiny(dtype: torch.dtype) -> float:
+    """The least number above 0."""
+    return torch.nextafter(torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype)).item()
 
 
 DTYPES = [torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 import lowtide
+from comparing import equal
 from lowtide.identity import fingerprint
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions
@@ -108,7 +109,7 @@ def test_sizes_may_change_between_a_forward_and_its_backward(fitted):
             loss.backward()
         found.append([p.grad.clone() for p in one.model.parameters()])
         one.model.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 REPLAYS = (
@@ -137,7 +138,7 @@ def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted)
         losses[0].backward()
         found.append([p.grad.clone() for p in one.model.parameters()])
     switched.remove()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
     assert not switched.drifted
 
 

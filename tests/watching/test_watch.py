@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from comparing import equal
 from conftest import RunPython
 from lowtide import _torch
 from lowtide.errors import LowtideError
@@ -116,7 +117,7 @@ def test_training_is_the_same_bit_by_bit(model: nn.Module) -> None:
     random = torch.get_rng_state()
     with lowtide.watch(model):
         train(model, data)
-    assert all(map(torch.equal, plain, model.parameters()))
+    assert equal(plain, model.parameters())
     assert torch.equal(random, torch.get_rng_state())
 
 
