@@ -3,6 +3,7 @@
 #   PYTHON=...       the Python to build .venv with (default: python3.11, else python3)
 #   BENCH=...        scripts in bench/ for `make bench` (default: peers): make bench BENCH="overhead planning"
 #   PYTEST_ARGS=...  more arguments for pytest: make test PYTEST_ARGS="-k units -x"
+#   MUTANTS_ARGS=... arguments for bench/mutants.py: make mutants MUTANTS_ARGS="--seed 7 --only planner"
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 BENCH ?= peers
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench mutants clean
 
 help: ## say what there is (the default)
 	@sed -n 's/^\([a-z]*\):[^#]*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -30,6 +31,9 @@ lint: $(READY) ## check style, format and types
 
 bench: $(READY) ## measure Lowtide beside the others: docs/benchmarks.md
 	@set -e; for name in $(BENCH); do echo "== bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done
+
+mutants: $(READY) ## put 200 small faults into the source, and list those that the tests let through
+	$(BIN)/python bench/mutants.py $(MUTANTS_ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -4,7 +4,7 @@
 
 Mutants are drawn by a seed, which is printed: first a place in the code, then one of the operators of cosmic-ray that
 change something there. Each is tried in a copy of the checkout against the tests that `mutants.toml` names for its
-file, until one fails. Survivors are listed, and mutants that `mutants.toml` shows to be equivalent, which are not tried.
+file, until one fails. Survivors are listed. Those that `mutants.toml` shows to be equivalent are not tried.
 The exit code is 1 if less than 90 % of all others are killed.
 """
 

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -403,31 +404,61 @@ def test_the_running_node_is_the_one_that_reads() -> None:
     assert (_torch.running_node_number(), _torch.running_node_name()) == (-1, "")
 
 
-def test_a_kernel_stands_before_torchs_until_it_is_removed() -> None:
+def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> None:
     calls = []
 
-    def kernel(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args, mine = args  # type: ignore[assignment]
         calls.append((len(args), type(mine), kwargs))
-        return own(*args, **kwargs)
+        with _torch.below_autograd():
+            assert torch.equal(past(*args, **kwargs), on(*args, **kwargs))
+        return on(*args, **kwargs)
 
-    x = torch.linspace(-1, 1, 8, requires_grad=True)
+    x = torch.linspace(-4, 4, 8, requires_grad=True)
 
-    def gradient() -> torch.Tensor:
-        return torch.autograd.grad(nn.functional.mish(x).sum(), x)[0]
+    def gradient(*, create_graph: bool = False) -> torch.Tensor:
+        return torch.autograd.grad(nn.functional.hardswish(x).sum(), x, create_graph=create_graph)[0]
 
-    plain = gradient()
-    for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            library = _torch.put_before({"aten::mish_backward": kernel}, "CPU")
-        with pytest.raises(RuntimeError, match="already a kernel"):
-            _torch.put_before({"aten::hardswish_backward": kernel, "aten::mish_backward": kernel}, "CPU")
-        nn.functional.hardswish(x).sum().backward()  # of that nothing is left
+    plain, second = gradient(), torch.autograd.grad(gradient(create_graph=True).sum(), x)[0]
+    library = _torch.put_aside({"hardswish_backward": kernel})
+    assert torch.equal(gradient(), plain)
+    assert calls == []
+    with _torch.with_aside():
         assert torch.equal(gradient(), plain)
-        _torch.remove_kernels(library)
-        assert torch.equal(gradient(), plain)
-    assert calls == [(2, object, {})] * 2
+        assert torch.equal(torch.autograd.grad(gradient(create_graph=True).sum(), x)[0], second)
+        with _torch.without_aside():
+            gradient()
+        assert calls[0] == (2, object, {})
+        assert len(calls) == 2
+        thread = threading.Thread(target=gradient)
+        thread.start()
+        thread.join()
+        assert len(calls) == 2
+    gradient()
+    assert len(calls) == 2
+    _torch.remove_kernels(library)
+
+
+def test_a_tensor_with_bits_of_its_own_or_under_a_mode_is_not_dispatched_plainly() -> None:
+    tensor = torch.ones(2)
+    assert _torch.is_dispatched_plainly(tensor)
+    assert not _torch.is_dispatched_plainly(torch.ones(2, dtype=torch.complex64).conj())
+    assert not _torch.is_dispatched_plainly(torch.ones(2, dtype=torch.complex64).conj().imag)
+    assert not _torch.is_dispatched_plainly(torch._efficientzerotensor(2))
+    with _torch.TorchDispatchMode():
+        assert not _torch.is_dispatched_plainly(tensor)
+    assert torch.func.vmap(lambda row: row * _torch.is_dispatched_plainly(row))(tensor).sum() == 0
+
+
+def test_a_kernel_of_somebody_else_is_known() -> None:
+    assert not _torch.is_replaced("mish_backward", "CPU")
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("mish_backward", lambda *args: None, "CPU")
+    assert _torch.is_replaced("mish_backward", "CPU")
+    _torch.remove_kernels(library)
+    assert not _torch.is_replaced("mish_backward", "CPU")
 
 
 def test_forward_mode_is_seen() -> None:

@@ -12,7 +12,6 @@ import gc
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -1165,31 +1164,80 @@ def register_kernels(namespace: str, kernels: Mapping[str, Any], key: str) -> to
     return library
 
 
-def put_before(kernels: Mapping[str, Callable[..., Any]], key: str) -> torch.library.Library:
-    """Let these run instead of the kernels of operators, which each is given as its first argument. 2.13, since 2.10.
+ASIDE = "TESTING_ONLY_GenericMode"
+"""A dispatch key before all others, which torch looks at only in a thread that asks for it. 2.13, since 1.12."""
 
-    Its last argument is an object that nobody else has, for `references`. Raises RuntimeError where somebody else has
-    done so.
+_ASIDE = torch._C._dispatch_key_parse(ASIDE)
+_BEHIND_ASIDE = torch._C._dispatch_keyset_full_after(_ASIDE)
+_BEHIND_AUTOGRAD = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse("ADInplaceOrView"))
+
+
+_aside: list[torch.library.Library] = []
+"""Once there are such kernels: all other operators know nothing of that key."""
+
+
+def put_aside(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
+    """Let these run instead of the kernels of operators of `aten`, in a block of `with_aside`. 2.13, since 2.10.
+
+    Each is given, before the arguments, a function that goes on to torch's own and one that goes on past autograd; and
+    behind them an object that nobody else has, for `references`.
     """
+    if not _aside:
+        _aside.append(pass_through(ASIDE))
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        for name, kernel in kernels.items():
-            with warnings.catch_warnings():  # C++ says, once in a process, that a kernel is overridden
-                warnings.simplefilter("ignore")
-                replaced = _given_its_own(kernel, torch.library.get_kernel(name, key))
-                library.impl(name, replaced, key, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
-    except BaseException:
-        remove_kernels(library)
-        raise
+    for name, kernel in kernels.items():
+        given = _given_its_own(kernel, getattr(torch.ops.aten, name).default)
+        library.impl(name, given, ASIDE, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
     return library
 
 
-def _given_its_own(kernel: Callable[..., Any], own: Any) -> Callable[..., Any]:
+def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., Any]:
     @never_compiled  # else it would be wherever a compiled function runs backward, with all that it calls
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return kernel(functools.partial(own.call_boxed, keys), *args, object(), **kwargs)
+        on, past = (functools.partial(operator.redispatch, keys & mask) for mask in (_BEHIND_ASIDE, _BEHIND_AUTOGRAD))
+        return kernel(on, past, *args, object(), **kwargs)
 
     return replaced
+
+
+@never_compiled
+def with_aside() -> contextlib.AbstractContextManager[Any]:
+    """In this block, and in backward passes that begin in it, kernels of `put_aside` are asked. 2.13."""
+    return torch._C._IncludeDispatchKeyGuard(_ASIDE)
+
+
+@contextlib.contextmanager
+def without_aside() -> Iterator[None]:
+    """Compiled code finds in this block what it would without such kernels, else it would be compiled anew. 2.13."""
+    if not (was := torch._C._dispatch_tls_is_dispatch_key_included(_ASIDE)):
+        yield
+        return
+    torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, was)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Operators in this block are those of the device itself: no graph, no new version of what they write to. 2.13."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
+def is_dispatched_plainly(tensor: torch.Tensor) -> bool:
+    """Whether nothing stands between a call and the device: no mode, no transform, no bits of a view to be applied."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or in_transform()
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor._is_zerotensor()
+    )
+
+
+def is_replaced(name: str, key: str) -> bool:
+    """Whether a Python function is the kernel of `aten.<name>` for a dispatch key. 2.13, since 2.0."""
+    return f"aten/{name}/{key}" in torch.library._impls
 
 
 def remove_kernels(library: torch.library.Library) -> None:

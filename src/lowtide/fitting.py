@@ -14,6 +14,7 @@ from lowtide.levers import DEFAULT, named
 from lowtide.levers.choosing import Choice, advice, choose, optimizer_of
 from lowtide.levers.lever import Site
 from lowtide.planner import plan
+from lowtide.planner.in_place import without_in_place
 from lowtide.planner.planning import plain_peak_bytes, simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import OTHER_WORK, rehearse
@@ -107,6 +108,7 @@ def fit(
     levers: Collection[str] = DEFAULT,
     offload: bool = False,
     shapes: Any = None,
+    in_place: bool = True,
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
@@ -123,6 +125,9 @@ def fit(
 
     With `offload=True` saved tensors may also wait for backward in memory of the host, where that takes less time than
     making them again; not on a CPU.
+
+    With `in_place=False` no gradient is written over the one that it is computed from, and no kernel is put where
+    torch would look for it: nothing of torch's is changed then (docs/process.md).
 
     A batch that is larger than this one gets the most saving plan, and a warning that it may need more than the budget.
     With `shapes` smaller batches pay less or nothing: `batch` is the largest of the loop, and `shapes` a small one of
@@ -145,15 +150,16 @@ def fit(
     if offload and device_of(model) == "cpu":
         raise LowtideError("offload=True copies tensors from the device to the host, and this model is on the CPU.")
     if profile is None:
-        profile = rehearse(model, step, batch, optimizer=optimizer)
+        profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
     else:
         check_made_for(Profile.expect(profile, "fit(profile=...)").fingerprint, model, batch, what="profile")
+        profile = profile if in_place else without_in_place(profile)
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)
         return _fit_sizes(model, step, sizes, budget, optimizer, profile)
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
         optimizer = optimizer_of(model, step, batch)
-    site = Site(model, step, batch, optimizer)
+    site = Site(model, step, batch, optimizer, in_place=profile.allows_in_place)
     choice, made = _first(site, profile, budget, levers, offload)
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:

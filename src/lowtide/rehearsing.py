@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 @overload
 def rehearse(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizer | None = None
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    in_place: bool = True,
 ) -> Profile: ...
 
 
@@ -41,6 +46,7 @@ def rehearse(
     *,
     device: str | Card | None = None,
     optimizer: Optimizer | None = None,
+    in_place: bool = True,
 ) -> Profile | CardForesight:
     """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
 
@@ -52,6 +58,9 @@ def rehearse(
     before. If the step runs out of memory it is tried again under the most saving plan, and the peak of the plain step
     is then a prediction.
 
+    Unless `in_place`, no plan that is made of the profile writes a gradient over the one that it is computed from, and
+    no kernel is put where torch would look for it (docs/process.md).
+
     With `device`, the name of a CUDA card that need not be there ("rtx 4090", "a100-40", "cuda:24GiB"), the step is
     run on fake tensors instead, and the result says what it needs there and whether it fits: the same as
     `lowtide.foresee(..., device=...)`.
@@ -60,4 +69,4 @@ def rehearse(
     """
     if device is not None:
         return foresee(model, step, batch, device=device, optimizer=optimizer)
-    return rehearsal.rehearse(model, step, batch, optimizer=optimizer)
+    return rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)

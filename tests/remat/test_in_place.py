@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +37,7 @@ class Written(InPlace):
     def __init__(self, *nodes: str) -> None:
         self.nodes: list[str] = []
         super().__init__("cpu", lambda node, n_bytes: self.nodes.append(node))
-        self.least = dict.fromkeys(nodes or NODES, in_place.MIN_BYTES)
+        self.of_all(dict.fromkeys(nodes or NODES, in_place.MIN_BYTES))
 
 
 def activations(
@@ -637,10 +638,13 @@ def test_several_threads() -> None:
 @pytest.fixture
 def somebody_elses_kernel() -> Iterator[None]:
     """It was there before anybody looked."""
-    for key in list(in_place._LIBRARIES):
-        _torch.remove_kernels(in_place._LIBRARIES.pop(key))
     in_place._COUNTS.clear()
-    library = _torch.put_before({"aten::gelu_backward": lambda own, *args, **kwargs: own(*args[:-1], **kwargs)}, "CPU")
+    own = torch.library.get_kernel("aten::gelu_backward", "CPU")
+    library = torch.library.Library("aten", "IMPL")
+    kernel = lambda keys, *args, **kwargs: own.call_boxed(keys, *args, **kwargs)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("gelu_backward", kernel, "CPU", with_keyset=True)
     yield
     _torch.remove_kernels(library)
     in_place._COUNTS.clear()

@@ -7,7 +7,15 @@ from pathlib import Path
 import click
 
 from lowtide._require import require_pictures
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, say, script_arguments, write
+from lowtide.cli.source import (
+    OWN_OPTIONS_FIRST,
+    in_place_option,
+    output_option,
+    profile_of,
+    say,
+    script_arguments,
+    write,
+)
 
 
 @click.command("frontier", context_settings=OWN_OPTIONS_FIRST)
@@ -15,12 +23,14 @@ from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, profile_of, say
 @click.option("--beside", type=click.Path(exists=True, dir_okay=False), help="JSON list of named points to show too.")
 @output_option("--json", "json_to", 'Write the points to FILE; "-": print them alone.')
 @output_option("--picture", "picture_to", "Draw the frontier; FILE ends in .svg, .png or .pdf.")
+@in_place_option
 @script_arguments("PROFILE|SCRIPT")
 def frontier(
     n: int,
     beside: str | None,
     json_to: str | None,
     picture_to: str | None,
+    no_in_place: bool,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -39,9 +49,10 @@ def frontier(
     if picture_to is not None:
         _can_be_drawn(picture_to)  # before the work, not after it
     others = () if beside is None else read_points(Path(beside))
-    profile = profile_of(target, args, is_module=is_module, plain=True, quiet=json_to == "-")
+    quiet = json_to == "-"
+    profile = profile_of(target, args, is_module=is_module, plain=True, quiet=quiet, no_in_place=no_in_place)
     found = frontier_of(profile, n_budgets=n)
-    if json_to != "-":
+    if not quiet:
         Console().print(table(found, others))
     if json_to is not None:
         write(found.to_json(), json_to)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, profile_of, script_arguments, write
+from lowtide.cli.source import (
+    OWN_OPTIONS_FIRST,
+    in_place_option,
+    lever_option,
+    output_option,
+    profile_of,
+    script_arguments,
+    write,
+)
 from lowtide.units import check_budget
 
 PLAN_FILE = click.Path(exists=True, dir_okay=False)
@@ -27,12 +35,14 @@ def plan() -> None:
 @click.option("--cheap", is_flag=True, help="Redo no matrix product, convolution or attention.")
 @output_option("-o", "to", 'Write the plan to FILE; "-", the default: print it.')
 @lever_option
+@in_place_option
 @script_arguments("PROFILE|SCRIPT")
 def make(
     budget: str,
     cheap: bool,
     to: str | None,
     levers: tuple[str, ...],
+    no_in_place: bool,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -43,12 +53,13 @@ def make(
     rehearsed now. Exit code 1: no plan fits the budget.
     """
     check_budget(budget)
-    profile = profile_of(target, args, is_module=is_module, quiet=to in (None, "-"), levers=levers)
+    quiet = to in (None, "-")
+    profile = profile_of(target, args, is_module=is_module, quiet=quiet, levers=levers, no_in_place=no_in_place)
 
     from lowtide.planner import plan as plan_for
 
     made = plan_for(profile, budget, allow="cheap" if cheap else "all")
-    if to not in (None, "-"):
+    if not quiet:
         click.echo(str(made))
     write(made.to_json(), to or "-")
 

@@ -11,6 +11,7 @@ import click
 
 from lowtide.cli.source import (
     OWN_OPTIONS_FIRST,
+    in_place_option,
     is_profile,
     output_option,
     profile_of,
@@ -44,6 +45,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     callback=to_be_written,
     help="With --device: write the two steps as a memory snapshot, for pytorch.org/memory_viz.",
 )
+@in_place_option
 @output_option("--json", "json_to", 'Write the profile to FILE; "-": print that alone.')
 @script_arguments()
 def rehearse(
@@ -52,6 +54,7 @@ def rehearse(
     strict: bool,
     sizes: tuple[int, ...],
     snapshot_to: str | None,
+    no_in_place: bool,
     json_to: str | None,
     target: str,
     args: tuple[str, ...],
@@ -77,6 +80,8 @@ def rehearse(
     if device is not None:
         if plain:
             raise click.UsageError("--plain runs a step, and --device runs none.")
+        if no_in_place:
+            raise click.UsageError("--no-in-place is for plans, and --device foresees the step without one.")
         if snapshot_to is not None and len(sizes) > 1:
             raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
         found = _on_card(device, sizes, snapshot_to, json_to, target, args, is_module)
@@ -89,7 +94,7 @@ def rehearse(
         raise click.UsageError("--strict goes with --device, before the script.")
     if sizes:
         raise click.UsageError("--batch goes with --device, before the script: what follows it is its own.")
-    profile = profile_of(target, args, is_module=is_module, plain=plain, quiet=json_to == "-")
+    profile = profile_of(target, args, is_module=is_module, plain=plain, quiet=json_to == "-", no_in_place=no_in_place)
     if json_to != "-":
         click.echo(str(profile))
     if json_to is not None:

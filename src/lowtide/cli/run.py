@@ -7,7 +7,15 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, lever_option, output_option, say, script_arguments, write
+from lowtide.cli.source import (
+    OWN_OPTIONS_FIRST,
+    in_place_option,
+    lever_option,
+    output_option,
+    say,
+    script_arguments,
+    write,
+)
 from lowtide.units import check_budget
 
 
@@ -20,12 +28,14 @@ from lowtide.units import check_budget
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan that was made before.")
 @output_option("--save", "save_to", "Write the plan that --budget led to, for --plan the next time.")
 @lever_option
+@in_place_option
 @script_arguments()
 def run(
     budget: str | None,
     plan_file: str | None,
     save_to: str | None,
     levers: tuple[str, ...],
+    no_in_place: bool,
     target: str,
     args: tuple[str, ...],
     is_module: bool,
@@ -46,6 +56,8 @@ def run(
         raise click.UsageError("--save goes with --budget: the plan of --plan is in a file already.")
     if levers and budget is None:
         raise click.UsageError("--lever goes with --budget: the plan of --plan says which levers it has.")
+    if no_in_place and budget is None:
+        raise click.UsageError("--no-in-place goes with --budget: the plan of --plan says what it writes in place.")
     if budget is not None:
         check_budget(budget)
 
@@ -61,7 +73,7 @@ def run(
         return run_watched(script, Applying(Plan.from_json(Path(plan_file)), say), untrained=say)
     assert budget is not None
     importlib.import_module("scipy.optimize")  # the solver: now, while the script has not taken all the memory yet
-    crew = Fitting(budget, say, tuple(map(in_script, levers)))
+    crew = Fitting(budget, say, tuple(map(in_script, levers)), in_place=not no_in_place)
     if save_to is not None:
         crew.when_kept = lambda plan: write(plan.to_json(), save_to)
     return run_watched(script, crew, untrained=say)

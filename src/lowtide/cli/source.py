@@ -73,6 +73,15 @@ def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
     )(body)
 
 
+def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--no-in-place`."""
+    return click.option(
+        "--no-in-place",
+        is_flag=True,
+        help="Write no gradient over another: then no kernel is put where torch looks for them.",
+    )(body)
+
+
 def write(text: str, to: str) -> None:
     """Write `text` to a file, or to stdout for "-": the first of several processes does."""
     if rank():
@@ -119,6 +128,7 @@ def profile_of(
     plain: bool = False,
     quiet: bool = False,
     levers: tuple[str, ...] = (),
+    no_in_place: bool = False,
 ) -> Profile:
     """The profile in a `.json` file, or of a script that is rehearsed now; what that prints goes to stderr if `quiet`.
 
@@ -131,7 +141,10 @@ def profile_of(
             raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
         if levers:
             raise click.UsageError(f"{target} is a profile, made without --lever: give the script to rehearse it with.")
-        return Record.from_json(Path(target))
+        from lowtide.planner.in_place import without_in_place
+
+        found = Record.from_json(Path(target))
+        return without_in_place(found) if no_in_place else found
     from lowtide._require import require_torch
 
     require_torch(f"lowtide, to rehearse {target},")
@@ -140,7 +153,7 @@ def profile_of(
     from lowtide.script.running import INTERRUPTED, Script
     from lowtide.script.watching import run_watched
 
-    crew = Rehearsing(plain=plain, levers=tuple(map(in_script, levers)))
+    crew = Rehearsing(plain=plain, levers=tuple(map(in_script, levers)), in_place=not no_in_place)
     script = Script(target=target, args=args, is_module=is_module)
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
         code = run_watched(script, crew)

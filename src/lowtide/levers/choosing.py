@@ -173,7 +173,7 @@ def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
     """The profile of the step with these levers on. Raises NoUse, with the reason, if one may not be."""
     with put_on(site.model, levers, site.optimizer) as on:
         try:
-            profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer)
+            profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer, in_place=site.in_place)
         except Refused as error:
             raise NoUse(f"the step reads more than the loss: {str(error).partition(' was let go')[0]}") from error
         except LowtideError as error:

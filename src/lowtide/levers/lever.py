@@ -26,6 +26,8 @@ class Site:
     batch: Any
     optimizer: Optimizer | None
     """The one that steps on the model's parameters; None where there is none, or more than one."""
+    in_place: bool = True
+    """Whether gradients may be written in place."""
 
 
 class On(Protocol):

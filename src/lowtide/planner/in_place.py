@@ -11,6 +11,11 @@ from dataclasses import replace
 from lowtide.planner.records import Profile
 
 
+def without_in_place(profile: Profile) -> Profile:
+    """The same step with each gradient in memory of its own, in every plan."""
+    return replace(profile, in_place=(), allows_in_place=False)
+
+
 def numbers(profile: Profile) -> Iterator[int]:
     """How many of `profile.in_place` a plan may have: all that cost nothing, and then one more each time."""
     free = next((n for n, each in enumerate(profile.in_place) if each.extra_ms), len(profile.in_place))

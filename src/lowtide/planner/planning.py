@@ -100,6 +100,7 @@ def plan(
         larger=None if larger == decisions else Decided(**_decided(profile, larger)),
         mixed=tuple(sorted((decisions.remake | larger.remake) & _differing(profile))),
         left_alone=profile.left_alone,
+        allows_in_place=profile.allows_in_place,
         notes=profile.notes,
     )
 

@@ -200,6 +200,8 @@ class Profile(Record):
     """Shapes and dtypes of what the model, or a part of it by itself, was called with, each kind once."""
     in_place: tuple[InPlace, ...] = ()
     """Gradients that need no memory of their own; what costs nothing comes first."""
+    allows_in_place: bool = True
+    """False where none was to be written in place: then no kernel was put aside for that, and no plan has any."""
     levers: tuple[Pulled, ...] = ()
     """Levers that were on while all this was measured; the plain step is one with them."""
     offload_bytes_per_ms: float | None = None
@@ -326,6 +328,8 @@ class Plan(Decided):
     """Addresses at which what is to be remade is something else, or is kept, in some call of the model."""
     left_alone: tuple[str, ...] = ()
     """Paths of modules that the plan has nothing to do with (`Profile.left_alone`)."""
+    allows_in_place: bool = True
+    """False where no gradient was to be written in place (`Profile.allows_in_place`): then none is."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 

@@ -63,7 +63,9 @@ OTHER_WORK: Final = (
 )
 
 
-def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None) -> Profile:
+def rehearse(
+    model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None, in_place: bool = True
+) -> Profile:
     """The profile of `step(batch)`, which is run four times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
     check_uncompiled(model)
@@ -75,7 +77,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         refused: dict[type[nn.Module], str] = {}
 
         def tried() -> tuple[Audit, bool, tuple[Static, frozenset[int]], MostSaving, Trace, Recorder]:
-            audit, frugal = _audited(model, step, batch, unchanged, refused)
+            audit, frugal = _audited(model, step, batch, unchanged, refused, in_place)
             there = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
             unchanged.rewind()
             engine, sent = MostSaving(model, audit), n_sent()
@@ -103,6 +105,7 @@ def rehearse(model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer |
         entry=recorder.entry_addresses,
         given=audit.inputs,
         written_over=audit.written_over,
+        allows_in_place=audit.allows_in_place,
     )
     notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * overflows
     found = assemble(
@@ -149,12 +152,17 @@ def _without_mismatch(run: Callable[[], T], unchanged: Unchanged, refused: dict[
 
 
 def _audited(
-    model: nn.Module, step: Step, batch: Any, unchanged: Unchanged, refused: dict[type[nn.Module], str]
+    model: nn.Module,
+    step: Step,
+    batch: Any,
+    unchanged: Unchanged,
+    refused: dict[type[nn.Module], str],
+    in_place: bool,
 ) -> tuple[Audit, bool]:
     """The audit, and whether it is a frugal one, as where another does not fit."""
 
     def repeated(*, frugal: bool) -> Audit:
-        while (audit := _audit(model, step, batch, frugal, refused)).leaked:
+        while (audit := _audit(model, step, batch, frugal, refused, in_place)).leaked:
             unchanged.restore()
         return audit
 
@@ -168,10 +176,12 @@ def _audited(
     return unless_out_of_memory(lambda: repeated(frugal=True), _does_not_fit), True
 
 
-def _audit(model: nn.Module, step: Step, batch: Any, frugal: bool, refused: dict[type[nn.Module], str]) -> Audit:
+def _audit(
+    model: nn.Module, step: Step, batch: Any, frugal: bool, refused: dict[type[nn.Module], str], in_place: bool
+) -> Audit:
     _, static = static_bytes(model, batch, ())
     with recorder_for(place_of(model)) as recorder:
-        audit = Audit(model, static, recorder.mark, frugal=frugal, refused=refused)
+        audit = Audit(model, static, recorder.mark, frugal=frugal, refused=refused, in_place=in_place)
         with audit.running():
             step(batch)
     name = type(model).__name__

@@ -62,8 +62,12 @@ class Audit(Remakes, Probe):
         *,
         frugal: bool = False,
         refused: dict[type[nn.Module], str] | None = None,
+        in_place: bool = True,
     ) -> None:
-        """`refused` has for classes of modules why they are not run again; those that turn out to be so are added."""
+        """`refused` has for classes of modules why they are not run again; those that turn out to be so are added.
+
+        Unless `in_place`, no gradient is written over another.
+        """
         super().__init__(model, static, mark, frugal=frugal)
         self.calls: list[CallDraft] = []
         self.refused = {} if refused is None else refused
@@ -76,6 +80,7 @@ class Audit(Remakes, Probe):
         self.reads = 0
         self.written_over: list[Together] = []
         """Gradients that can be written in place."""
+        self.allows_in_place = in_place
         self._tried_in_place: AuditInPlace | None = None
         self._mark = mark
         self._blocks = repeated_blocks(model)
@@ -97,7 +102,9 @@ class Audit(Remakes, Probe):
         self.install()
         values.probe = self
         try:
-            with self._units.watched(), AuditInPlace(self._place, self._mark) as self._tried_in_place:
+            with self._units.watched(), contextlib.ExitStack() as stack:
+                if self.allows_in_place:
+                    self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
                 yield
         finally:
             values.probe = None
@@ -114,8 +121,8 @@ class Audit(Remakes, Probe):
         sharding.settle(self.values, self.slots, self.calls, self.homes)
         addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
         transients(self.values, stream)
-        assert self._tried_in_place is not None
-        self.written_over = self._tried_in_place.settle(stream)
+        if self._tried_in_place is not None:
+            self.written_over = self._tried_in_place.settle(stream)
 
     @property
     def shapes(self) -> list[CallShape]:

@@ -47,7 +47,7 @@ class AuditInPlace(InPlace):
 
     def __init__(self, device: torch.device, mark: Callable[[str, object], None]) -> None:
         super().__init__(device.type, alone=True)
-        self.least = dict.fromkeys(available(device.type), MIN_BYTES)
+        self.of_all(dict.fromkeys(available(device.type), MIN_BYTES))
         self._place, self._mark = device, mark
         self._own_bytes: dict[tuple[str, int], int] = {}
         self._more_ms: dict[tuple[str, int], list[float]] = defaultdict(list)

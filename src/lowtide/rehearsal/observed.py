@@ -61,8 +61,9 @@ class Observed:
     traced. `why` says what was wrong with steps that can't be used.
     """
 
-    def __init__(self, model: nn.Module, *, plain: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, plain: bool = False, in_place: bool = True) -> None:
         self.model = model
+        self._in_place = in_place
         self.profile: Profile | None = None
         self.why: list[str] = []
         self.n_steps = 0
@@ -106,7 +107,7 @@ class Observed:
         watch.start()
         self._watch = watch  # not before: what can't be recorded has no end
         if known is None or _size(found) > GROWN * _size(known.fingerprint):
-            watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True)
+            watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
             watch.audit.left_alone = self._left_alone
             watch.leave.enter_context(watch.audit.running())
         elif not self._plain or best is None or best.fingerprint != found or best.plain is not None:
@@ -277,6 +278,7 @@ class _Traced:
             entry=self._watch.recorder.entry_addresses,
             given=self._trace.inputs,
             written_over=self._audit.written_over if self._is_alike else [],
+            allows_in_place=self._audit.allows_in_place,
         )
         return assemble(
             step,

@@ -36,6 +36,8 @@ class TracedStep:
     """For each call of the model from outside what it was given, in words."""
     written_over: list[Together]
     """The gradients that were written in place."""
+    allows_in_place: bool
+    """Whether any might be."""
 
 
 def assemble(
@@ -72,6 +74,7 @@ def assemble(
         step_ms=plain[1],
         measured_plain_peak_bytes=plain[0],
         in_place=in_place(step.written_over, level),
+        allows_in_place=step.allows_in_place,
         given=tuple(dict.fromkeys(map(", ".join, step.given))),
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,

@@ -23,6 +23,7 @@ from lowtide._torch import (
     in_transform,
     never_compiled,
     saved_tensor_hooks,
+    without_aside,
 )
 from lowtide.errors import LowtideError
 from lowtide.identity import place_of
@@ -254,7 +255,8 @@ class Engine:
     def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
         if not torch.is_grad_enabled() or in_backward():
-            return seam.inner(*args, **kwargs)  # inside of backward: what somebody else checkpointed is recomputed
+            with without_aside():  # inside of backward: what somebody else checkpointed is recomputed
+                return seam.inner(*args, **kwargs)
         if not self.model.training:
             self.n_runs_in_eval_mode += 1
             return seam.inner(*args, **kwargs)
@@ -277,8 +279,14 @@ class Engine:
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
         plan = self.choose(seam, args, kwargs)
-        if self._writing is not None:
-            self._writing.least = self.in_place[plan]
+        if self._writing is None or self.is_measured:
+            return self.run(plan, seam, args, kwargs)
+        with self._writing.of_run(self.in_place[plan]) as outputs:
+            outputs.append(self.run(plan, seam, args, kwargs))
+            return outputs[0]
+
+    def run(self, plan: int, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or a part of it, with the hooks if `plan` has something to do with what is saved."""
         if self.keeps_all(plan):
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
@@ -331,7 +339,10 @@ class Engine:
         if self.is_measured or any(self.in_place):
             device = place_of(self.model).type
             writing = InPlace(device, self.wrote_in_place, alone=self.is_measured)
-            check(device, (node for each in self.in_place for node in each))
+            if nodes := {node for each in self.in_place for node in each}:
+                check(device, nodes)
+            if self.is_measured:
+                writing.of_all(self.in_place[0])
             self._writing = writing
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():

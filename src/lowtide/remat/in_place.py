@@ -21,9 +21,10 @@ thread may be about to call it. While nothing is in force they call torch's at o
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from lowtide import _torch
 from lowtide._removable import Removable
+from lowtide._standins import stand_in
 from lowtide.errors import LowtideError
 from lowtide.remat.overwriting import OPERATORS, Operator, has_pieces
 
@@ -61,15 +63,64 @@ class InPlace(Removable):
         self.least: Mapping[str, int] = {}
         """For each node from how many bytes on; none others."""
         self._told = told
-        available(device)
+        self._is_for_all = False
+        self._n_running = 0
+        self._graphs: list[weakref.ref[_Graph]] = []
+        """Of the model's runs whose backward is awaited, oldest first."""
+        self._unseen: list[_Graph] = []
+        """Those of them to which no output is known to lead."""
+        self._has_written = False
         _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def wants(self, node: str, n_bytes: int) -> bool:
         """Whether the gradient of that many bytes that comes to such a node is written over."""
         return node in self.least and n_bytes >= self.least[node]
 
+    def of_all(self, least: Mapping[str, int]) -> None:
+        """From now on these are wanted in each backward pass, whatever model it is of."""
+        self.least, self._is_for_all = least, True
+        if least:
+            available(self.device)
+            _attend()
+
+    @contextlib.contextmanager
+    def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
+        """The model runs in this block: these are wanted in the backward pass of the output that is put in the list."""
+        self.least = least
+        outputs: list[Any] = []
+        if not least:
+            yield outputs
+            return
+        self._n_running += 1  # it may run backward itself
+        _attend()
+        try:
+            yield outputs
+        finally:
+            self._n_running -= 1
+        graph = _Graph()
+        nodes = [t.grad_fn for t in _torch.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
+        for node in nodes:
+            _torch.node_metadata(node).setdefault(_Graph, []).append(graph)
+        if not nodes:
+            self._unseen.append(graph)
+        self._graphs.append(weakref.ref(graph))
+        _attend()
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a backward pass that begins now may be one whose gradients are wanted."""
+        self._graphs = [graph for graph in self._graphs if graph() is not None]
+        return bool(self.least) and bool(self._is_for_all or self._n_running or self._graphs)
+
+    def has_passed(self) -> None:
+        """A backward pass is over that has not kept its graph."""
+        if self._has_written and not self._n_running:
+            self._has_written = False
+            del self._graphs[:1], self._unseen[:1]
+
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """What the operator gives, written over its first argument. `own` is torch's kernel."""
+        self._has_written = True
         if self._told is not None:
             self._told(operator.node, args[0].numel() * args[0].element_size())
         return operator.write(own, *args, **kwargs)
@@ -81,6 +132,60 @@ class InPlace(Removable):
 
 _IN_FORCE: list[weakref.ref[InPlace]] = []
 """A model that is dropped with its plan is not to stay because of it."""
+
+
+class _Graph:
+    """Lives as long as a graph of the model does."""
+
+    __slots__ = ("__weakref__",)
+
+
+_stop_attending: Callable[[], None] | None = None
+
+
+def _attend() -> None:
+    """From now on torch's own way into a backward pass asks whether one of those in force awaits it.
+
+    Until one begins that none awaits: so nothing else in the process pays for it.
+    """
+    global _stop_attending
+    with _LOCK:
+        if _stop_attending is None:
+            _stop_attending = stand_in(torch.autograd, _torch.ENGINE, functools.partial(functools.partial, _backward))
+
+
+@_torch.not_compiled_alone
+def _backward(
+    run: Callable[..., Any], tensors: Any, gradients: Any, keep_graph: bool, *args: Any, **kwargs: Any
+) -> Any:
+    if not (rulings := _awaiting()):
+        return run(tensors, gradients, keep_graph, *args, **kwargs)
+    try:
+        with _torch.with_aside():
+            return run(tensors, gradients, keep_graph, *args, **kwargs)
+    finally:
+        _has_passed(rulings, keep_graph)
+
+
+@_torch.never_compiled
+def _awaiting() -> list[InPlace]:
+    """Those in force that await a backward pass which begins now; one inside of another finds what that did."""
+    global _stop_attending
+    if _torch.in_backward():
+        return []
+    found = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None and ruling.is_awaiting]
+    with _LOCK:
+        if not found and _stop_attending is not None:
+            _stop_attending()
+            _stop_attending = None
+    return found
+
+
+@_torch.never_compiled
+def _has_passed(rulings: list[InPlace], keep_graph: bool) -> None:
+    for ruling in () if keep_graph else rulings:
+        ruling.has_passed()
+    _awaiting()
 
 
 def check(device: str, nodes: Iterable[str]) -> None:
@@ -113,23 +218,24 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
     return wanting(node, args[0].numel() * args[0].element_size()) is not None and _writable(OPERATORS[node], args)
 
 
-def _kernel(name: str, device: str) -> Callable[..., Any]:
+def _kernel(name: str) -> Callable[..., Any]:
     """What stands before torch's kernel."""
 
-    def kernel(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The last of them is for `references`, and none of them is to have a variable.
         trial = _trial
         if trial is not None and _torch.running_node() is trial.node:
             trial.found.append(_torch.references(args))
-        elif (found := _ruling(name, device, args)) is not None:
+        elif (found := _ruling(name, args)) is not None:
             ruling, operator = found
-            return ruling.run(operator, own, args[:-1], kwargs)
-        return own(*args[:-1], **kwargs)
+            with _torch.below_autograd():
+                return ruling.run(operator, past, args[:-1], kwargs)
+        return on(*args[:-1], **kwargs)
 
     return kernel
 
 
-def _ruling(name: str, device: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
+def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
     """What is in force, and as what, if it wants the first of the arguments to be written over and that can be done."""
     if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
         return None
@@ -137,7 +243,10 @@ def _ruling(name: str, device: str, args: tuple[Any, ...]) -> tuple[InPlace, Ope
     if node not in OPERATORS or OPERATORS[node].name != name:
         return None
     found, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
+    device = args[0].device.type
     if found is None or _torch.references(args) != _COUNTS.get(device, {}).get(node):
+        return None
+    if not _torch.is_dispatched_plainly(args[0]) or _torch.is_replaced(name, device.upper()):
         return None
     return (found, operator) if _writable(operator, args[:-1]) else None
 
@@ -147,7 +256,7 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
     memory is nobody else's.
     """
     gradient, saved = args[0], args[operator.like]
-    if not _torch.is_plain(gradient):
+    if not all(_torch.is_plain(each) for each in args if isinstance(each, Tensor)):
         return False
     storage = gradient.untyped_storage()
     return (
@@ -179,8 +288,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 _LOCK: Final = threading.RLock()
-_LIBRARIES: dict[tuple[str, str], torch.library.Library] = {}
-"""By the type of device and the operator's name, our kernels."""
+_libraries: list[torch.library.Library] = []
+"""Our kernels, once they are needed."""
 _COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
 """By the type of device and the node, how many references there are when there are no others."""
 
@@ -206,10 +315,17 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
         return {}
     with _LOCK:
         if device not in _COUNTS:
-            _put_before(device)
+            _put_aside()
             found = {}
-            with _torch.without_modes(), torch.autocast(device, enabled=False), torch.enable_grad():
+            with (
+                _torch.without_modes(),
+                _torch.with_aside(),
+                torch.autocast(device, enabled=False),
+                torch.enable_grad(),
+            ):
                 for operator in OPERATORS.values():
+                    if _torch.is_replaced(operator.name, device.upper()):  # by somebody else, whose turn it is
+                        continue
                     alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
                     if alone is not None and shared is not None and alone != shared:
                         found[operator.node] = alone
@@ -217,13 +333,10 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
         return _COUNTS[device]
 
 
-def _put_before(device: str) -> None:
-    """Our kernels stand before torch's, unless somebody else's are there."""
-    for name in sorted({operator.name for operator in OPERATORS.values()}):
-        if (device, name) not in _LIBRARIES:
-            with contextlib.suppress(RuntimeError):
-                kernels = {f"aten::{name}": _kernel(name, device)}
-                _LIBRARIES[device, name] = _torch.put_before(kernels, device.upper())
+def _put_aside() -> None:
+    """Our kernels are where torch looks for them in a backward pass that is awaited, and nowhere else."""
+    if not _libraries:
+        _libraries.append(_torch.put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}))
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import base_of, hooks_but_in_transforms, never_compiled, next_sequence_number, storage_id
+from lowtide._torch import (
+    base_of,
+    hooks_but_in_transforms,
+    never_compiled,
+    next_sequence_number,
+    storage_id,
+    without_aside,
+)
 from lowtide.errors import ReplayMismatch
 from lowtide.remat import hooks, values
 from lowtide.remat.arguments import Arguments, tensors_in_call
@@ -207,6 +214,7 @@ class Frame:
         seam = self.seam
         args, kwargs = self.arguments.again(operands)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(without_aside())
             if seam.reach.units:
                 stack.enter_context(run_again(seam.reach.units))
             stack.enter_context(self.surroundings.again())

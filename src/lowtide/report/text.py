@@ -59,9 +59,11 @@ _MOST_LISTED = 8
 
 def decisions(plan: Plan) -> str:
     """What is remade and replayed, by what it is: `remade layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
+    asked = [] if plan.allows_in_place else ["no gradients in place, as asked"]
     if plan.decisions == Decisions():
-        return "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
-    parts = []
+        kept = "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
+        return "; ".join([kept, *asked])
+    parts = asked
     if plan.in_place:
         parts.append(f"gradients in place: {', '.join(map(_op, plan.in_place))}")
     if plan.remake:

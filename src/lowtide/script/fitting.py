@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 class Fitting(UnderPlan):
     """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
 
-    def __init__(self, budget: int | str, say: Callable[[str], None], levers: tuple[Pulled, ...] = ()) -> None:
+    def __init__(
+        self, budget: int | str, say: Callable[[str], None], levers: tuple[Pulled, ...] = (), *, in_place: bool = True
+    ) -> None:
         super().__init__(say)
         self.plan: Plan | None = None
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Called with the plan that stays in force: its peak is within the budget, or there was none to measure."""
         self._budget = budget
-        self._rehearsing = Rehearsing(stop=False, levers=levers)
+        self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
         """Peaks that were measured under plans, and were over the budget."""
         self._told = False

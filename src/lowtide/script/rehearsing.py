@@ -40,10 +40,12 @@ class Rehearsing(Crew):
         hidden = f"; the script itself recorded {self.n_hidden} of them, as with a profiler" if self.n_hidden else ""
         return TWO_STEPS + hidden
 
-    def __init__(self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = ()) -> None:
+    def __init__(
+        self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = (), in_place: bool = True
+    ) -> None:
         self.done = False
         self.profile: Profile | None = None
-        self._levers = levers
+        self._levers, self._in_place = levers, in_place
         self._on: PulledOn | None = None
         self.n_steps = 0
         """Steps that were seen to their end."""
@@ -61,7 +63,7 @@ class Rehearsing(Crew):
             self.leaves()
         check_uncompiled(model)
         if self._observed is None:
-            self._observed = Observed(model, plain=self._plain)
+            self._observed = Observed(model, plain=self._plain, in_place=self._in_place)
         if self._on is None:
             self._on = _put_on(model, self._levers)
         self._is_hidden = False

@@ -68,7 +68,8 @@ def buckets_for(
 
     Raises Infeasible, OverBudget or RehearsalError as `fit` does.
     """
-    small = _small(model, step, sizes, optimizer)
+    in_place = large.allows_in_place
+    small = _small(model, step, sizes, optimizer, in_place)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(large))
     few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
     same_work = alike(small, large)
@@ -79,7 +80,7 @@ def buckets_for(
         known = large if share == 1 else small if share == 0 else None
         if known is None and same_work:
             known = between(small, large, share, fingerprint(model, batch))
-        profile = known or rehearse(model, step, batch, optimizer=optimizer)
+        profile = known or rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
         try:
             plan, verdict = fit_one(batch, budget_bytes, profile)
             holds = not verdict.drifted
@@ -88,17 +89,19 @@ def buckets_for(
                 raise
             holds = False
         if not holds and PREDICTED in profile.notes:
-            profile = rehearse(model, step, batch, optimizer=optimizer)
+            profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
             plan, verdict = fit_one(batch, budget_bytes, profile)
         shapes = shapes_between(few, many, share)
         found.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
     return found[::-1]
 
 
-def _small(model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizer | None) -> Profile:
+def _small(
+    model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizer | None, in_place: bool
+) -> Profile:
     """The profile for the smallest batch. Raises RehearsalError where a step on a part of the large one fails."""
     try:
-        return rehearse(model, step, sizes.batch(0.0), optimizer=optimizer)
+        return rehearse(model, step, sizes.batch(0.0), optimizer=optimizer, in_place=in_place)
     except Exception as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
