@@ -41,7 +41,8 @@ def others() -> dict[str, Callable[[], object]]:
 def work(way: str, turns: Connection) -> None:
     """Take the turns that are asked for: the microseconds of each model's fastest step."""
     torch.set_num_threads(1)
-    mine, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 2000), nn.LogSoftmax(-1)), torch.randn(512, 64)
+    mine = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 2000), nn.LogSoftmax(-1))
+    x = torch.randn(512, 64)
 
     def step(x: Tensor) -> None:
         mine(x).sum().backward()
