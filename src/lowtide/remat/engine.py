@@ -71,6 +71,8 @@ class Engine:
         self.builder = Builder(Owners(model))
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
+        self.versions: dict[str, int] = {}
+        """By address, how often the tensor that is remade had been written to when it was first saved there."""
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
         self.mixed: frozenset[str] = frozenset()
@@ -146,7 +148,7 @@ class Engine:
         if decision is not None:
             try:
                 if node.name() == decision.node:
-                    return Handle(self.remade(node, output, base, found), view)
+                    return Handle(self.remade(node, output, base, found, decision), view)
             except CannotRemake:
                 pass
             self.drift(decision, node)
@@ -170,8 +172,10 @@ class Engine:
         assert value is not None
         return Handle(value, None if base is tensor else tensor.detach())
 
-    def remade(self, node: Node, output: int, base: Tensor, found: Value | None) -> Value:
+    def remade(self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision) -> Value:
         """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""
+        if self.versions.setdefault(decision.address, base._version) != base._version:
+            raise CannotRemake("it is written to without autograd, and was not before")
         value = self.builder.remake(node, output, base)
         if found is not None and found.passing:
             found.maker, found.passing, value = value.maker, False, found

@@ -149,7 +149,7 @@ class Pass:
         scope, outer = self.scope, self.frame
         assert scope is not None
         replay, advance = scope.actions.replay, scope.actions.advance and outer is None
-        if (replay or advance) and not (torch.is_grad_enabled() and self.ours(seam)):
+        if (replay or advance) and not (torch.is_grad_enabled() and self.ours(seam) and self.is_as_planned(seam)):
             replay = advance = False
         if outer is not None:
             outer.nested.append((seam, replay))
@@ -167,6 +167,17 @@ class Pass:
         if advance and (value := left_to_advance(frame, result, replayed=replay)) is not None:
             self.results.append(value)
         return result
+
+    def is_as_planned(self, seam: Seam) -> bool:
+        """Whether nothing was put on the module since its plan was put in force; if not, say so."""
+        change = None if seam.as_planned is None else seam.as_planned.change()
+        if change is not None:
+            self.engine.say(
+                f"{change} since its plan was put in force. The plan runs {seam} again in backward, and was not "
+                "compared with that: what the block saves is kept instead, so the peak may be above the budget. Fit, "
+                "or rehearse and plan, again."
+            )
+        return change is None
 
     def argument(
         self, decisions: Mapping[int, Decision], places: Iterator[int], outer: Frame | None, tensor: Tensor

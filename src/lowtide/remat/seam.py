@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lowtide._torch import CALL, is_compiled, is_tracing, own_call, without_function_mode
+from lowtide.remat.as_planned import AsPlanned
 from lowtide.remat.noting import Noting
 from lowtide.remat.surroundings import Reach
 
@@ -31,6 +32,7 @@ class Seam:
         "_reach",
         "_thread",
         "actions",
+        "as_planned",
         "before",
         "engine",
         "inner",
@@ -46,6 +48,8 @@ class Seam:
         self.engine, self.module, self.path, self.actions = engine, module, path, actions
         self.replays = any(action.replay or action.advance for of_plan in actions for action in of_plan.values())
         """Whether a plan replays or advances any call of the module."""
+        self.as_planned = AsPlanned(module, path) if self.replays else None
+        """The module when the plan was put in force, if that replays it."""
         self.installed = False
         self.is_compiled = is_compiled(module)
         self.is_left_alone = path in engine.left_alone

@@ -1,0 +1,86 @@
+"""Modules as they were when a plan was put in force on them: what was put on since is in no audit.
+
+A block is run again because that was compared with the first run, bit by bit. A hook, a reparametrization or another
+module that came later may count, draw, write to what it is given, or make a weight: run again, all of it would happen
+twice, or not at all. Hooks that are taken off are no risk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowtide._torch import GLOBAL_FORWARD_HOOKS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class _Look(NamedTuple):
+    """Parts of a module that decide what a call of it does."""
+
+    kind: type
+    forward: Any
+    """Of the instance alone: an implementation that was put over that of its class."""
+    children: dict[str, Any]
+    names: set[str]
+    """Of parameters and buffers."""
+    hooks: dict[int, Any]
+
+
+class AsPlanned:
+    """The modules that a call runs, in their paths, as they were when this was made."""
+
+    __slots__ = ("_global", "_looks")
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        named = module.named_modules(prefix=path)
+        self._looks = [(name, part, _look(part)) for name, part in named]
+        self._global = {key for table in GLOBAL_FORWARD_HOOKS for key in table}
+
+    def change(self) -> str | None:
+        """What is not as it was, in words; None if there is nothing."""
+        for path, module, was in self._looks:
+            now = _look(module)
+            if now != was and (change := _in_words(was, now)) is not None:
+                return f"{path or type(module).__name__} {change}"
+        added = (hook for table in GLOBAL_FORWARD_HOOKS for key, hook in table.items() if key not in self._global)
+        return next((f"every module has the hook {_name(hook)}" for hook in added), None)
+
+
+def _look(module: nn.Module) -> _Look:
+    table = vars(module)
+    return _Look(
+        type(module),
+        table.get("forward"),
+        dict(module._modules.items()),
+        {*module._parameters.keys(), *module._buffers.keys()},
+        {**module._forward_pre_hooks, **module._forward_hooks},
+    )
+
+
+def _in_words(was: _Look, now: _Look) -> str | None:
+    if added := [hook for key, hook in now.hooks.items() if key not in was.hooks]:
+        return f"has the hook {_name(added[0])}"
+    if now.kind is not was.kind:
+        return f"is a {now.kind.__name__} and was a {was.kind.__name__}"
+    if now.forward is not was.forward and now.forward != was.forward:
+        return "has another forward" + (
+            f" ({_name(now.forward)})" if now.forward is not None else ", that of its class"
+        )
+    if others := [name for name, child in now.children.items() if was.children.get(name) is not child]:
+        return f"has another module at {others[0]} ({type(now.children[others[0]]).__name__})"
+    if gone := was.children.keys() - now.children.keys():
+        return f"has no module at {min(gone)} any longer"
+    if now.names != was.names:
+        return f"has {_names(now.names - was.names)} and had {_names(was.names - now.names)}"
+    return None
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _name(function: Any) -> str:
+    """`torch.nn.utils.prune.L1Unstructured`, also of an object of that class."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
