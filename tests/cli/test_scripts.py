@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -97,6 +98,32 @@ def test_a_script_within_a_budget_trains_to_the_same_bits(
     assert (again.code, again.out) == (0, plain)
     assert "the plan is in force" in again.err
     assert again.err.count("within the budget") == 1
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+
+
+@needs_full
+def test_a_script_trains_on_where_its_plan_can_not_be_saved(script: Callable[[str], str], plain: str, run: Run) -> None:
+    done = run("run", "--budget", "90%", "--save", "/dev/full", script(TRAIN))
+    assert (done.code, done.out) == (0, plain)
+    said = "lowtide: the plan is not saved, and training goes on: /dev/full can't be written: No space left on device."
+    assert done.err.count(said) == 1
+
+
+@needs_full
+def test_a_script_trains_on_where_stderr_is_full(script: Callable[[str], str], plain: str) -> None:
+    command = [sys.executable, "-m", "lowtide", "run", "--budget", "90%", script(TRAIN)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, plain)
+
+
+@needs_full
+def test_a_profile_that_can_not_be_written_is_said_in_a_line(script: Callable[[str], str], run: Run) -> None:
+    done = run("rehearse", "--json", "/dev/full", script(TRAIN))
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith("lowtide.LowtideError: /dev/full can't be written: No space left")
 
 
 def test_a_rehearsal_ends_the_script_and_says_what_a_step_needs(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,7 +18,11 @@ from lowtide.cli.source import (
     script_arguments,
     write,
 )
+from lowtide.errors import LowtideError
 from lowtide.units import check_budget
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Plan
 
 
 @click.command("run", context_settings=OWN_OPTIONS_FIRST)
@@ -75,5 +81,13 @@ def run(
     importlib.import_module("scipy.optimize")  # the solver: now, while the script has not taken all the memory yet
     crew = Fitting(budget, say, tuple(map(in_script, levers)), in_place=not no_in_place)
     if save_to is not None:
-        crew.when_kept = lambda plan: write(plan.to_json(), save_to)
+        crew.when_kept = partial(_save, save_to)
     return run_watched(script, crew, untrained=say)
+
+
+def _save(to: str, plan: Plan) -> None:
+    """Write the plan that stays in force. Training goes on where that can't be done."""
+    try:
+        write(plan.to_json(), to)
+    except LowtideError as why:
+        say(f"the plan is not saved, and training goes on: {why}")

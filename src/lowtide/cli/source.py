@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowtide.errors import LowtideError
+
 if TYPE_CHECKING:
     from lowtide.planner.records import Profile
 
@@ -83,19 +85,28 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(text: str, to: str) -> None:
-    """Write `text` to a file, or to stdout for "-": the first of several processes does."""
+    """Write `text` to a file, or to stdout for "-": the first of several processes does.
+
+    Raises LowtideError where that can't be done, as on a full disk.
+    """
     if rank():
         return
-    if to == "-":
-        click.echo(text.removesuffix("\n"))
-        return
-    Path(to).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    try:
+        if to == "-":
+            click.echo(text.removesuffix("\n"))
+            return
+        Path(to).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LowtideError(
+            f"{'stdout' if to == '-' else to} can't be written: {error.strerror or error}. Make room, or name another "
+            "file."
+        ) from None
     say(f"written: {to}")
 
 
 def say(text: str) -> None:
-    """A line of ours on stderr, in the middle of what a script writes."""
-    with beside_bars():
+    """A line of ours on stderr, in the middle of what a script writes, which goes on where stderr is full or closed."""
+    with contextlib.suppress(OSError, ValueError), beside_bars():
         click.echo(f"{who()}: {text}", err=True)
 
 

@@ -64,9 +64,7 @@ def _in_words(was: _Look, now: _Look) -> str | None:
     if now.kind is not was.kind:
         return f"is a {now.kind.__name__} and was a {was.kind.__name__}"
     if now.forward is not was.forward and now.forward != was.forward:
-        return "has another forward" + (
-            f" ({_name(now.forward)})" if now.forward is not None else ", that of its class"
-        )
+        return f"has another forward, of {_name(now.kind if now.forward is None else now.forward)}"
     if others := [name for name, child in now.children.items() if was.children.get(name) is not child]:
         return f"has another module at {others[0]} ({type(now.children[others[0]]).__name__})"
     if gone := was.children.keys() - now.children.keys():
