@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from lowtide._interrupts import hold_back
 from lowtide._removable import Removable
 from lowtide.identity import check_made_for
 from lowtide.levers import of_plan
@@ -29,6 +31,9 @@ class Applied(Removable):
         self._engine = Planned(model, plan)
         self._engine.tell = say
         with contextlib.ExitStack() as undo:
+            give_back = weakref.finalize(self._engine, hold_back())  # a plan may stay in force until its model is gone
+            give_back.atexit = False
+            undo.callback(give_back)
             lookout = Lookout(model, plan, say)  # behind the levers, as the rehearsal was
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lowtide._interrupts import held_back
 from lowtide._removable import Removable
 from lowtide.applying import Applied, apply
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
@@ -97,6 +98,7 @@ def _time(plan: Plan, verdict: Verdict) -> str:
     return f", {before}{format_time(verdict.planned_ms)} a step measured{extra_time(plan)}"
 
 
+@held_back()
 def fit(
     model: nn.Module,
     step: Callable[[Any], Any],

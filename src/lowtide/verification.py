@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
+from lowtide._interrupts import held_back
 from lowtide.applying import apply
 from lowtide.identity import check_made_for, place_of, static_bytes
 from lowtide.levers import named, put_on
@@ -122,6 +123,7 @@ class Verdict(Record):
         return f"{measured} peak measured: {kept} the budget of {budget}\n{self.proof}"
 
 
+@held_back()
 def verify(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, plan: Plan, *, optimizer: Optimizer | None = None
 ) -> Verdict:

@@ -27,6 +27,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from lowtide import _torch
+from lowtide._interrupts import entering, whole
 from lowtide._quiet import without_noise
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry
@@ -81,6 +82,7 @@ class CpuRecorder(Recorder):
             raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
         return self._stream
 
+    @entering
     def __enter__(self) -> Self:
         global _recording
         if self._thread is not None:
@@ -105,6 +107,7 @@ class CpuRecorder(Recorder):
             raise
         return self
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -124,6 +127,7 @@ class CpuRecorder(Recorder):
             raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
         self._annotate(Mark(label, data))
 
+    @whole
     def flush(self) -> EventStream:
         """What was recorded so far, without ending the recording: later events follow these, with nothing lost between.
 
@@ -142,7 +146,12 @@ class CpuRecorder(Recorder):
         self._spare = [torch.empty(1) for _ in range(_SPARE_BLOCKS)]
         session = profile(profile_memory=True, use_cpu=True)
         with without_noise(2, *NOISE) as held_back:
-            session.__enter__()  # type: ignore[no-untyped-call]
+            try:
+                session.__enter__()  # type: ignore[no-untyped-call]
+            except BaseException:  # as raised when it ran already
+                _unfinished.append(session)
+                _finish()
+                raise
             self._profile = session
             # Free blocks that the allocator does not know until it has warned: it is silent for the next thousand.
             quiet = held_back()

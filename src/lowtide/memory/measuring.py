@@ -12,7 +12,8 @@ from types import FrameType, TracebackType
 import torch
 from torch import Tensor, nn
 
-from lowtide import units
+from lowtide import _interrupts, units
+from lowtide._interrupts import entering, whole
 from lowtide._torch import parts_of
 from lowtide.errors import RehearsalError
 from lowtide.memory import cpu, dels, text
@@ -127,6 +128,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
         self._entry_bytes = 0
         self._looks: Looks | None = None
 
+    @entering
     def __enter__(self) -> Memory:
         self._outer = cpu.running() if self._device.type == "cpu" else None
         if self._outer is not None:
@@ -144,6 +146,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
             self._looks.begin()
         return self._memory
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -165,10 +168,13 @@ class _Measuring(AbstractContextManager[Memory, None]):
         self._memory._finish(stream, _labels(stream, self._model, self._optimizer), peak_bytes, found)
 
 
+_AROUND = (contextlib.__file__, _interrupts.__file__)
+
+
 def _measuring_frame() -> FrameType | None:
     """The function with the `with` block, unless it is Lowtide's own."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == contextlib.__file__:  # an ExitStack
+    while frame is not None and frame.f_code.co_filename in _AROUND:  # an ExitStack, too
         frame = frame.f_back
     return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
 

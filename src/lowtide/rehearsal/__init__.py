@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lowtide._clock import now_ms
+from lowtide._interrupts import held_back
 from lowtide.errors import RehearsalError, ReplayMismatch
 from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
@@ -63,6 +64,7 @@ OTHER_WORK: Final = (
 )
 
 
+@held_back()
 def rehearse(
     model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None, in_place: bool = True
 ) -> Profile:

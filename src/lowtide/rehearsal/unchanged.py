@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._clock import accelerator_in_use
+from lowtide._interrupts import entering, whole
 from lowtide._standins import of_this_thread
 from lowtide._torch import is_plain, parts_of
 from lowtide.identity import place_of, tensors_in
@@ -56,6 +57,7 @@ class Unchanged:
         self._named = optimizer
         self._step = step
 
+    @entering
     def __enter__(self) -> Self:
         self._in_place = InPlace(place_of(self._model).type, alone=True)
         try:
@@ -114,6 +116,7 @@ class Unchanged:
         """Whether there is a gradient scaler, and no optimizer has stepped so far."""
         return not self._n_updates and any(state.scales for state in self._states)
 
+    @whole
     def restore(self) -> None:
         """Put everything back, for the next step."""
         self._put_back()
@@ -166,6 +169,7 @@ class Unchanged:
         finally:
             self._hand_back()
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

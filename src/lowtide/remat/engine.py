@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from lowtide import _interrupts
 from lowtide._torch import (
     CALL,
     hooks_but_in_transforms,
@@ -265,6 +266,7 @@ class Engine:
             self.n_runs_in_eval_mode += 1
             return seam.inner(*args, **kwargs)
         self.n_runs += 1
+        _interrupts.stand()
         if in_transform():  # which does not go with saved-tensor hooks: it is as without a plan
             if self.does_anything:
                 self.say(

@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import importlib.util
 import os
-import signal
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
+from lowtide._interrupts import held_back, send
 from lowtide.errors import LowtideError
 
 INTERRUPTED = 130
@@ -48,7 +48,7 @@ class Script:
         `within` is entered before the script begins and left while its variables are still there. LowtideError passes
         through.
         """
-        with self._as_main() as main, _no_interrupt_lost(), within or nullcontext():
+        with held_back(), self._as_main() as main, _no_interrupt_lost(), within or nullcontext():
             try:
                 exec(self._code(main), main.__dict__)
             except SystemExit as end:
@@ -157,10 +157,7 @@ def _no_interrupt_lost() -> Iterator[None]:
 
 
 def _interrupt_out_of(code: CodeType) -> None:
-    """Interrupt the main thread once it does not run `code` any longer.
-
-    Also where it waits: a signal to another thread would only be noticed after that.
-    """
+    """Interrupt the main thread once it does not run `code` any longer."""
     main = threading.main_thread().ident
     assert main is not None
     while True:
@@ -170,10 +167,7 @@ def _interrupt_out_of(code: CodeType) -> None:
             frame = frame.f_back
         if frame is None:
             break
-    if sys.platform == "win32":
-        signal.raise_signal(signal.SIGINT)
-    else:
-        signal.pthread_kill(main, signal.SIGINT)
+    send(main)
 
 
 def _exit_code(end: SystemExit) -> int:

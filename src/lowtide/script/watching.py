@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from lowtide._interrupts import held_back
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.script.crew import Crew, Enough
 from lowtide.script.parts import name_of
@@ -12,6 +13,7 @@ from lowtide.script.running import Script
 from lowtide.script.steps import Steps
 
 
+@held_back()
 def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] | None = None) -> int:
     """Run `script` with `crew` on its steps; gives its exit code.
 

@@ -1,0 +1,207 @@
+"""Ctrl-C waits while code of this package runs, so that whatever it has begun to put on or back is put on or back.
+
+Python raises KeyboardInterrupt between any two instructions: also between the start of a profiler and the line that
+would remember to stop it, or in the middle of random numbers and buffers that are being put back. So while a claim is
+held (`hold_back`), a handler of ours stands before the process's own for SIGINT and looks where the interrupt has come:
+in the user's code, in a module's forward or where nothing but numbers is computed it is passed on at once, and anything
+that is open above is closed by its `finally`, during which another one waits. Elsewhere it is sent again, every few
+milliseconds, until it comes to such a place or the last claim is given back.
+
+Where another handler has been set since, ours is not there, as in the next cell of a notebook: `stand` puts it back.
+Threads but the main one get no signals, and change nothing.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+U = TypeVar("U")
+
+AGAIN_S: Final = 0.005
+"""Seconds after which an interrupt that waits is sent again."""
+
+_PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_CALCULATES: Final = tuple(f"{_PACKAGE}{name}{os.sep}" for name in ("demo", "graphs", "oom", "planner", "report"))
+"""Folders of this package whose code changes nothing outside of itself: seconds of it may pass in a plan."""
+_PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+_lock: Final = threading.RLock()
+"""Held while an interrupt is sent again, and where it is no longer to be."""
+_claims: set[object] = set()
+_whole = 0
+"""Calls in progress, in the main thread, of what is not to be interrupted wherever it leads."""
+_waits = False
+"""Whether an interrupt waits."""
+_is_resent = False
+"""Whether one of ours is under way."""
+
+
+class _Handler:
+    """Stands before another handler of SIGINT."""
+
+    def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
+        self.before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        global _waits, _is_resent
+        is_resent, _is_resent = _is_resent, False
+        if is_resent and not _waits:  # it was passed on while it was under way
+            return
+        if not _claims or (not _whole and _is_interruptible(frame)):
+            with _lock:
+                _waits = False
+            self.before(number, frame)
+        elif not _waits:
+            _waits = True
+            _thread.start_new_thread(_send_again, ())  # threading's own locks may be held here
+
+
+def hold_back() -> Callable[[], None]:
+    """Let interrupts wait in code of this package until what this gives is called, which passes on one that waits."""
+    claim = object()
+    _claims.add(claim)
+    stand()
+    return functools.partial(_give_back, claim)
+
+
+def stand() -> None:
+    """Stand before the process's handler, where another one was set since."""
+    if threading.get_ident() == threading.main_thread().ident:
+        found = signal.getsignal(signal.SIGINT)
+        if callable(found) and not isinstance(found, _Handler):
+            signal.signal(signal.SIGINT, _Handler(found))
+
+
+def _give_back(claim: object) -> None:
+    global _waits
+    _claims.discard(claim)
+    if _claims or threading.get_ident() != threading.main_thread().ident:
+        return
+    with _lock:
+        waited, _waits = _waits, False
+    for _ in range(1000):  # what is under way is for our handler, unless who calls has all signals blocked
+        if not _is_resent:
+            break
+        time.sleep(AGAIN_S / 10)
+    found = signal.getsignal(signal.SIGINT)
+    if isinstance(found, _Handler):
+        signal.signal(signal.SIGINT, found.before)
+        if waited:
+            found.before(signal.SIGINT, sys._getframe())
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """A block in which interrupts wait in code of this package."""
+    give_back = hold_back()
+    try:
+        yield
+    finally:
+        give_back()
+
+
+def whole(function: Callable[P, T]) -> Callable[P, T]:
+    """Let `function` run to its end, whatever it calls: interrupts wait."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        global _whole
+        if threading.get_ident() != threading.main_thread().ident:
+            return function(*args, **kwargs)
+        with held_back():
+            _whole += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _whole -= 1
+
+    return run
+
+
+def entering(enter: Callable[[T], U]) -> Callable[[T], U]:
+    """The same of an `__enter__`. Where an interrupt has waited, what was entered is left again, as no `with` does."""
+    run_whole = whole(enter)
+
+    @functools.wraps(enter)
+    def run(entered: T) -> U:
+        give_back = hold_back()
+        try:
+            result = run_whole(entered)
+        except BaseException:
+            give_back()
+            raise
+        try:
+            give_back()
+        except BaseException as error:
+            entered.__exit__(type(error), error, error.__traceback__)  # type: ignore[attr-defined]
+            raise
+        return result
+
+    return run
+
+
+def _is_interruptible(frame: FrameType | None) -> bool:
+    """Whether an exception may be raised in a frame: by who is the innermost that is not Python's or torch's."""
+    frame = _below_tracer(frame)
+    torch = sys.modules.get("torch")
+    torchs = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else _PACKAGE
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            return file.startswith(_CALCULATES)
+        is_pythons = file.startswith("<") or (file.startswith(_PYTHONS) and not any(at in file for at in _INSTALLED))
+        is_torchs = file.startswith(torchs) and frame.f_code.co_name != "forward"
+        if not (is_pythons or is_torchs):
+            return True
+        frame = frame.f_back
+    return True
+
+
+def _below_tracer(frame: FrameType | None) -> FrameType | None:
+    """The frame that is being traced where the interrupt has come in what a debugger or a profiler does with it."""
+    tracers = {getattr(tracer, "__code__", None) for tracer in (sys.gettrace(), sys.getprofile())}
+    below = frame
+    while below is not None:
+        back = below.f_back
+        own = None if back is None else getattr(back.f_trace, "__code__", None)
+        if below.f_code in tracers or below.f_code is own:
+            return back
+        below = back
+    return frame
+
+
+def _send_again() -> None:
+    """Send an interrupt that waits again until it waits no longer."""
+    global _is_resent
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        time.sleep(AGAIN_S)
+        with _lock:
+            if not _waits:
+                return
+            if not _is_resent:
+                _is_resent = True
+                send(main)
+
+
+def send(main: int) -> None:
+    """Interrupt the main thread, also where it waits: a signal to another one would only be noticed after that."""
+    if sys.platform == "win32":
+        signal.raise_signal(signal.SIGINT)
+    else:
+        signal.pthread_kill(main, signal.SIGINT)
