@@ -16,6 +16,7 @@ from lowtide.remat.noting import Noting, Place
 from lowtide.remat.recipes import CannotRemake
 from lowtide.remat.remake import Remake, certain
 from lowtide.remat.values import Handle, Value, register, registered, unpack
+from lowtide.remat.writers import ReliedOn
 
 
 class Everything:
@@ -45,7 +46,7 @@ class Dropping:
         self, drops: Callable[[Value], bool], module: nn.Module | None = None, *, careless: bool = False
     ) -> None:
         self.drops, self.careless = drops, careless
-        self.builder = Builder(Owners(module or nn.Module()))
+        self.builder = Builder(Owners(module or nn.Module(), ReliedOn(lambda tensor, writer: None)))
         self.refused: dict[str, str] = {}
         """Why a node's output was kept."""
         self.dropped: list[str] = []

@@ -32,6 +32,7 @@ from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.profile import TracedStep, assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.remat.writers import Overwritten
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -146,10 +147,11 @@ def _without_mismatch(run: Callable[[], T], unchanged: Unchanged, refused: dict[
     while True:
         try:
             return run()
-        except ReplayMismatch as error:
-            if error.module_class is None or error.module_class in refused:
+        except (ReplayMismatch, Overwritten) as error:
+            if error.module_class is not None and error.module_class not in refused:
+                refused[error.module_class] = CHANGED
+            elif not (isinstance(error, Overwritten) and error.is_of_parameter):
                 raise
-            refused[error.module_class] = CHANGED
         unchanged.restore()
 
 

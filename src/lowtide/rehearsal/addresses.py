@@ -7,16 +7,20 @@ saved at the same address, or none. The one whose tensors are larger is decided 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from lowtide.planner.nodes import names_at
-from lowtide.rehearsal.drafts import SlotDraft, ValueDraft
+from lowtide.rehearsal.drafts import OVERWRITTEN, SlotDraft, ValueDraft
 
 OTHER_NODE = "another node made what is saved there in another call of the model"
 
 
-def settle(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> None:
-    """Refuse what has another node than most of what is saved at its address."""
+def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
+    """Refuse what has another node than most of what is saved at its address, or can't be relied on in another call."""
+    lost = {slot.address for slot in slots if values[slot.value].refused == OVERWRITTEN}
+    for slot in slots:
+        if slot.address in lost:
+            values[slot.value].recipe, values[slot.value].refused = None, OVERWRITTEN
     bytes_at: dict[str, Counter[str]] = {}
     values_at: dict[str, set[int]] = {}
     for slot in slots:

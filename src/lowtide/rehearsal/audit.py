@@ -93,6 +93,8 @@ class Audit(Remakes, Probe):
         self._witness = Witness(mark)
         self._own_states: dict[Frame, OwnState] = {}
         """What calls in progress could change, as it was when they began."""
+        self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
+        """What a replay of each call would read before backward, with the versions that it wants."""
         self._sent: list[int] = []
         """For each call in progress, in how many collective operations this process had taken part."""
 
@@ -114,6 +116,19 @@ class Audit(Remakes, Probe):
             self._own_states.clear()
             self.let_go_of_all()
             self._late.clear()
+
+    def withdraw_overwritten(self) -> None:
+        written = self.written_in_forward()
+        lost = {
+            call.id
+            for call, read in self._read
+            if any(tensor._version != version or storage_id(tensor) in written for tensor, version in read)
+        }
+        self._read.clear()
+        for call in self.calls if lost else ():
+            if call.id in lost:
+                call.gives, call.refused = None, CHANGED
+        super().withdraw_overwritten()
 
     def settle(self, stream: EventStream) -> None:
         """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
@@ -150,6 +165,7 @@ class Audit(Remakes, Probe):
             self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
             self.homes.gone |= {len(self.calls) - 1} if seam.module in self._units.gone else set()
         if parent is None:
+            self.begin_forward()
             self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
             call.refused = "it is the whole model"
         elif not worth_a_replay(seam.module):
@@ -190,7 +206,9 @@ class Audit(Remakes, Probe):
             call.refused = WAITS if waited else self.try_all(call, frame, returned)
             if call.refused is None:
                 call.state = self.state(frame.surroundings.nbytes)
+                self._read.append((call, frame.read(given=not self._frugal)))
                 if self._frugal and seam.module in self._blocks:
+                    self.relied_on.frames.add(frame)
                     self.let_go(call, frame, returned)
         self._units.let_go(seam.module)
         self._open.pop()

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+OVERWRITTEN = "it is made of a tensor that is overwritten before backward"
+
+
 @dataclass(slots=True, kw_only=True)
 class ValueDraft:
     """One output of one autograd node."""

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from lowtide._clock import now_ms
-from lowtide._torch import parts_of, sequence_number
+from lowtide._torch import parts_of, sequence_number, storage_id
 from lowtide.identity import place_of
 from lowtide.planner.nodes import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.rehearsal.bits import identical
-from lowtide.rehearsal.drafts import SlotDraft, ValueDraft, describe
+from lowtide.rehearsal.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
 from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.sharding import Homes
 from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter
@@ -43,7 +43,6 @@ MIN_BYTES = 4096
 """Smaller saved tensors are always kept."""
 
 NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
-OVERWRITTEN = "it is made of a tensor that is overwritten before backward"
 
 
 class Remakes(Engine):
@@ -75,6 +74,10 @@ class Remakes(Engine):
         self._noted: dict[int, set[Place]] = {}
         """By value, where what it is made of was noted: in no other call a plan has that noted."""
         self._unrecorded = Unrecorded(static)
+        self._made_of: dict[int, set[int]] = {}
+        """By value, the memory of what it is made of and nothing has made: parameters, and what else is there."""
+        self._versions: list[tuple[Tensor, int]] = []
+        """Parameters when forward began. Not buffers: DistributedDataParallel writes to all of them in each forward."""
         self._late: dict[int, tuple[Remake, int]] = {}
         """By value, the remake that will be timed once more where backward reads it, and which output it gives."""
         self._timed: weakref.WeakKeyDictionary[Remake, int] = weakref.WeakKeyDictionary()
@@ -82,6 +85,7 @@ class Remakes(Engine):
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
         self.homes = Homes()
+        self.relied_on.takes_values = False
         self.builder = self._numbering = Numbering(self.builder.owners)
 
     def let_go_of_all(self) -> None:
@@ -93,6 +97,9 @@ class Remakes(Engine):
 
     def notes(self, scope: Scope) -> bool:
         return True
+
+    def copied(self, tensor: Tensor, who: str) -> None:
+        """Nothing to say: no plan will read it once more."""
 
     def pack(self, now: Pass, tensor: Tensor) -> Handle:
         scope = now.scope
@@ -164,6 +171,21 @@ class Remakes(Engine):
         for index, places in self._noted.items() if lost else ():
             if places & lost:
                 self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
+        written = self.written_in_forward()
+        for index, memory in self._made_of.items() if written else ():
+            if memory & written:
+                self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
+        self._made_of.clear()
+        self._versions.clear()
+
+    def begin_forward(self) -> None:
+        """The model is called. It may be once more before backward, and write to what was read in the first call."""
+        if not self._versions:
+            self._versions = [(p, p._version) for p in self.model.parameters() if not p.is_inference()]
+
+    def written_in_forward(self) -> set[int]:
+        """The memory of parameters that were written to since forward began, as by `max_norm`."""
+        return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
 
     def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
         """Find out whether and at what cost a recipe remakes a value."""
@@ -257,6 +279,7 @@ class Remakes(Engine):
             return
         draft.bytes = base.numel() * base.element_size()
         spent = self._meter.of(maker)
+        self._made_of[index] = memory_of(maker)
         draft.needs = self.operands(maker)
         draft.own_strides = "out_stride" in maker.recipe.constants
         draft.over = self.over(maker)
@@ -363,6 +386,17 @@ class Numbering(Builder):
 def noted_elsewhere(places: Iterable[Place], scope: Scope) -> bool:
     """Whether any of the places is in another call."""
     return any(place.call != scope.id for place in places)
+
+
+def memory_of(maker: Remake) -> set[int]:
+    """The memory of all that is read for a remake, and for those that it passes through."""
+    found = set[int]()
+    for value in (handle.value for handle in maker.operands if handle is not None):
+        if isinstance(value.maker, Remake):
+            found |= memory_of(value.maker)
+        elif value.tensor is not None:
+            found.add(storage_id(value.tensor))
+    return found
 
 
 def needs_a_replay(maker: Remake) -> bool:

@@ -13,7 +13,7 @@ import copy
 import itertools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from lowtide._torch import CALL
 from lowtide.remat.arguments import ATOMS
-from lowtide.remat.values import changed_in_place
 
 LARGEST: Final = 100
 """Containers with more entries are data or logs; those inside of others have an eighth of it."""
@@ -82,8 +81,13 @@ class Attributes:
         """The ids of containers that `put_back` gives copies of, or longer ones cut."""
         return {id(found) for _, _, found, _ in (*self._plain, *self._long) if type(found) not in ATOMS}
 
+    @property
+    def tensors(self) -> Iterator[tuple[Tensor, int]]:
+        """Those that `put_back` gives, with their versions when the call began."""
+        return (known for *_, tensors in self._tensors for known in tensors)
+
     def put_back(self) -> None:
-        """Let the modules have them again. Raises RuntimeError for a tensor that was changed in place."""
+        """Let the modules have them again."""
         copies: dict[int, Any] = {}  # what two modules share stays one
         for table, name, found, content in self._plain:
             if table.get(name) is not found:
@@ -93,10 +97,7 @@ class Attributes:
         for table, name, found, length in self._long:
             cut = found if len(found) == length else copies.setdefault(id(found), _shortened(found, length))
             table[name] = cut
-        for table, name, found, content, tensors in self._tensors:
-            for tensor, version in tensors:
-                if tensor._version != version:
-                    raise RuntimeError(changed_in_place(tensor, version))
+        for table, name, found, content, _ in self._tensors:
             table[name] = found if isinstance(found, Tensor) else copies.setdefault(id(found), _copy(content))
 
 

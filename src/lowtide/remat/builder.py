@@ -14,11 +14,13 @@ from lowtide.remat.recipes import RECIPES, CannotRemake
 from lowtide.remat.remake import Remake
 from lowtide.remat.sharding import units
 from lowtide.remat.source import NodeSource
-from lowtide.remat.values import Handle, Value, register, registered, rootless
+from lowtide.remat.values import Handle, Value, register, registered
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
+
+    from lowtide.remat.writers import ReliedOn
 
 MAX_CHAIN = 32
 """Nodes that one remake may go through before it meets a value that somebody holds."""
@@ -27,8 +29,9 @@ MAX_CHAIN = 32
 class Owners:
     """Which modules own each parameter."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
         self._model = model
+        self.relied_on = relied_on
         self.sharded = bool(units(model.modules()))
         """Whether parameters may be others while a module runs."""
         self._found: dict[int, tuple[torch.nn.Module, ...]] = {}
@@ -117,5 +120,5 @@ class Builder:
             return None
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            return rootless(leaf)
+            return self.owners.relied_on.of_leaf(leaf)
         return registered(node, output) or self.remake(node, output, depth=depth + 1)

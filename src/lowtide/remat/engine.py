@@ -42,6 +42,7 @@ from lowtide.remat.remake import certain
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Front, Seam
 from lowtide.remat.values import SEED_BYTES, Handle, Value, register, registered, rootless, unpack
+from lowtide.remat.writers import ReliedOn, is_overwritten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,8 @@ class Engine:
         `in_place` has for each of them from how many bytes on which nodes write their gradients over others.
         """
         self.model = model
-        self.builder = Builder(Owners(model))
+        self.relied_on = ReliedOn(self.copied)
+        self.builder = Builder(Owners(model, self.relied_on))
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
         self.versions: dict[str, int] = {}
@@ -220,7 +222,8 @@ class Engine:
     def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
         """An operator was given a tensor that autograd does not record: a value that holds it, if one is needed."""
         assert self.scope is not None
-        return Value(operand.detach()) if place.ordinal in self.scope.actions.noted else None
+        is_wanted = place.ordinal in self.scope.actions.noted and not is_overwritten(operand)
+        return self.relied_on.of(Value(operand.detach()), operand) if is_wanted else None
 
     def drift(self, decision: Decision, node: Node | None = None) -> None:
         """What is saved there, and was made by `node`, is not what the plan has there."""
@@ -350,6 +353,7 @@ class Engine:
             if self.is_measured:
                 writing.of_all(self.in_place[0])
             self._writing = writing
+        self.relied_on.watch()
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if module not in inside:
@@ -362,6 +366,15 @@ class Engine:
         if (probe := values.probe_of(self)) is not None:
             probe.writing_over(node, n_bytes)
 
+    def copied(self, tensor: Tensor, who: str) -> None:
+        """A tensor was copied before it is written to, as something is still to be made of it."""
+        name = next((name for name, p in self.model.named_parameters() if p is tensor), "a tensor")
+        self.say(
+            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
+            "reads it once more after that: it was copied, so the peak may be above the budget. Fit, or rehearse and "
+            "plan, in a step that does so."
+        )
+
     def displaced(self) -> Iterator[Seam]:
         """Seams in whose place somebody else has come since, as `Module.compile` does."""
         return (seam for seam in self._seams if not seam.stands())
@@ -371,6 +384,7 @@ class Engine:
         if self._writing is not None:
             self._writing.remove()
             self._writing = None
+        self.relied_on.leave()
         while self._seams:
             self._seams.pop().remove()
 

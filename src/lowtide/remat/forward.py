@@ -149,7 +149,7 @@ class Pass:
         scope, outer = self.scope, self.frame
         assert scope is not None
         replay, advance = scope.actions.replay, scope.actions.advance and outer is None
-        if (replay or advance) and not (torch.is_grad_enabled() and self.ours(seam) and self.is_as_planned(seam)):
+        if (replay or advance) and not (torch.is_grad_enabled() and self.ours(seam) and self.may_replay(seam)):
             replay = advance = False
         if outer is not None:
             outer.nested.append((seam, replay))
@@ -157,6 +157,7 @@ class Pass:
             return seam.inner(*args, **kwargs)
         hold = partial(self.argument, scope.actions.inputs, itertools.count(), outer)
         frame = Frame(seam, args, kwargs, hold, outer)
+        self.engine.relied_on.frames.add(frame)
         self.frame = frame if replay else outer
         try:
             result = seam.inner(*args, **kwargs)
@@ -168,8 +169,13 @@ class Pass:
             self.results.append(value)
         return result
 
-    def is_as_planned(self, seam: Seam) -> bool:
-        """Whether nothing was put on the module since its plan was put in force; if not, say so."""
+    def may_replay(self, seam: Seam) -> bool:
+        """Whether a call of the module finds in backward what it finds now, as far as is known.
+
+        Not if something was put on the module since its plan was put in force: then say so.
+        """
+        if seam.reach.is_overwritten:
+            return False
         change = None if seam.as_planned is None else seam.as_planned.change()
         if change is not None:
             self.engine.say(

@@ -13,6 +13,7 @@ from lowtide.remat.layout import laid_out
 from lowtide.remat.recipes import OUT, Recipe
 from lowtide.remat.sharding import check_is_whole
 from lowtide.remat.values import Handle, Value
+from lowtide.remat.writers import check_operands
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,6 +73,7 @@ class Remake:
 
     def make(self, value: Value) -> Tensor:
         """Run the recipe; the result stays if somebody waits for it."""
+        check_operands((operand.value for operand in self.operands if operand is not None), self.recipe.node)
         tensors = [None if operand is None else operand.get() for operand in self.operands]
         for parameter in self.sharded:
             check_is_whole(parameter.get())

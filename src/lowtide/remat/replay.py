@@ -35,6 +35,7 @@ from lowtide.remat.layout import producer
 from lowtide.remat.sharding import run_again
 from lowtide.remat.surroundings import Surroundings
 from lowtide.remat.values import Geometry, Handle, Value
+from lowtide.remat.writers import Overwritten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,6 +115,15 @@ class Frame:
                 "  Plan in a step in which it does: resume from a checkpoint, or have it write from the first step on.",
                 type(self.seam.module),
             )
+
+    def read(self, *, given: bool) -> list[tuple[Tensor, int]]:
+        """Tensors that a replay reads, with the versions that it wants; if `given`, those of its arguments, too."""
+        arguments = (handle.value for handle in self.operands if given)
+        return [
+            *((tensor, version) for _, _, tensor, version in self.surroundings.held),
+            *self.surroundings.attributes.tensors,
+            *((value.tensor, value.version) for value in arguments if value.kept and value.tensor is not None),
+        ]
 
     def is_held_outside(self) -> bool:
         """Whether what its runs made, since `held` is noted, is referred to by something outside of them."""
@@ -212,6 +222,11 @@ class Frame:
 
     def _run(self, rerun: _Rerun | _Onward, operands: tuple[Handle, ...]) -> Any:
         seam = self.seam
+        for value in (handle.value for handle in operands):
+            if value.is_changed:
+                assert value.tensor is not None
+                seam.reach.is_overwritten = True
+                raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
         args, kwargs = self.arguments.again(operands)
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_aside())

@@ -11,7 +11,7 @@ from lowtide.remat.layout import contiguous_stride
 from lowtide.remat.noting import Number, Place, noted
 from lowtide.remat.recipes import FILLED, OUTPUT_CONSTANTS, CannotRemake, Recipe
 from lowtide.remat.scores import added_to_scores
-from lowtide.remat.values import Handle, Value, rootless
+from lowtide.remat.values import Handle, Value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class NodeSource:
             return what if isinstance(what, Number) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
-            return Handle(rootless(owned))
+            return Handle(self.builder.owners.relied_on.of_leaf(owned))
         if self.absent(name):
             return None
         raise CannotRemake(f"{self.node.name()} does not record {name}")

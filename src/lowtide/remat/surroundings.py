@@ -12,15 +12,16 @@ import contextlib
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import as_kind, bytes_of, is_fake, is_plain, tree_leaves
+from lowtide._torch import as_kind, bytes_of, is_fake, is_plain, storage_id, tree_leaves
 from lowtide.remat.attributes import Attributes
 from lowtide.remat.draws import numpy_state, python_state, set_numpy_state
 from lowtide.remat.sharding import units
-from lowtide.remat.values import changed_in_place
+from lowtide.remat.writers import Overwritten
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +44,7 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 class Reach:
     """What calls of one module can touch, and what its first call was seen to do with it."""
 
-    __slots__ = ("cards", "generators", "holds", "modules", "units", "written")
+    __slots__ = ("cards", "generators", "holds", "is_overwritten", "modules", "units", "written")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
@@ -56,6 +57,8 @@ class Reach:
         """Large buffers that a call writes to; None until one has been seen."""
         self.holds = False
         """A call runs backward inside of its forward: what a replay saves has to be there for that."""
+        self.is_overwritten = False
+        """What a call had read was written to before backward: none is run again any longer."""
 
     def forget(self) -> None:
         """Look again at what a call does."""
@@ -70,6 +73,7 @@ class Surroundings:
         "autocast",
         "buffers",
         "cards",
+        "copied",
         "generators",
         "held",
         "kernels",
@@ -101,6 +105,8 @@ class Surroundings:
             for module, name, buffer in _buffers(reach.modules)
             if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
         }
+        self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        """Parameters that were written to since, and what was in them."""
         self.held = self._held()
         self.sums = self._sums()
 
@@ -119,13 +125,29 @@ class Surroundings:
 
     def _held(self) -> list[tuple[dict[str, Any], str, Tensor, int]]:
         """Parameters, and buffers that are not copied: the table where each is, its name there, itself, its version."""
+        written = {(id(table), name) for table, name, *_ in self.copied}
         return [
             (table, name, tensor, tensor._version)
             for module in self.reach.modules
             for table, copied in ((module._parameters, ()), (module._buffers, self.buffers))
             for name, tensor in table.items()
             if tensor is not None and (module, name) not in copied and (not self.reach.units or is_plain(tensor))
+            if (id(table), name) not in written
         ]
+
+    def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
+        """Have copies of the parameters in this memory, which is about to be written to; whether there are any."""
+        kept = []
+        for held, before in zip(self.held, self.sums, strict=True):
+            table, name, tensor, version = held
+            is_parameter = isinstance(tensor, torch.nn.Parameter) and tensor._version == version
+            if is_parameter and storage_id(tensor) in storages:
+                self.copied.append((table, name, tensor, copy_of(tensor)))
+            else:
+                kept.append((held, before))
+        has_copied = len(kept) < len(self.held)
+        self.held, self.sums = [held for held, _ in kept], [before for _, before in kept]
+        return has_copied
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -168,6 +190,9 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_attributes_back(self.reach.modules))
             self._put_back()
+            for tensor, version in self.attributes.tensors:
+                if tensor._version != version:
+                    raise self._overwritten(tensor, version)
             self.attributes.put_back()
             self._draw_again(stack)
             for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
@@ -176,7 +201,10 @@ class Surroundings:
                     switch(then)
             for module, flag in zip(self.reach.modules, self.training, strict=True):
                 vars(module)["training"] = flag
-            copies: dict[int, Tensor] = {}  # a buffer that two modules share stays one
+            copies: dict[int, Tensor] = {}  # what two modules share stays one
+            for table, name, parameter, content in self.copied:
+                like = torch.nn.Parameter(content.clone(), requires_grad=parameter.requires_grad)
+                table[name] = copies.setdefault(id(parameter), like)
             for (module, name), (buffer, _, content) in self.buffers.items():
                 module._buffers[name] = copies.setdefault(id(buffer), content.clone())
             stack.enter_context(torch.enable_grad())
@@ -191,18 +219,23 @@ class Surroundings:
 
         For a parameter that was changed in place since, something that raises when it is used: an optimizer that steps
         inside of backward changes those which backward is through with, and a replay that is only now needed stops
-        before it comes to them, or must not run. Raises RuntimeError for a buffer that was changed.
+        before it comes to them, or must not run. Raises Overwritten for a buffer that was changed.
         """
         for table, name, tensor, version in self.held:
             if tensor._version != version:
-                why = changed_in_place(tensor, version)
                 if not isinstance(tensor, torch.nn.Parameter):
                     self.reach.forget()
-                    raise RuntimeError(why)
+                    raise self._overwritten(tensor, version)
                 table[name] = changed = as_kind(_Changed, tensor.detach())
-                changed.why = why
+                changed.overwritten = partial(self._overwritten, tensor, version)
             elif name not in table or table[name] is not tensor:
                 table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+
+    def _overwritten(self, tensor: Tensor, version: int) -> Overwritten:
+        """The error of a call that can't be run again, as it had read what was written to since."""
+        self.reach.is_overwritten = True
+        kind = type(self.reach.modules[0])
+        return Overwritten(tensor, version, kind.__name__, kind)
 
     def _draw_again(self, stack: contextlib.ExitStack) -> None:
         """Set all random numbers back to where the call began."""
@@ -226,11 +259,11 @@ class Surroundings:
 class _Changed(torch.Tensor):
     """Stands for a parameter that is not what the call saw: whatever is done with it raises."""
 
-    why: str
+    overwritten: Callable[[], Overwritten]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(next(leaf.why for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)))
+        raise next(leaf.overwritten() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
 
 
 @contextlib.contextmanager

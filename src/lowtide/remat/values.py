@@ -58,6 +58,7 @@ class Value:
         "__weakref__",
         "leaf",
         "maker",
+        "original",
         "output",
         "partial",
         "passing",
@@ -80,6 +81,8 @@ class Value:
         """Whether it is, or will be, no more than what is enough for its reader: nothing else can be made of it."""
         self.leaf = 0
         """`id` of the parameter that this is; 0 for anything else."""
+        self.original: weakref.ref[Tensor] | None = None
+        """The tensor that this is of, if it is read by a remake and autograd has not saved it for that."""
         self.readers = 0
         """Handles that there are."""
         self.reads = 0
@@ -89,6 +92,11 @@ class Value:
     @property
     def kept(self) -> bool:
         return self.maker is None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was kept and changed in place since."""
+        return self.maker is None and self.tensor is not None and self.tensor._version != self.version
 
     def get(self) -> Tensor:
         """The tensor, made again if it is not there. Raises RuntimeError if it was kept and changed in place since."""
