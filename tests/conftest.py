@@ -60,6 +60,13 @@ def _what_is_there_stays() -> Iterator[None]:
         in_place._IN_FORCE.clear()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_of_earlier_tests_is_counted() -> None:
+    """A budget is for every tensor that is alive, and those that a fixture or an earlier test holds are none of it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Groups of tests that one worker runs alone come first, so that no other waits for it in the end.
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)

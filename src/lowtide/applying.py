@@ -13,7 +13,7 @@ from lowtide._interrupts import hold_back
 from lowtide._removable import Removable
 from lowtide.identity import check_made_for
 from lowtide.levers import of_plan
-from lowtide.lookout import Lookout, passed_by
+from lowtide.lookout import Lookout, more_state, passed_by
 from lowtide.planner.records import Plan
 from lowtide.rehearsal.witness import Checked
 from lowtide.remat.planned import Planned
@@ -38,6 +38,7 @@ class Applied(Removable):
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(of_plan(plan, model, optimizer).remove)
+            undo.callback(more_state(model, plan, say).remove)
             if self._engine.does_anything:
                 undo.callback(self._engine.remove)
                 self._engine.install()
@@ -72,8 +73,9 @@ def apply(
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
     `optimizer` is needed where one of the plan's levers changes it. Batches that are larger than those it is for get
-    the most saving plan. `say` is called, once each, when one comes, when more parameters are trained, when compiled
-    code runs past the plan, and when the step does not save what the rehearsed one did.
+    the most saving plan. `say` is called, once each, when one comes, when more parameters are trained, when optimizers
+    make state that the plan does not count, when compiled code runs past the plan, and when the step does not save what
+    the rehearsed one did.
 
     Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
     that can't be put on; then nothing is in force.

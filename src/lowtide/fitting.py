@@ -115,10 +115,13 @@ def fit(
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
     `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; it is for all memory of the step:
-    parameters, gradients, optimizer state and batch included. `step(batch)` runs forward and backward of `model` (and
-    the optimizer if it likes) and is run about ten times here, after which parameters, gradients, buffers, optimizer
-    state and random numbers are as they were, and schedulers, gradient scalers and other modules that its code refers
-    to (not its counters, lists and files). A `profile` from `rehearse` of the same step saves four of them.
+    parameters, gradients, optimizer state and batch included, and whatever else is in memory, such as other models.
+    Optimizers of `model` that exist, `optimizer` among them, update it after each step that they don't step in; where
+    there is none yet, that is noted, and what one makes later is said when it is there. `step(batch)` runs forward and
+    backward of `model` (and the optimizer if it likes) and is run about ten times here, after which parameters,
+    gradients, buffers, optimizer state and random numbers are as they were, and schedulers, gradient scalers and other
+    modules that its code refers to (not its counters, lists and files). A `profile` from `rehearse` of the same step
+    saves four of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
     some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "loss head", "step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lowtide._torch import is_compiled, parts_of, tree_leaves, tree_map
 from lowtide.errors import StalePlan
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 
 def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
@@ -113,20 +114,17 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 _NO_BATCH = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, MethodType, torch.nn.Module)
 
 
-def static_bytes(
-    model: nn.Module, batch: Any, optimizers: Iterable[Optimizer], others: Iterable[nn.Module] = ()
-) -> tuple[Static, frozenset[int]]:
-    """Bytes of what exists on the model's device before the step, each storage once; the addresses of all of it.
+def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
+    """Bytes of what belongs to the step and is on the model's device before it; the addresses of all of it.
 
-    A batch that the step itself moves there, and Adam's step counters, are in memory of the host.
-    `others` are modules beside the model that the step uses, such as a teacher: those on its device count as it does,
-    and so does what else the optimizers update. Gradients include what DistributedDataParallel sends them in.
+    Each storage counts once. A batch that the step itself moves there, and Adam's step counters, are in memory of the
+    host. What else the optimizers update counts as the model does. Gradients include what DistributedDataParallel sends
+    them in, of other models too: Python does not hold that.
     """
     optimizers, there = list(optimizers), place_of(model)
-    modules = [model, *(other for other in others if place_of(other) == there)]
-    wrappers = {m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)}
+    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    trained = [*(p for module in modules for p in module.parameters()), *updated]
+    trained = [*model.parameters(), *updated]
     seen: set[int] = set()
 
     def add(tensors: Iterable[Tensor | None]) -> int:
@@ -142,12 +140,47 @@ def static_bytes(
         return total
 
     parameters = add(trained)
-    buffers = add(b for module in modules for b in module.buffers())
+    buffers = add(model.buffers())
     inputs = add(tensors_in(batch))
-    gradients = add(p.grad for p in trained) + sum(map(_bucket_bytes, wrappers))
-    state = add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry))
+    gradients = add(p.grad for p in trained) + sum(
+        _bucket_bytes(wrapper) for wrapper in wrappers if place_of(wrapper) == there
+    )
+    state = add(_state(optimizers))
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     return static, frozenset(seen - {0})
+
+
+def optimizers_of(model: nn.Module, named: Optimizer | None = None) -> list[Optimizer]:
+    """Optimizers that are alive and have parameters of `model`; of one that wraps another the one with the state."""
+    gc.collect()  # one that nobody uses any longer may be in a cycle with its scheduler
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    found: dict[int, Optimizer] = {}
+    for optimizer in alive if named is None else [named, *alive]:
+        if is_of(model, optimizer) and (id(optimizer.state) not in found or "state" in vars(optimizer)):
+            found[id(optimizer.state)] = optimizer
+    return list(found.values())
+
+
+def is_of(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Return True if the optimizer updates parameters of the model."""
+    mine = {id(p) for p in model.parameters()}
+    return any(id(p) in mine for p in updated_by(optimizer))
+
+
+def updated_by(optimizer: Optimizer) -> list[Tensor]:
+    """Those that it updates; none of one that is being made."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
+    """Bytes of what optimizers hold on a device for each parameter."""
+    parts = [part for tensor in _state(optimizers) for part in parts_of(tensor) if part.device == device]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
+    return sum(storages.values())
+
+
+def _state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [tensor for o in optimizers for entry in o.state.values() for tensor in tensors_in(entry)]
 
 
 def _bucket_bytes(wrapper: DistributedDataParallel) -> int:

@@ -1,4 +1,4 @@
-"""A look at whether a plan in force still holds: not for larger batches, and not where compiled code runs past it."""
+"""A look at whether a plan in force still holds: larger batches, more state and compiled code may end that."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide.identity import in_words
+from lowtide.identity import in_words, is_of, place_of, state_bytes
 from lowtide.remat.arguments import tensors_in_call
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.remat.seam import Front
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,6 +79,34 @@ class Lookout:
             f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
             "batch (in a script, let it come first), and for the model as it is trained."
         )
+
+
+STATE_LOOKS = 2
+"""Updates by each optimizer of a model after which its state is looked at: it is made in the first."""
+
+
+def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> RemovableHandle:
+    """Says once if optimizers of the model have more state after an update than the plan counts."""
+    reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
+    looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    is_said = False
+
+    def updated(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal is_said
+        model = reference()
+        if model is None or is_said or looks.get(optimizer, 0) == STATE_LOOKS:
+            return
+        looks[optimizer] = looks.get(optimizer, 0) + 1
+        mine = [o for o in looks if is_of(model, o)]
+        if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:
+            is_said = True
+            say(
+                f"{type(optimizer).__name__} updates {type(model).__name__}, whose optimizers have "
+                f"{format_bytes(more_bytes)} more state than is in the plan: the peak may be above the budget. Make "
+                "them before lowtide.fit, or pass optimizer=; of a script, run what comes before by itself"
+            )
+
+    return register_optimizer_step_post_hook(updated)
 
 
 LOOKS = 6

@@ -54,9 +54,9 @@ def rehearse(
     device that the model is on, and gives the Profile that plans are made of. Afterwards parameters, gradients,
     buffers, optimizer state, batch and random numbers are as they were, also if it raises; so are other modules,
     tensors, schedulers and gradient scalers that its code refers to. Counters, lists and files of its own are left as
-    it leaves them. Optimizers that step are noticed; name one only if it has stepped on parameters outside of `model`
-    before. If the step runs out of memory it is tried again under the most saving plan, and the peak of the plain step
-    is then a prediction.
+    it leaves them. Optimizers that step are noticed, and those of `model` that don't update it after the step, which is
+    undone; name one only if it has stepped on parameters outside of `model` before. If the step runs out of memory it
+    is tried again under the most saving plan, and the peak of the plain step is then a prediction.
 
     Unless `in_place`, no plan that is made of the profile writes a gradient over the one that it is computed from, and
     no kernel is put where torch would look for it (docs/process.md).

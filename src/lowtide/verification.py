@@ -15,11 +15,12 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.frozen import Record
 from lowtide.planner.records import Plan
+from lowtide.rehearsal.beside import with_others
 from lowtide.rehearsal.checks import check
-from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.rehearsal.updates import Updates
 from lowtide.report.text import listed
 from lowtide.units import format_apart
 
@@ -129,9 +130,10 @@ def verify(
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
-    The peak is of a second step, when the optimizer has its state, with the random numbers of the first. Everything is
-    as it was afterwards. `model` must not have a plan applied. `optimizer` is needed where one of the plan's levers
-    changes it. Where some are not exact, the step is also run with these levers and without the rest of the plan.
+    The peak is of a second step, when the optimizer has its state, with the random numbers of the first, and of the
+    updates that follow it. Everything is as it was afterwards. `model` must not have a plan applied. `optimizer` is
+    needed where one of the plan's levers changes it. Where some are not exact, the step is also run with these levers
+    and without the rest of the plan.
 
     Raises StalePlan if the plan is for another model, batch or device; RehearsalError for a step that can't be
     rehearsed; LowtideError if a plan is in force already, or a lever of this one can't be put on.
@@ -140,16 +142,19 @@ def verify(
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
-    with Unchanged(model, batch, optimizer, step) as unchanged:
-        step = unchanged.run
+    with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+        step = updates.step
         untouched = Outcome.of(model, lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
             planned = Outcome.of(model, step, batch, copies=bool(inexact))
-            static, addresses = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
+            updates.follow()
+            updates.undo()
+            static, addresses = static_bytes(model, batch, unchanged.optimizers)
             sent = n_sent()
             unchanged.rewind()  # layers that are dropped at random are those of the rehearsal
             with recorder_for(place_of(model)) as recorder:
-                step(batch)
+                updates.run(batch)
+            updates.undo()
             check_waits_for_nobody(sent)
             unchanged.rewind()
             planned_ms = _timed(model, step, batch)  # by itself, as the plain step: recording takes time
@@ -175,7 +180,7 @@ def verify(
     return Verdict(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
-        measured_peak_bytes=with_left(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes,
+        measured_peak_bytes=with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes,
         planned_ms=planned_ms,
         plain_ms=plain_ms,
         differences=found,

@@ -358,8 +358,8 @@ def test_a_teacher_and_its_like_are_in_memory_too():
     profile = lowtide.rehearse(trainer.model, trainer.step, batch)
     parameters = sum(4 * p.numel() for p in trainer.model.parameters())
     buffers = sum(b.nbytes for b in trainer.model.buffers())
-    assert profile.static.parameters == 3 * parameters  # the model, its teacher and the slow copy
-    assert profile.static.buffers == 3 * buffers
+    assert (profile.static.parameters, profile.static.buffers) == (parameters, buffers)
+    assert profile.static.others + profile.static.left >= 2 * (parameters + buffers)  # its teacher and the slow copy
 
 
 def test_lists_in_the_state_of_an_optimizer_are_as_they_were():

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from lowtide.script.callers import at_hand, models_at_hand
+from lowtide.script.callers import at_hand, optimizers_at_hand
 
 
 def test_variables_are_found_from_the_inside_out() -> None:
@@ -17,19 +17,16 @@ def test_variables_are_found_from_the_inside_out() -> None:
     assert any(value is inner for value in found)
 
 
-def test_models_are_found_whole_and_once() -> None:
+def test_optimizers_are_found_in_objects_of_the_programs() -> None:
     class Trainer:
         def __init__(self) -> None:
-            self.teacher = nn.Sequential(nn.Linear(2, 2), nn.GELU())
-            self.again = [self.teacher[0]]
+            self.optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
 
-        def step(self) -> list[nn.Module]:
-            return models_at_hand()
+        def step(self) -> list[torch.optim.Optimizer]:
+            return optimizers_at_hand()
 
     trainer = Trainer()
-    found = trainer.step()
-    assert [module for module in found if module is trainer.teacher] == [trainer.teacher]
-    assert not any(module is trainer.teacher[0] for module in found)
+    assert any(found is trainer.optimizer for found in trainer.step())
 
 
 def test_nothing_is_held_that_was_looked_at() -> None:
@@ -37,7 +34,7 @@ def test_nothing_is_held_that_was_looked_at() -> None:
     try:
         tensor = torch.ones(4)
         gone = weakref.ref(tensor)
-        models_at_hand()
+        optimizers_at_hand()
         tensor = None
         assert gone() is None
     finally:
@@ -61,10 +58,10 @@ class Outputs(list[object]):
 
 
 def test_nothing_of_what_is_at_hand_is_run() -> None:
-    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     output, outputs = Output(), Outputs()
-    output["model"] = model
-    outputs.append(nn.GELU())
-    found = models_at_hand()
-    assert sum(module is model for module in found) == 1
-    assert any(isinstance(module, nn.GELU) for module in found)
+    output["optimizer"] = optimizer
+    outputs.append(torch.optim.Adam(nn.Linear(2, 2).parameters()))
+    found = optimizers_at_hand()
+    assert any(each is optimizer for each in found)
+    assert any(isinstance(each, torch.optim.Adam) for each in found)

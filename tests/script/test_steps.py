@@ -49,9 +49,6 @@ class Notes(Crew):
     def passes_over(self) -> None:
         self.log.append("passes over")
 
-    def outgrows(self, more_bytes: int) -> None:
-        self.log.append(f"outgrows {more_bytes}")
-
     def leaves(self) -> None:
         self.log.append("leaves")
 
@@ -443,25 +440,6 @@ def test_several_optimizers_of_the_model_are_its_own() -> None:
                 optimizer.step()
 
     assert "passes over" not in watched(loop, Once()).log
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_another_optimizer_of_the_model_is_said_once_where_it_brings_more_state(keeps: bool) -> None:
-    model = net()
-    n_bytes = sum(p.nbytes for p in model.parameters())
-
-    def loop() -> None:
-        kept: list[torch.optim.Optimizer] = []
-        for kind in (torch.optim.SGD, torch.optim.SGD, torch.optim.Adam, torch.optim.Adam):
-            momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-            optimizer = kind(model.parameters(), lr=0.1, **momentum)
-            for _ in range(3):
-                model(X).sum().backward()
-                optimizer.step()
-            if keeps:
-                kept.append(optimizer)
-
-    assert watched(loop, Once()).log == ["begins 0", "ends", f"outgrows {n_bytes}"]
 
 
 def test_nothing_is_watched_once_the_crew_is_done() -> None:

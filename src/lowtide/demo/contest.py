@@ -26,6 +26,7 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.planner.records import Profile
 from lowtide.rehearsal import rehearse
+from lowtide.rehearsal.beside import with_others
 from lowtide.units import format_bytes, format_time
 
 STEPS = 5
@@ -190,10 +191,10 @@ class _Duel:
 def _peak_of_next(loop: Loop) -> int:
     """The peak of the step that the loop would do next, static memory included, bytes. It is not part of the loop."""
     work, batch = loop.work, loop.batch
-    static, _ = static_bytes(work.model, batch, (work.optimizer,))
+    static, addresses = static_bytes(work.model, batch, (work.optimizer,))
     with recorder_for(place_of(work.model)) as recorder:
         work.step(batch)
-    return static.total + Timeline(recorder.stream).peak_bytes
+    return with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
 
 
 class _Pace:

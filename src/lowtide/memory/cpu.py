@@ -16,7 +16,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from time import perf_counter_ns
@@ -68,6 +68,7 @@ class CpuRecorder(Recorder):
         self._to_watch = watch
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self.entry_addresses = {}
+        self._at_entry: dict[int, int] = {}
         self._marks: list[Mark | Free] = []
         self._reader = _Reader()
         self._profile: profile | None = None
@@ -127,6 +128,10 @@ class CpuRecorder(Recorder):
             raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
         self._annotate(Mark(label, data))
 
+    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+        """The bytes of what was watched at entry beside storages at these `addresses`, which are known one by one."""
+        return sum(n for where, n in self._at_entry.items() if where not in addresses)
+
     @whole
     def flush(self) -> EventStream:
         """What was recorded so far, without ending the recording: later events follow these, with nothing lost between.
@@ -176,6 +181,8 @@ class CpuRecorder(Recorder):
             _recording = None
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
+        self._at_entry = entry.bytes_of(tensors)
         for block, storage in enumerate(entry.storages_of(tensors), 1):
             self.entry_addresses[-block] = storage.data_ptr()
             self._watched.append(weakref.ref(storage, partial(self._entry_died, Free(-block, storage.nbytes()))))

@@ -22,7 +22,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -58,6 +58,7 @@ class CudaRecorder(Recorder):
         self._index = 0
         self._key = ""
         self.entry_addresses = {}
+        self._entry_bytes = 0
         self._marks: list[PlacedMark] = []
         self._is_recording = False
         self._stream: EventStream | None = None
@@ -88,6 +89,7 @@ class CudaRecorder(Recorder):
         self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from what other threads still carry
         gc.collect()  # as on the CPU: what is collected meanwhile would lower the level, and the peak with it
         _settle(self.device)
+        self._entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
         _of_the_allocator(_torch.start_history)
         self._is_recording = True
         self._attach(0)
@@ -111,6 +113,10 @@ class CudaRecorder(Recorder):
             raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
         self._marks.append(PlacedMark(Mark(label, data), threading.get_ident(), time.time_ns() / 1000))
         self._attach(len(self._marks))
+
+    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+        """What the allocator held at entry beyond these `n_bytes`."""
+        return max(0, self._entry_bytes - n_bytes)
 
     def _attach(self, n_marks: int) -> None:
         _torch.set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")

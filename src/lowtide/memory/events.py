@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -272,6 +272,13 @@ class Recorder(ABC):
     @abstractmethod
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark exactly here, between the allocations made so far and the next one."""
+
+    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+        """The bytes that were in memory at entry beside blocks at these `addresses`, which have `n_bytes` together.
+
+        None where a recorder does not look at that.
+        """
+        return 0
 
     def phase(self, name: str) -> None:
         """Begin a phase of the step, such as "forward": `Timeline.phases` gives each one's peak."""

@@ -126,6 +126,7 @@ class Simulator:
             "buffers": static.buffers,
             "inputs": static.inputs,
             "left from before": static.left,
+            "other tensors": static.others,
             **self._storages_at(sweep, position),
             "remade": int(sweep.copies.at(position).bytes.sum()),
             "temporaries": temporaries + freed,

@@ -45,10 +45,13 @@ class Static(Record):
     inputs: int = 0
     left: int = 0
     """What the step before has left and this one lets go of: outputs that a variable still held."""
+    others: int = 0
+    """All else: other models, averages of weights, data; on a CPU of each tensor that is alive in the process."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs + self.left
+        own = self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs
+        return own + self.left + self.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from lowtide.memory.measuring import recorder_for
 from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import CHANGED, Audit
+from lowtide.rehearsal.beside import in_words, with_others
 from lowtide.rehearsal.checks import (
     SEVERAL_STREAMS,
     by_contents,
@@ -25,13 +26,13 @@ from lowtide.rehearsal.checks import (
     doubts,
     is_specialised,
 )
-from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.outcome import is_out_of_memory, unless_out_of_memory
 from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.profile import TracedStep, assemble
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.unchanged import Unchanged
+from lowtide.rehearsal.updates import Updates
 from lowtide.remat.writers import Overwritten
 from lowtide.units import format_bytes
 
@@ -72,8 +73,8 @@ def rehearse(
     """The profile of `step(batch)`, which is run four times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
     check_uncompiled(model)
-    with Unchanged(model, batch, optimizer, step) as unchanged:
-        step = unchanged.run
+    with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+        step = updates.step
         if is_specialised(model):
             step(batch)
             unchanged.rewind()
@@ -81,21 +82,23 @@ def rehearse(
 
         def tried() -> tuple[Audit, bool, tuple[Static, frozenset[int]], MostSaving, Trace, Recorder]:
             audit, frugal = _audited(model, step, batch, unchanged, refused, in_place)
-            there = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)
+            updates.follow()
+            updates.undo()
+            there = static_bytes(model, batch, unchanged.optimizers)
             unchanged.rewind()
             engine, sent = MostSaving(model, audit), n_sent()
-            trace, recorder = unless_out_of_memory(lambda: _trace(engine, step, batch), _does_not_fit)
+            trace, recorder = unless_out_of_memory(lambda: _trace(engine, updates.run, batch), _does_not_fit)
             check_waits_for_nobody(sent)
             return audit, frugal, there, engine, trace, recorder
 
         audit, frugal, (static, addresses), engine, trace, recorder = _without_mismatch(tried, unchanged, refused)
         # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
         hopeless = frugal and place_of(model).type == "cpu"
-        there, places = static_bytes(model, batch, unchanged.optimizers, unchanged.modules)  # gradients have moved
-        plain, step_ms = (None, 0.0) if hopeless else _plain(model, step, batch)
+        there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
+        plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch)
         measured = None
         if plain is not None:
-            measured = with_left(there, places, plain).total + Timeline(plain.stream).peak_bytes
+            measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
         overflows = unchanged.overflows
     check_same_work(model, audit, trace)
     traced = TracedStep(
@@ -110,11 +113,12 @@ def rehearse(
         written_over=audit.written_over,
         allows_in_place=audit.allows_in_place,
     )
-    notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * overflows
+    static = with_others(static, addresses, recorder)
+    notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * overflows + [*updates.notes(), *in_words(model, static)]
     found = assemble(
         traced,
         fingerprint=fingerprint(model, batch),
-        static=with_left(static, addresses, recorder),
+        static=static,
         plain=(measured, step_ms),
         offload_bytes_per_ms=bytes_per_ms(place_of(model)),
         notes=(*doubts(model, place_of(model)), *by_contents(audit), *notes),
@@ -210,14 +214,16 @@ def _trace(engine: MostSaving, step: Step, batch: Any) -> tuple[Trace, Recorder]
     return trace, recorder
 
 
-def _plain(model: nn.Module, step: Step, batch: Any) -> tuple[Recorder | None, float]:
+def _plain(model: nn.Module, updates: Updates, batch: Any) -> tuple[Recorder | None, float]:
     """A recording of the step without any plan, and its time; None if it runs out of memory."""
     place = place_of(model)
+    updates.undo()
     try:
         with recorder_for(place) as recorder:
-            step(batch)
+            updates.run(batch)
+        updates.undo()
         began = now_ms(place)  # of a step by itself: recording takes time, and the first one loads kernels
-        step(batch)
+        updates.step(batch)
         step_ms = now_ms(place) - began
     except Exception as error:
         if not is_out_of_memory(error):

@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
 from lowtide.errors import RehearsalError
-from lowtide.identity import fingerprint, place_of, static_bytes
+from lowtide.identity import fingerprint, optimizers_of, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
+from lowtide.rehearsal.beside import in_words, with_others
 from lowtide.rehearsal.checks import SEVERAL_STREAMS, by_contents, check_one_device, doubts
-from lowtide.rehearsal.left import with_left
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.processes import check_sharding, n_with_new_buckets
 from lowtide.rehearsal.profile import TracedStep, assemble
 from lowtide.rehearsal.resizing import resized
 from lowtide.rehearsal.trace import MostSaving, Trace
 from lowtide.rehearsal.uneven import uneven
+from lowtide.rehearsal.updates import Update
 from lowtide.remat.given import elements, shapes_in
 
 if TYPE_CHECKING:
@@ -81,17 +82,16 @@ class Observed:
         self._seen: Counter[Fingerprint] = Counter()
         self._left_alone: frozenset[str] = frozenset()
         """Paths of modules that save something else in each step."""
+        self._to_come: Update | None = None
+        """An update by optimizers of the model that have not stepped in the steps so far."""
 
     @property
     def n_sizes(self) -> int:
         """How many sizes there were."""
         return len(self._seen)
 
-    def begin(self, batch: Any, optimizers: Iterable[Optimizer] = (), others: Iterable[nn.Module] = ()) -> None:
-        """A step begins: the model is about to be called with `batch`. Gradients may be there or not.
-
-        `others` are modules beside the model that are in memory meanwhile.
-        """
+    def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
+        """A step begins: the model is about to be called with `batch`. Gradients may be there or not."""
         self.leave()
         if self.profile is not None:
             return
@@ -100,7 +100,11 @@ class Observed:
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._seen):
             self._begin_anew()  # others are trained since
-        static, addresses = static_bytes(self.model, batch, optimizers, others)
+        optimizers = tuple(optimizers)
+        if self._audited:
+            waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
+            self._to_come = Update.tried(self.model, waiting) if waiting else None
+        static, addresses = static_bytes(self.model, batch, optimizers)
         known, best = self._audited.get(_form(found)), self._best
         watch = _Watch(found, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
@@ -205,6 +209,8 @@ class Observed:
         is_largest = best.extent() >= largest.extent() and self._seen[best.fingerprint] > 1
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
             found, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
+            if self._to_come is not None:
+                found = replace(self._to_come.counted(found), notes=(*found.notes, *self._to_come.notes()))
             notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
             self.profile = replace(found, left_alone=alone, notes=(*found.notes, *notes))
 
@@ -268,6 +274,7 @@ class _Traced:
         if fullest.saved_bytes() > self.saved_bytes():
             kind = "larger batch" if fullest.extent() > self.extent() else "batch of which more is saved"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
+        static = self._watch.seen_static
         step = TracedStep(
             values=self._values,
             slots=self._audit.slots,
@@ -283,10 +290,10 @@ class _Traced:
         return assemble(
             step,
             fingerprint=self.fingerprint,
-            static=self._watch.seen_static,
+            static=static,
             plain=(peak_bytes, step_ms),
             offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-            notes=(*doubts(model, place_of(model)), *by_contents(self._audit), *notes),
+            notes=(*doubts(model, place_of(model)), *by_contents(self._audit), *in_words(model, static), *notes),
         )
 
 
@@ -356,7 +363,7 @@ class _Watch:
     @property
     def seen_static(self) -> Static:
         """What was there when the step began."""
-        return with_left(self._static, self._addresses, self.recorder)
+        return with_others(self._static, self._addresses, self.recorder)
 
     def mark(self, label: str, data: object) -> None:
         """A mark in the recording; what happens after the step is not marked."""

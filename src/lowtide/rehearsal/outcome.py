@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._standins import of_this_thread
 from lowtide._torch import parts_of
 from lowtide.identity import tensors_in
+from lowtide.memory.entry import set_aside
 from lowtide.rehearsal.unchanged import RandomState
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Outcome:
 
         def copy(kind: str, name: str, tensor: Tensor) -> None:
             for number, part in enumerate(_parts(tensor)) if copies else ():
-                copied[kind][f"{name}, {number}"] = part.detach().to("cpu", copy=True)
+                copied[kind][f"{name}, {number}"] = set_aside(part.detach().to("cpu", copy=True))
 
         def look(number: int) -> None:
             for name, parameter in model.named_parameters():

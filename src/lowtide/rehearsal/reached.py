@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lowtide._code import Named, is_opaque, is_users, variables
 from lowtide._slots import in_slots
 from lowtide._torch import scaler_stages, set_scaler_stages
+from lowtide.memory.entry import set_aside
 
 LARGEST = 1000
 """Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders. Of
@@ -242,7 +243,7 @@ def states(owners: Iterable[Any]) -> list[State]:
 
 def _copy(state: Any) -> Any:
     if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
+        return set_aside(state.detach().to("cpu", copy=True))
     if isinstance(state, dict):
         return {key: _copy(value) for key, value in state.items()}
     if type(state) in (list, tuple):

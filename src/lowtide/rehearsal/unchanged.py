@@ -18,6 +18,7 @@ from lowtide._interrupts import entering, whole
 from lowtide._standins import of_this_thread
 from lowtide._torch import is_plain, parts_of
 from lowtide.identity import place_of, tensors_in
+from lowtide.memory.entry import set_aside
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.containers import handing_back
 from lowtide.rehearsal.processes import Alone
@@ -112,9 +113,14 @@ class Unchanged:
         return tuple(state.optimizer for state in self._optimizers.values())
 
     @property
+    def scales(self) -> bool:
+        """Whether there is a gradient scaler in use."""
+        return any(state.scales for state in self._states)
+
+    @property
     def overflows(self) -> bool:
         """Whether there is a gradient scaler, and no optimizer has stepped so far."""
-        return not self._n_updates and any(state.scales for state in self._states)
+        return not self._n_updates and self.scales
 
     @whole
     def restore(self) -> None:
@@ -161,6 +167,13 @@ class Unchanged:
         """Only the random numbers: the next step draws what the first one drew."""
         self._random.restore()
 
+    def put_back(self, tensors: set[int]) -> None:
+        """Only what was in these tensors, by their ids."""
+        with torch.no_grad():
+            for content in (*self._tensors, *(c for state in self._optimizers.values() for c in state.others)):
+                if id(content.tensor) in tensors:
+                    content.restore()
+
     def run(self, batch: Any) -> Any:
         """One step, after which the batch holds what it held."""
         assert self._step is not None
@@ -202,7 +215,7 @@ class _Content:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.saved = tensor.detach().to("cpu", copy=True)
+        self.saved = set_aside(tensor.detach().to("cpu", copy=True))
 
     def restore(self) -> None:
         now = parts_of(self.tensor.detach().cpu())
@@ -305,8 +318,8 @@ class RandomState:
         """By now; `others` are generators of torch, NumPy or Python."""
         cards = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
         return cls(
-            torch_cpu=torch.get_rng_state(),
-            torch_cards={card: torch.get_device_module().get_rng_state(card) for card in cards},
+            torch_cpu=set_aside(torch.get_rng_state()),
+            torch_cards={card: set_aside(torch.get_device_module().get_rng_state(card)) for card in cards},
             python=python_state(),
             numpy=numpy_state(),
             others=tuple(map(state_of, others)),

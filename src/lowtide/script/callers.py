@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
 from lowtide.memory.frames import local_variables
 from lowtide.rehearsal.reached import Reached
 from lowtide.script.running import Script
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _OTHERS = ("torch.", "lowtide.", "importlib")
 
@@ -31,13 +28,6 @@ def at_hand() -> Iterator[Any]:
                 values = [*variables.values()]
             yield from values
         frame = frame.f_back
-
-
-def models_at_hand() -> list[nn.Module]:
-    """Modules that these lead to, each with all that is inside of it: the model, and perhaps a teacher, an average."""
-    found = Reached(*at_hand()).modules
-    inside = {id(child) for module in found for child in module._modules.values()}
-    return [module for module in found if id(module) not in inside]
 
 
 def optimizers_at_hand() -> list[Optimizer]:

@@ -64,12 +64,6 @@ class Crew:
     def passes_over(self) -> None:
         """Nothing is left to do, and something else is trained. Called from an optimizer's hook, once."""
 
-    def outgrows(self, more_bytes: int) -> None:
-        """Nothing is left to do, and another optimizer updates the model, so that there are `more_bytes` of state.
-
-        Called from its hook, once.
-        """
-
     def lets_go(self) -> None:
         """Nothing is left to do, and no other model takes turns: hold the model no longer. As for hooks, see `ends`."""
 

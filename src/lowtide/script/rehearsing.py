@@ -11,7 +11,6 @@ from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Busy
 from lowtide.rehearsal.checks import check_uncompiled
 from lowtide.rehearsal.observed import PATIENCE, Observed
-from lowtide.script.callers import models_at_hand
 from lowtide.script.crew import Crew, Enough
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Rehearsing(Crew):
             self._on = _put_on(model, self._levers)
         self._is_hidden = False
         try:
-            self._observed.begin(batch, optimizers, models_at_hand())
+            self._observed.begin(batch, optimizers)
         except Busy as busy:  # the script's own profiler or recording, for some steps perhaps
             self._is_hidden = True
             self.n_hidden += 1

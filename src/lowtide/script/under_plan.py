@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.identity import place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
-from lowtide.rehearsal.left import with_left
-from lowtide.script.callers import models_at_hand
+from lowtide.rehearsal.beside import with_others
 from lowtide.script.crew import Crew
 from lowtide.units import format_bytes
 
@@ -60,14 +59,6 @@ class UnderPlan(Crew):
         """Say that there is no plan for what is trained."""
         self._say(_PASSED_OVER)
 
-    def outgrows(self, more_bytes: int) -> None:
-        """Say that the plan does not count that."""
-        self._say(
-            f"another optimizer updates the model from here on, and has {format_bytes(more_bytes)} more state than is "
-            "in the plan: the peak may be above the budget. Run what comes before in a process of its own, or call "
-            "lowtide.fit in the script"
-        )
-
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
         self._applied = None
@@ -89,7 +80,7 @@ class Measured:
     """A step that begins now. Raises RehearsalError where its memory can't be recorded, ReplayMismatch in backward."""
 
     def __init__(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...], applied: Applied) -> None:
-        self._static, self._addresses = static_bytes(model, batch, optimizers, models_at_hand())
+        self._static, self._addresses = static_bytes(model, batch, optimizers)
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
         self._stack.enter_context(applied.checked(self._recorder.mark))
@@ -97,7 +88,7 @@ class Measured:
     def peak_bytes(self) -> int:
         """The most that there was at once, now that the step is over; what was there before it included."""
         self.leave()
-        there = with_left(self._static, self._addresses, self._recorder)
+        there = with_others(self._static, self._addresses, self._recorder)
         return there.total + Timeline(self._recorder.stream).peak_bytes
 
     def leave(self) -> None:
