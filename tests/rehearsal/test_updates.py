@@ -71,7 +71,8 @@ def test_what_an_update_takes_for_a_while_is_in_the_peak() -> None:
     assert plain is not None
     assert found is not None
     assert not optimizer.state
-    assert found - plain >= 3 * model.weight.nbytes
+    assert plain < 4 * model.weight.nbytes  # itself, the gradient that is there and the one that comes
+    assert found >= 5 * model.weight.nbytes  # itself, a gradient, two averages and what they are divided into
 
 
 def test_accumulation_whose_update_is_not_in_the_rehearsed_steps() -> None:

@@ -442,6 +442,23 @@ def test_several_optimizers_of_the_model_are_its_own() -> None:
     assert "passes over" not in watched(loop, Once()).log
 
 
+def test_updates_that_a_rehearsal_tries_when_a_step_begins_are_none_of_the_scripts() -> None:
+    model = net()
+    optimizer, other = sgd(model), sgd(model)
+
+    class Tries(Notes):
+        def begins(self, model: nn.Module, batch: Any, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+            super().begins(model, batch, optimizers)
+            other.step()
+
+    def loop() -> None:
+        for _ in range(3):
+            model(X).sum().backward()
+            optimizer.step()
+
+    assert watched(loop, Tries()).log == ["begins 0", "ends", "begins 1", "ends", "begins 1", "ends"]
+
+
 def test_nothing_is_watched_once_the_crew_is_done() -> None:
     model = net()
     optimizer = sgd(model)

@@ -71,6 +71,8 @@ class Steps:
         self._before: weakref.ref[nn.Module] | None = None
         """What was called first since the last step, without being trained."""
         self._is_open = False
+        self._is_beginning = False
+        """Whether the crew is told of a step: updates meanwhile are tried by a rehearsal, and undone."""
         self._is_late = False
         """Whether updates were made inside of backward: the step may be over as soon as that is."""
         self._depth = 0
@@ -198,7 +200,11 @@ class Steps:
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
                 self.crew.precedes(before)
-            self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
+            self._is_beginning = True
+            try:
+                self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
+            finally:
+                self._is_beginning = False
             self._is_open = True
         if self._is_open:
             self._called[id(module)] = module
@@ -225,6 +231,8 @@ class Steps:
             self.crew.loses_track(why)
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_beginning:
+            return
         self.n_updates += 1
         if self._afterwards is not None:
             self._afterwards.updated(optimizer)

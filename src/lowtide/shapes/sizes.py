@@ -60,7 +60,9 @@ class Range:
         return step / self.steps
 
     def batch(self, share: float) -> Any:
-        """The leading part of the large batch."""
+        """The leading part of the large batch; at 1 that itself, which is in memory once."""
+        if share == 1:
+            return self.large
         tensors = list(self._tensors)
         for v in self.varying:
             tensors[v.tensor] = tensors[v.tensor].narrow(v.dim, 0, v.at(share))
