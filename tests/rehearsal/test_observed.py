@@ -1,5 +1,6 @@
 """Steps that are really taken are rehearsed on the way: the profile is that of a rehearsal, the training unchanged."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,7 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
     found = observed.profile
     assert found is not None
     assert found.fingerprint.batch == "[4, 64] int64, [4, 64] int64"
+    gc.freeze()  # what is there by now is none of the memory that the other one sees
     case = build("gpt2")
     alone = Observed(case.model)
     see(case, alone, 4, 4)
@@ -118,6 +120,8 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
 def test_a_step_is_traced_on_the_decisions_of_an_audit_on_another_size() -> None:
     """What is saved is exactly that of the size itself; what else a plan needs is held against what it really takes."""
     case, alone = build("gpt2"), build("gpt2")
+    alone.step(alone.batch)  # its state is in memory beside both, and so it is for both
+    case.step(case.batch)
     observed, exact = Observed(case.model), Observed(alone.model)
     see(case, observed, 3, 4)
     assert observed.profile is None
