@@ -19,6 +19,7 @@ from lowtide.planner.in_place import without_in_place
 from lowtide.planner.planning import plain_peak_bytes, simulator_of
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import OTHER_WORK, rehearse
+from lowtide.rehearsal.keeping import looking_on
 from lowtide.rehearsal.outcome import unless_out_of_memory
 from lowtide.report.text import decisions, extra_time, lever_lines, listed
 from lowtide.shapes.buckets import Bucket, buckets_for
@@ -119,9 +120,9 @@ def fit(
     Optimizers of `model` that exist, `optimizer` among them, update it after each step that they don't step in; where
     there is none yet, that is noted, and what one makes later is said when it is there. `step(batch)` runs forward and
     backward of `model` (and the optimizer if it likes) and is run about ten times here, after which parameters,
-    gradients, buffers, optimizer state and random numbers are as they were, and schedulers, gradient scalers and other
-    modules that its code refers to (not its counters, lists and files). A `profile` from `rehearse` of the same step
-    saves four of them.
+    gradients, buffers, optimizer state and random numbers are as they were, and schedulers, gradient scalers, other
+    modules, numbers, words and containers that its code refers to. What else these runs change, such as how far an
+    iterator or a file is, the proof names. A `profile` from `rehearse` of the same step saves four of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
     some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "loss head", "step
@@ -145,6 +146,23 @@ def fit(
     ReplayMismatch if what is made again is never what it was, as where weights are written through `.data` between
     forward and backward; StalePlan for a `profile` of another model, batch or device. Then nothing is applied.
     """
+    changes = looking_on(model, step, batch)
+    fitted = _fit(model, step, batch, budget, optimizer, profile, levers, offload, shapes)
+    fitted.verdict = replace(fitted.verdict, changes=changes())
+    return fitted
+
+
+def _fit(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    budget: int | str,
+    optimizer: Optimizer | None,
+    profile: Profile | None,
+    levers: Collection[str] = (),
+    offload: bool = False,
+    shapes: Any = None,
+) -> Fitted:
     check_budget(budget)
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [named(name) for name in levers]
@@ -269,7 +287,7 @@ def _fit_sizes(
     profile: Profile,
 ) -> FittedSizes:
     def fit_one(batch: Any, budget_bytes: int, profile: Profile) -> tuple[Plan, Verdict]:
-        with fit(model, step, batch, budget=budget_bytes, optimizer=optimizer, profile=profile, levers=()) as fitted:
+        with _fit(model, step, batch, budget_bytes, optimizer, profile) as fitted:
             return fitted.plan, fitted.verdict
 
     return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from lowtide import rehearsal
 from lowtide.foresight import foresee
+from lowtide.rehearsal.changes import not_put_back
+from lowtide.rehearsal.keeping import looking_on
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,10 +56,11 @@ def rehearse(
     `step` runs forward and backward of `model`, and the optimizer if it likes. It is run four times, for real, on the
     device that the model is on, and gives the Profile that plans are made of. Afterwards parameters, gradients,
     buffers, optimizer state, batch and random numbers are as they were, also if it raises; so are other modules,
-    tensors, schedulers and gradient scalers that its code refers to. Counters, lists and files of its own are left as
-    it leaves them. Optimizers that step are noticed, and those of `model` that don't update it after the step, which is
-    undone; name one only if it has stepped on parameters outside of `model` before. If the step runs out of memory it
-    is tried again under the most saving plan, and the peak of the plain step is then a prediction.
+    tensors, schedulers and gradient scalers that its code refers to, and numbers, words and containers of its own. How
+    far iterators, files and data sets have gone on is noted in the profile. Optimizers that step are noticed, and those
+    of `model` that don't update it after the step, which is undone; name one only if it has stepped on parameters
+    outside of `model` before. If the step runs out of memory it is tried again under the most saving plan, and the peak
+    of the plain step is then a prediction.
 
     Unless `in_place`, no plan that is made of the profile writes a gradient over the one that it is computed from, and
     no kernel is put where torch would look for it (docs/process.md).
@@ -69,4 +73,7 @@ def rehearse(
     """
     if device is not None:
         return foresee(model, step, batch, device=device, optimizer=optimizer)
-    return rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+    changes = looking_on(model, step, batch)
+    profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+    found = changes()
+    return replace(profile, notes=(*profile.notes, not_put_back(found))) if found else profile

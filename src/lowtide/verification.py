@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lowtide._clock import now_ms
@@ -16,6 +17,7 @@ from lowtide.memory.measuring import recorder_for
 from lowtide.planner.frozen import Record
 from lowtide.planner.records import Plan
 from lowtide.rehearsal.beside import with_others
+from lowtide.rehearsal.changes import not_put_back
 from lowtide.rehearsal.checks import check
 from lowtide.rehearsal.outcome import Outcome, is_out_of_memory
 from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
@@ -36,7 +38,7 @@ DRAWN = "random numbers"
 """The kind that every step has; a step that draws none leaves them the same whatever else it does."""
 
 _FOLLOWING = {
-    "loss": ("gradients", "parameters", "buffers", "optimizer state"),
+    "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
     "gradients": ("parameters", "optimizer state"),
 }
 """What is not the same either where these are not, although rounding may hide it."""
@@ -55,8 +57,8 @@ class Verdict(Record):
     """None where the plain step does not fit in memory."""
     differences: dict[str, tuple[str, ...]] | None
     """For random numbers and what the step has made or changed out of loss (what it returns), gradients, parameters,
-    buffers and optimizer state: the names whose bits are not those of the plain step. None where the plain step does
-    not fit: then the audit of each recipe is the proof."""
+    buffers, optimizer state and counters (whole numbers and words that Python holds): the names whose bits are not
+    those of the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
     levers: tuple[str, ...] = ()
     """Levers of the plan that are not exact. Then `differences` are those to the step with these levers alone."""
     relative_differences: dict[str, float] | None = None
@@ -67,6 +69,8 @@ class Verdict(Record):
     some of CUDA's do. There nothing can be compared; what was remade is as audited."""
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that were not what the plan expects, and were kept."""
+    changes: tuple[str, ...] = ()
+    """What the steps that were run for this have changed and nothing can put back, such as how far an iterator is."""
 
     @property
     def within_budget(self) -> bool:
@@ -98,7 +102,11 @@ class Verdict(Record):
 
     @property
     def proof(self) -> str:
-        """What was compared with the plain step, and how it came out."""
+        """What was compared with the plain step, and how it came out; and what is not as it was before."""
+        return f"{self._compared}; {not_put_back(self.changes)}" if self.changes else self._compared
+
+    @property
+    def _compared(self) -> str:
         base, apart = "the plain step", ""
         if self.levers:
             base = f"the step with {'that lever' if len(self.levers) == 1 else 'those levers'} alone"
@@ -144,9 +152,10 @@ def verify(
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
     with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
         step = updates.step
-        untouched = Outcome.of(model, lambda _: None, batch)
+        outcome = partial(Outcome.of, model, counts=unchanged.counts)
+        untouched = outcome(lambda _: None, batch)
         with apply(model, plan, optimizer=optimizer) as applied:
-            planned = Outcome.of(model, step, batch, copies=bool(inexact))
+            planned = outcome(step, batch, copies=bool(inexact))
             updates.follow()
             updates.undo()
             static, addresses = static_bytes(model, batch, unchanged.optimizers)
@@ -174,7 +183,7 @@ def verify(
         def once_more() -> Outcome:
             unchanged.restore()
             with put_on(model, inexact, optimizer):
-                return Outcome.of(model, step, batch)
+                return outcome(step, batch)
 
         unsteady = _unsteady(found or {}, compare_with, once_more)
     return Verdict(
@@ -188,6 +197,7 @@ def verify(
         relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,
         unsteady=unsteady,
         drifted=tuple(sorted(applied.drifted)),
+        changes=unchanged.changes,
     )
 
 
@@ -218,7 +228,7 @@ def _plain(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: Unchanged, *, copies: bool = False
 ) -> tuple[Outcome | None, float | None]:
     try:
-        outcome = Outcome.of(model, step, batch, copies=copies)
+        outcome = Outcome.of(model, step, batch, copies=copies, counts=unchanged.counts)
         unchanged.rewind()
         return outcome, _timed(model, step, batch)
     except Exception as error:

@@ -21,7 +21,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lowtide
 from comparing import equal
-from lowtide.foresight import keeping
+from lowtide.foresight.everything import Everything
+from lowtide.rehearsal import keeping
 from models import build, same, state
 
 WHERE: list[dict[str, Any]] = [{}, {"device": "A100-40"}]
@@ -261,9 +262,9 @@ def test_arrays_have_the_contents_that_they_had(where: dict[str, Any]) -> None:
 
 
 def test_arrays_are_not_copied_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "LARGEST_ARRAYS", 100)
+    monkeypatch.setattr(keeping, "COPIED_BYTES", 100)
     first, second = np.zeros(10), np.zeros(10)
-    with keeping.Kept([first, second]):
+    with Everything([first, second]):
         first[0] = second[0] = 1
     assert (first[0], second[0]) == (0, 1)
 

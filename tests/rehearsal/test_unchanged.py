@@ -214,7 +214,7 @@ def test_of_a_large_dict_the_tensors_and_modules_are_state_and_the_rest_is_data(
     found = Reached(step)
     assert [module for module in found.modules if module is norm] == [norm]
     assert any(tensor is count for tensor in found.tensors)
-    assert not any(container is table[0]["ids"] for container, _, _ in found.places)
+    assert not any(thing is table[0]["ids"] for thing in found.things)
     with Unchanged(nn.Linear(1, 1), None, None, step):
         step(torch.randn(8, 4))
     assert count == 0

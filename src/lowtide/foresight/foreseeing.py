@@ -17,7 +17,7 @@ from lowtide import _torch
 from lowtide.errors import RehearsalError
 from lowtide.foresight import sparse
 from lowtide.foresight.answers import Answers
-from lowtide.foresight.keeping import Kept
+from lowtide.foresight.everything import Everything
 from lowtide.foresight.ledger import Ledger
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
@@ -31,6 +31,7 @@ from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.cards import Card, parse_card
 from lowtide.memory.events import EventStream, Timeline
 from lowtide.planner.records import Plan, Static
+from lowtide.rehearsal.changes import not_put_back
 from lowtide.rehearsal.checks import NESTED, check
 from lowtide.rehearsal.containers import handing_back
 from lowtide.remat.planned import Planned
@@ -151,7 +152,7 @@ def foresee(
     answers, trials = Answers(fakes), Trials()
     ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
-    kept, hand_back = Kept(model, step, batch, optimizer), handing_back(batch)
+    kept, hand_back = Everything(model, step, batch, optimizer), handing_back(batch)
     with alone_with(fakes), placed(everything, own, fakes), kept, of_plan(plan, model, optimizer):
         names = Names(engine, ledger.mark)
         with ledger, Questions(answers, ledger), as_they_are():
@@ -170,8 +171,13 @@ def foresee(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
         static=with_left(static, blocks, ledger.stream),
         unknown=(*scratch.unknown, *scratch_unknown),
-        assumed=(*compiled(model), *answers.notes),
+        assumed=(*compiled(model), *answers.notes, *left(kept)),
     )
+
+
+def left(kept: Everything) -> tuple[str, ...]:
+    """What is not put back, as how far an iterator is."""
+    return (not_put_back(kept.left),) if kept.left else ()
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
@@ -246,7 +252,7 @@ def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
 
 
 def static_of(
-    ledger: Ledger, model: nn.Module, batch: Any, kept: Kept, buckets: Iterable[Tensor]
+    ledger: Ledger, model: nn.Module, batch: Any, kept: Everything, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
     """Bytes of what exists when the step begins, each storage once; the blocks that they are.
 

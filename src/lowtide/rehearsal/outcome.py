@@ -62,10 +62,18 @@ class Outcome:
     """Where asked for, loss, gradients and parameters themselves, in host memory."""
 
     @classmethod
-    def of(cls, model: nn.Module, step: Callable[[Any], Any], batch: Any, *, copies: bool = False) -> Outcome:
+    def of(
+        cls,
+        model: nn.Module,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        copies: bool = False,
+        counts: Callable[[], dict[str, str]] = dict,
+    ) -> Outcome:
         """Run the step. Gradients are those that the optimizer was about to use; without one, those at the end.
 
-        Where there are none by then, they are those that backward gave.
+        Where there are none by then, they are those that backward gave. `counts` are asked for afterwards.
         """
         gradients: dict[str, str] = {}
         came: dict[str, str] = {}
@@ -113,6 +121,7 @@ class Outcome:
                 "parameters": {name: digest(p) for name, p in model.named_parameters()},
                 "buffers": {name: digest(b) for name, b in model.named_buffers()},
                 "optimizer state": {str(i): digest(t) for i, t in enumerate(state)},
+                "counters": counts(),
                 "random numbers": {
                     "cpu": digest(random.torch_cpu),
                     **{f"card {card}": digest(state) for card, state in random.torch_cards.items()},

@@ -9,6 +9,7 @@ What an iterator has given can't be seen by looking at it: a call whose code can
 
 from __future__ import annotations
 
+import types
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from lowtide._code import is_users
+from lowtide._code import is_users, variables
 from lowtide._slots import in_slots
 from lowtide._torch import as_written, bytes_of, is_plain
-from lowtide.rehearsal.reached import Reached, content_now
+from lowtide.rehearsal.bindings import Cell, Variables
+from lowtide.rehearsal.reached import Reached, is_torchs
 
 if TYPE_CHECKING:
     from lowtide.remat.surroundings import Surroundings
@@ -41,8 +43,8 @@ class OwnState(Reached):
         self._put_back |= surroundings.attributes.put_back_ids
         self._put_back |= {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         hooks = [hook for part in parts for table in _HOOKS for hook in getattr(part, table).values()]
-        self._bound: list[tuple[Any, Any, Any]] = []
-        """Variables of functions: where each is, its name, its content."""
+        self._bound: list[Cell | Variables] = []
+        """Variables of functions."""
         kinds = {type(part) for part in parts if is_users(type(part))}
         super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds)
         self.iterates = any(hasattr(type(thing), "__next__") for thing in self.things)
@@ -59,15 +61,14 @@ class OwnState(Reached):
         is_private = type(thing).__module__.startswith("torch._") and not isinstance(thing, Tensor)
         return () if is_private else super()._look_at(thing)
 
-    def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
-        found = list(entries)
-        if id(container) not in self._seen:
-            self._bound += [(container, name, content) for name, content in found]
-        return super()._entries(container, found)
+    def _function(self, function: types.FunctionType) -> Iterable[Any]:
+        for place, name, _ in variables(function) if not is_torchs(function) else ():
+            self._bound.append(Cell(place, name) if isinstance(place, types.CellType) else Variables(place, [name]))
+        return super()._function(function)
 
     def has_changed(self) -> bool:
         """Whether anything is not as it was."""
-        if any(content_now(place, name) is not content for place, name, content in self._bound):
+        if any(places.now()[0] is not places.held[0] for places in self._bound):
             return True
         return any(_now(thing) != before for thing, before in zip(self._watched, self._before, strict=True))
 

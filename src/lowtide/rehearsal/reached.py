@@ -3,8 +3,7 @@
 A rehearsed step is a real one. It moves a learning-rate scheduler on, averages weights into a second model, counts in a
 batch norm of a teacher. None of these is named in the call, so they are looked for where the step's code can find them:
 closures, globals and methods that it names, attributes, containers. Only what has contents of its own to put back is
-taken. Plain attributes are left as the step leaves them: they may speak of files, threads and iterators, which nobody
-can put back.
+taken; `keeping.py` puts numbers, words and containers back.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from lowtide._code import Named, is_opaque, is_users, variables
 from lowtide._slots import in_slots
 from lowtide._torch import scaler_stages, set_scaler_stages
 from lowtide.memory.entry import set_aside
+from lowtide.rehearsal.bindings import kind_of
 
 LARGEST = 1000
 """Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders. Of
@@ -38,37 +38,40 @@ LARGEST_BYTES = 1 << 28
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
-_COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
-_DATA = {"datasets", "multiprocessing", "queue"}
+LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+DATA = {"datasets", "multiprocessing", "queue"}
 """Packages of data and of what hands it over: their objects are not looked into either."""
 
 
 class Reached:
     """Every module, tensor and object with a `state_dict` that can be reached from `roots`. Nothing of them is run."""
 
+    largest = LARGEST
+
     def __init__(self, *roots: Any) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
-        self.places: list[tuple[Any, Any, Any]] = []
-        """Dicts, lists and variables that hold a tensor or several, or nothing yet: container, key, content."""
         self.stateful: list[Any] = []
         """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
         self.generators: list[Any] = []
         """Of random numbers: torch's, NumPy's and Python's."""
         self._named = Named("forward")  # `model(x)` leads there
         self._seen: dict[int, Any] = {}  # holds them, so that no address is used twice
+        self.note(*roots)
+
+    def note(self, *roots: Any) -> None:
+        """Walk from these, but not where the walk has been."""
         pending = deque(roots)
         while pending:
             thing = pending.popleft()
             if isinstance(thing, types.BuiltinFunctionType):
                 thing = thing.__self__  # as `random.Random(0).random`
-            if not isinstance(thing, _LEAVES) and id(thing) not in self._seen and self._is_of_interest(thing):
+            if not isinstance(thing, LEAVES) and id(thing) not in self._seen and self._is_of_interest(thing):
                 self._seen[id(thing)] = thing
                 pending.extend(self._look_at(thing))
 
     def _is_of_interest(self, thing: Any) -> bool:
-        """Whether `thing` is to be looked at."""
+        """Return True if `thing` is to be looked at."""
         return True
 
     @property
@@ -79,29 +82,40 @@ class Reached:
     def _look_at(self, thing: Any) -> Iterable[Any]:
         """Take `thing` if it is one of those looked for. Gives what it refers to."""
         if isinstance(thing, Tensor):
-            if is_state(thing):
-                self.tensors.append(thing)
-            return ()
-        if isinstance(thing, dict):
-            entries = dict.items(thing)  # past methods of a class of its own, which may make something when asked
-            if len(entries) <= LARGEST:
-                return self._entries(thing, entries)
-            return self._entries(thing, [(key, x) for key, x in entries if isinstance(x, Tensor | nn.Module)])
-        if (kind := next((kind for kind in _COLLECTIONS if isinstance(thing, kind)), None)) is not None:
-            if kind.__len__(thing) > LARGEST:
-                return ()
-            inside = list(kind.__iter__(thing))
-            return self._entries(thing, enumerate(inside)) if kind is list else inside
+            return self._tensor(thing)
+        if kind_of(thing) is not None:
+            return self._container(thing)
+        if isinstance(thing, tuple | frozenset):
+            return thing if len(thing) <= self.largest else ()
         if isinstance(thing, types.FunctionType):
-            for container, key, content in variables(thing):
-                self._entries(container, [(key, content)])  # bound anew by `global` and `nonlocal`
-            return (*referred_to(thing), *self._named.code(thing))
+            return self._function(thing)
         if isinstance(thing, type):
-            return self._named.thing(thing)
+            return self._class(thing)
         if isinstance(thing, types.MethodType):
             return (thing.__self__, thing.__func__)
         if isinstance(thing, functools.partial):
             return (thing.func, thing.args, thing.keywords)
+        return self._object(thing)
+
+    def _tensor(self, tensor: Tensor) -> Iterable[Any]:
+        if is_state(tensor) and tensor.nbytes <= LARGEST_BYTES:
+            self.tensors.append(tensor)
+        return ()
+
+    def _container(self, container: Any) -> Iterable[Any]:
+        kind = kind_of(container)
+        if not issubclass(kind, dict):
+            return [*kind.__iter__(container)] if kind.__len__(container) <= self.largest else ()
+        inside = [*dict.values(container)]
+        return inside if len(inside) <= self.largest else [x for x in inside if isinstance(x, Tensor | nn.Module)]
+
+    def _function(self, function: types.FunctionType) -> Iterable[Any]:
+        return (*referred_to(function), *self._named.code(function))
+
+    def _class(self, kind: type) -> Iterable[Any]:
+        return self._named.thing(kind)
+
+    def _object(self, thing: Any) -> Iterable[Any]:
         if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
             return ()
         if is_generator(thing):
@@ -109,58 +123,39 @@ class Reached:
             return ()
         attributes = getattr(thing, "__dict__", None)
         defined_in = type(thing).__module__
-        if is_opaque(type(thing)) or defined_in.partition(".")[0] in _DATA:
+        if is_opaque(type(thing)) or defined_in.partition(".")[0] in DATA:
             return ()
         if type(attributes) is not dict:
             return (*in_slots(thing), *self._named.thing(thing)) if is_users(type(thing)) else ()
         if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
             return ()  # as of FSDP: tensors that have memory for a while
+        self._sort(thing)
+        return (attributes, vars(type(thing)).get("__call__"), *self._named.thing(thing))
+
+    def _sort(self, thing: Any) -> None:
         if isinstance(thing, nn.Module):
             self.modules.append(thing)
         elif _has_state(type(thing)):
             self.stateful.append(thing)
-        return (attributes, vars(type(thing)).get("__call__"), *self._named.thing(thing))
-
-    def _entries(self, container: Any, entries: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
-        found = list(entries)
-        self.places += [(container, key, x) for key, x in found if x is None or _are_state(x)]
-        return [x for _, x in found]
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Whether a tensor that no module owns is one that a step may have as its state: no data, no result of a graph."""
-    plain = tensor.is_leaf and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
-    return plain and tensor.nbytes <= LARGEST_BYTES
-
-
-def _are_tensors(content: Any) -> bool:
-    """Whether `content` is a tensor or several: a tuple, as of an LSTM, a list or a dict, as of one for each layer."""
-    found = _several(content)
-    return 0 < len(found) <= LARGEST and all(isinstance(tensor, Tensor) for tensor in found)
-
-
-def _are_state(content: Any) -> bool:
-    return _are_tensors(content) and all(map(is_state, _several(content)))
-
-
-def has_graph(content: Any) -> bool:
-    """Whether `content` is, or holds as `_are_tensors` means it, a tensor with a graph."""
-    return _are_tensors(content) and any(tensor.grad_fn is not None for tensor in _several(content))
-
-
-def _several(content: Any) -> Collection[Any]:
-    if type(content) is dict:
-        return content.values()
-    return content if type(content) in (tuple, list) else (content,)
+    """Return True if a step may have a tensor that no module owns as its state: no data, no result of a graph."""
+    return tensor.is_leaf and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
 
 
 def _has_state(kind: type) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
+def is_torchs(function: types.FunctionType) -> bool:
+    """Return True for functions of torch, which have no state."""
+    return (function.__module__ or "").partition(".")[0] == "torch"
+
+
 def referred_to(function: types.FunctionType) -> Iterator[Any]:
     """What a function's code can find by name: globals, closure, defaults. Torch's own functions have no state."""
-    if (function.__module__ or "").partition(".")[0] == "torch":
+    if is_torchs(function):
         return
     for _, _, content in variables(function):
         yield content
@@ -197,37 +192,9 @@ class State:
             self._owner.load_state_dict({**_like(self._before, {}), "scale": 1.0})
 
 
-def put_back(container: Any, key: Any, content: Any) -> None:
-    """Bind `content` again where it was found, if something else is there. A list that became shorter stays so.
-
-    Where nothing was, nothing is bound again only in place of tensors: a state that the first step begins.
-    """
-    if isinstance(container, list) and key >= len(container):
-        return
-    now = content_now(container, key)
-    if now is content or (content is None and not _are_tensors(now)):
-        return
-    if isinstance(container, types.CellType):
-        container.cell_contents = content
-    else:
-        container[key] = content
-
-
 def is_generator(thing: Any) -> bool:
     """Whether it draws random numbers from a state; the system's have none."""
     return isinstance(thing, _GENERATORS) and not isinstance(thing, random.SystemRandom)
-
-
-def content_now(container: Any, key: Any) -> Any:
-    """What is there now, in a dict, list or cell; None for nothing."""
-    if isinstance(container, list):
-        return container[key]
-    if isinstance(container, dict):
-        return container.get(key)
-    try:
-        return container.cell_contents
-    except ValueError:  # empty
-        return None
 
 
 def states(owners: Iterable[Any]) -> list[State]:

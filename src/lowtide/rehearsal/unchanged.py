@@ -21,8 +21,9 @@ from lowtide.identity import place_of, tensors_in
 from lowtide.memory.entry import set_aside
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.containers import handing_back
+from lowtide.rehearsal.keeping import Kept
 from lowtide.rehearsal.processes import Alone
-from lowtide.rehearsal.reached import Reached, has_graph, put_back, states
+from lowtide.rehearsal.reached import states
 from lowtide.remat.draws import numpy_state, python_state, set_numpy_state
 from lowtide.remat.in_place import InPlace
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 class Unchanged:
     """Parameters, gradients, buffers, optimizer state, batch and random numbers as they were at `with`.
 
-    And what the code of `step` refers to (`reached.py`): those of other modules, tensors, schedulers, gradient scalers.
+    And what the step reaches (`keeping.py`): other modules, tensors, schedulers, gradient scalers, and numbers, words
+    and containers of its own. What else has changed is named in `changes`.
 
     Usable several times over inside the block with `restore()`; the end of the block restores too, whatever happened.
     Copies live in host memory. Optimizers need not be named: one that steps inside the block is noticed before it does.
@@ -54,7 +56,11 @@ class Unchanged:
     ) -> None:
         self._model = model
         self._batch = batch
-        self._optimizers: dict[int, _OptimizerState] = {}
+        self._stepped: dict[int, Optimizer] = {}
+        self._optimizers: dict[int, list[_Content]] = {}
+        """Of each optimizer that has stepped what was in its tensors before."""
+        self.changes: tuple[str, ...] = ()
+        """Once the block has ended, what has changed in it and was not put back, in words."""
         self._named = optimizer
         self._step = step
 
@@ -68,33 +74,26 @@ class Unchanged:
             raise
 
     def _entered(self) -> Self:
-        found = Reached(self._step, self._model)
-        modules = list({id(m): m for root in (self._model, *found.modules) for m in root.modules()}.values())
+        self._kept = kept = Kept(self._step, self._model, self._batch)
+        modules = list({id(m): m for root in (self._model, *kept.modules) for m in root.modules()}.values())
         self.modules = tuple(modules)
         """The model's and all others that the step's code refers to."""
+        self._hand_back = handing_back(self._batch)
         parameters = [p for m in modules for p in m._parameters.values() if p is not None and not p.is_meta]
-        given = tensors_in(self._batch)
-        content = _unique([*parameters, *found.tensors, *given])
-        leaves = [t for t in content if t.is_leaf and not t.is_inference()]
-        buffers = {id(b) for module in modules for b in module._buffers.values()}
-        self._tensors = [_Content(t) for t in content if id(t) not in buffers]
-        self._known = {id(content.tensor) for content in self._tensors}
-        self._gradients = [(p, None if p.grad is None else _Content(p.grad)) for p in leaves]
-        self._required = [(t, t.requires_grad) for t in leaves if t.is_floating_point() or t.is_complex()]
-        self._buffers = [
-            (module, name, None if buffer is None else _Content(buffer))
+        content = _unique([*parameters, *tensors_in(self._batch)])
+        buffers = [
+            buffer
             for module in modules
             if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
-            for name, buffer in module._buffers.items()
+            for buffer in module._buffers.values()
+            if buffer is not None
         ]
-        self._bound = [_Bound(m) for m in modules if all(map(_is_there, m._parameters.values()))]
-        self._attributes = [_Attributes(module) for module in modules]
-        owned = {id(table) for module in modules for table in (module._parameters, module._buffers)}
-        self._places = [place for place in found.places if id(place[0]) not in owned]
-        self._hand_back = handing_back(self._batch)
-        self._states = states(found.stateful)
-        self._training = [(module, module.training) for module in modules]
-        self._random = RandomState.now(found.generators)
+        self._known = {id(tensor) for tensor in (*content, *buffers)}
+        self._tensors = [*map(_Content, _unique([*content, *buffers])), *self._copied(parameters)]
+        leaves = [t for t in _unique([*content, *kept.tensors]) if t.is_leaf and not t.is_inference()]
+        self._gradients = [_Content(leaf.grad) for leaf in leaves if leaf.grad is not None]
+        self._states = states(kept.stateful)
+        self._random = RandomState.now(kept.generators)
         if self._named is not None:
             self._noticed(self._named)
         self._n_updates = 0
@@ -107,10 +106,32 @@ class Unchanged:
             raise
         return self
 
+    def _copied(self, parameters: list[nn.Parameter]) -> list[_Content | _Storage]:
+        """Copies of tensors that no module owns, each storage once: those shaped as a parameter, as averages of weights
+        are, and others as long as they are not too many bytes. Of what is not copied changes are named.
+        """
+        states = {id(t) for o in self._kept.reached_optimizers for entry in o.state.values() for t in tensors_in(entry)}
+        shapes = {parameter.shape for parameter in parameters} | {torch.Size([sum(p.numel() for p in parameters)])}
+        copied: list[_Content | _Storage] = []
+        seen: set[int] = set()
+        for tensor in self._kept.tensors:
+            if id(tensor) in self._known or id(tensor) in states:  # an optimizer's are copied when it steps
+                continue
+            self._known.add(id(tensor))
+            storage = tensor.untyped_storage()
+            if is_plain(tensor) and (tensor.shape in shapes or self._kept.take(storage.nbytes())):
+                copied.append(_Storage(tensor, is_first=storage.data_ptr() not in seen))
+                seen.add(storage.data_ptr())
+            elif self._kept.take(tensor.nbytes):
+                copied.append(_Content(tensor))
+            else:
+                self._kept.watch(tensor)
+        return copied
+
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """Every optimizer that has stepped."""
-        return tuple(state.optimizer for state in self._optimizers.values())
+        return tuple(self._stepped.values())
 
     @property
     def scales(self) -> bool:
@@ -134,34 +155,21 @@ class Unchanged:
 
     def _put_back(self) -> None:
         self._alone.forget_step()
-        for container, key, tensor in self._places:
-            put_back(container, key, tensor)
+        self._kept.restore()
         self._hand_back()
         with torch.no_grad():
-            for content in self._tensors:
+            for content in (*self._tensors, *self._gradients):
                 content.restore()
-            for optimizer in self._optimizers.values():
-                optimizer.restore()
-            for parameter, gradient in self._gradients:
-                parameter.grad = None if gradient is None else gradient.tensor
-                if gradient is not None:
-                    gradient.restore()
-            for tensor, requires in self._required:
-                if tensor.requires_grad != requires:
-                    tensor.requires_grad_(requires)
-            for bound in self._bound:
-                bound.restore()
-            for attributes in self._attributes:
-                attributes.restore()
-            for module, name, buffer in self._buffers:
-                module._buffers[name] = None if buffer is None else buffer.tensor
-                if buffer is not None:
-                    buffer.restore()
+            for contents in self._optimizers.values():
+                for content in contents:
+                    content.restore()
         for state in self._states:  # last: what its tensors were has been put back by now
             state.restore()
-        for module, training in self._training:
-            module.training = training
         self._random.restore()
+
+    def counts(self) -> dict[str, str]:
+        """Whole numbers and words that Python holds and that are other ones by now, each with its place."""
+        return self._kept.counts()
 
     def rewind(self) -> None:
         """Only the random numbers: the next step draws what the first one drew."""
@@ -189,7 +197,9 @@ class Unchanged:
         self._hook.remove()
         try:
             self._put_back()
+            self.changes = self._kept.changes()
         finally:
+            self._kept.close()
             self._alone.end()
             self._in_place.remove()
 
@@ -201,8 +211,12 @@ class Unchanged:
         return id(tensor) in self._known
 
     def _noticed(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = _OptimizerState(optimizer, self._known)
+        if id(optimizer) in self._stepped:
+            return
+        self._stepped[id(optimizer)] = optimizer
+        self._kept.note_late(optimizer)  # if nothing reached it: it has not stepped yet
+        mine = tensors_in([*optimizer.param_groups, *optimizer.state.values()])
+        self._optimizers[id(optimizer)] = [_Content(t) for t in _unique(mine) if id(t) not in self._known]
 
 
 class _Content:
@@ -224,82 +238,25 @@ class _Content:
             (self.tensor.detach() if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
 
 
-class _Bound:
-    """Which parameters a module has, under which names; and which attributes that are None, as those to come may be."""
+class _Storage:
+    """A tensor that no module owns, and what was in its storage: other tensors may have that, too."""
 
-    __slots__ = ("missing", "module", "parameters")
+    __slots__ = ("_alias", "_saved", "_tensor")
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.parameters = module, dict(module._parameters)
-        self.missing = [name for name, found in vars(module).items() if found is None]
-
-    def restore(self) -> None:
-        table = self.module._parameters
-        if [*map(id, table.values())] != [*map(id, self.parameters.values())]:
-            table.clear()
-            table.update(self.parameters)
-            vars(self.module).update((name, None) for name in self.missing if name not in vars(self.module))
-
-
-class _Attributes:
-    """What the attributes of a module were that a step leaves a graph in, such as an auxiliary loss: with the graph it
-    keeps memory, and a model that holds one can't be copied.
-    """
-
-    __slots__ = ("before", "module", "names")
-
-    def __init__(self, module: nn.Module) -> None:
-        found = vars(module)
-        self.module, self.names = module, set(found)
-        self.before = {name: content for name, content in found.items() if not has_graph(content)}
+    def __init__(self, tensor: Tensor, *, is_first: bool) -> None:
+        self._tensor, self._alias = tensor, tensor.detach()
+        self._saved = _bytes_of(tensor).to("cpu", copy=True) if is_first else None
 
     def restore(self) -> None:
-        found = vars(self.module)
-        for name in [name for name, content in found.items() if has_graph(content)]:
-            if name in self.before:
-                found[name] = self.before[name]
-            elif name not in self.names:
-                del found[name]
+        now, then = self._tensor, self._alias
+        if now.data_ptr() != then.data_ptr() or now.shape != then.shape or now.stride() != then.stride():
+            now.data = then
+        if self._saved is not None and not torch.equal((there := _bytes_of(then)).cpu(), self._saved):
+            there.copy_(self._saved)
 
 
-class _OptimizerState:
-    """An optimizer before its first step in the block, and the parameters it has of other models."""
-
-    def __init__(self, optimizer: Optimizer, known: set[int]) -> None:
-        self.optimizer = optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.others = [_Content(p) for p in parameters if id(p) not in known]
-        self.settings = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self.state = {parameter: _noted(state) for parameter, state in optimizer.state.items()}
-
-    def restore(self) -> None:
-        for content in self.others:
-            content.restore()
-        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=True):
-            group.update(_given_back(settings))
-        state = self.optimizer.state
-        for parameter in [p for p in state if p not in self.state]:
-            del state[parameter]
-        for parameter, saved in self.state.items():
-            state[parameter] = _given_back(saved)
-
-
-def _noted(value: Any) -> Any:
-    """Dicts and lists with the contents of the tensors in them: L-BFGS appends to lists."""
-    if isinstance(value, torch.Tensor):
-        return _Content(value)
-    if type(value) is dict:
-        return {key: _noted(entry) for key, entry in value.items()}
-    return [_noted(entry) for entry in value] if type(value) is list else value
-
-
-def _given_back(noted: Any) -> Any:
-    if isinstance(noted, _Content):
-        noted.restore()
-        return noted.tensor
-    if type(noted) is dict:
-        return {key: _given_back(entry) for key, entry in noted.items()}
-    return [_given_back(entry) for entry in noted] if type(noted) is list else noted
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,11 +300,6 @@ def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
         bits = generator.bit_generator
         return partial(setattr, bits, "state"), bits.state
     return generator.set_state, generator.get_state()
-
-
-def _is_there(parameter: nn.Parameter | None) -> bool:
-    """Whether a parameter is one that a step leaves where it is: not one to be made yet, nor sharded."""
-    return parameter is None or (not parameter.is_meta and is_plain(parameter))
 
 
 def _unique(found: list[Any]) -> list[Tensor]:

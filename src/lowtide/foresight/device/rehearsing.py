@@ -21,8 +21,8 @@ from lowtide.foresight.device.outcome import CardForesight, Outcome, known_withi
 from lowtide.foresight.device.placing import Placed, belongings
 from lowtide.foresight.device.takes import Takes
 from lowtide.foresight.device.usage import Usage
-from lowtide.foresight.foreseeing import adopt, alone_with, as_they_are, compiled, planned, static_of, with_left
-from lowtide.foresight.keeping import Kept
+from lowtide.foresight.everything import Everything
+from lowtide.foresight.foreseeing import adopt, alone_with, as_they_are, compiled, left, planned, static_of, with_left
 from lowtide.foresight.names import Names, labels
 from lowtide.foresight.questions import Questions
 from lowtide.foresight.reducing import Reducers
@@ -95,7 +95,7 @@ class OnCard:
         self._fakes = _torch.fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
-        self._kept = Kept(model, *reached, *([] if alone else [batch]))
+        self._kept = Everything(model, *reached, *([] if alone else [batch]))
         self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there, let_go=alone)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
@@ -192,7 +192,7 @@ class OnCard:
             timeline=Timeline(stream, labels(stream, self._names)),
             static=with_left(self._static, self._blocks, stream),
             unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
-            assumed=(*_about(self._card), *compiled(self._model), *self.answers.notes),
+            assumed=(*_about(self._card), *compiled(self._model), *self.answers.notes, *left(self._kept)),
             measured=self._measured,
             n_passes=n_passes,
             card=self._card,
