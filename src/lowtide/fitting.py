@@ -147,7 +147,7 @@ def fit(
     forward and backward; StalePlan for a `profile` of another model, batch or device. Then nothing is applied.
     """
     changes = looking_on(model, step, batch)
-    fitted = _fit(model, step, batch, budget, optimizer, profile, levers, offload, shapes)
+    fitted = _fit(model, step, batch, budget, optimizer, profile, levers, offload, in_place, shapes)
     fitted.verdict = replace(fitted.verdict, changes=changes())
     return fitted
 
@@ -159,9 +159,10 @@ def _fit(
     budget: int | str,
     optimizer: Optimizer | None,
     profile: Profile | None,
-    levers: Collection[str] = (),
-    offload: bool = False,
-    shapes: Any = None,
+    levers: Collection[str],
+    offload: bool,
+    in_place: bool,
+    shapes: Any,
 ) -> Fitted:
     check_budget(budget)
     levers = (levers,) if isinstance(levers, str) else levers
@@ -287,7 +288,7 @@ def _fit_sizes(
     profile: Profile,
 ) -> FittedSizes:
     def fit_one(batch: Any, budget_bytes: int, profile: Profile) -> tuple[Plan, Verdict]:
-        with _fit(model, step, batch, budget_bytes, optimizer, profile) as fitted:
+        with _fit(model, step, batch, budget_bytes, optimizer, profile, (), False, True, None) as fitted:
             return fitted.plan, fitted.verdict
 
     return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))

@@ -18,7 +18,6 @@ import functools
 import gc
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -97,14 +96,16 @@ class Kept(Reached):
 
     def restore(self) -> None:
         """Put everything back, whatever fails in between."""
-        with ExitStack() as stack:
-            for restore in self._others:
-                stack.callback(restore)
-            for table in self._empty:
-                if table:
-                    stack.callback(kind_of(table).clear, table)
-            for places in self._places:
-                stack.callback(places.restore)
+        error: BaseException | None = None
+        restores: list[Callable[[], object]] = [places.restore for places in reversed(self._places)]
+        restores += [functools.partial(kind_of(table).clear, table) for table in self._empty if table]
+        for restore in (*restores, *reversed(self._others)):
+            try:
+                restore()
+            except BaseException as raised:  # the first one is raised when all have been put back
+                error = error or raised
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Let go of everything."""

@@ -178,7 +178,7 @@ class Unchanged:
     def put_back(self, tensors: set[int]) -> None:
         """Only what was in these tensors, by their ids."""
         with torch.no_grad():
-            for content in (*self._tensors, *(c for state in self._optimizers.values() for c in state.others)):
+            for content in (*self._tensors, *(c for contents in self._optimizers.values() for c in contents)):
                 if id(content.tensor) in tensors:
                     content.restore()
 
@@ -241,14 +241,14 @@ class _Content:
 class _Storage:
     """A tensor that no module owns, and what was in its storage: other tensors may have that, too."""
 
-    __slots__ = ("_alias", "_saved", "_tensor")
+    __slots__ = ("_alias", "_saved", "tensor")
 
     def __init__(self, tensor: Tensor, *, is_first: bool) -> None:
-        self._tensor, self._alias = tensor, tensor.detach()
-        self._saved = _bytes_of(tensor).to("cpu", copy=True) if is_first else None
+        self.tensor, self._alias = tensor, tensor.detach()
+        self._saved = set_aside(_bytes_of(tensor).to("cpu", copy=True)) if is_first else None
 
     def restore(self) -> None:
-        now, then = self._tensor, self._alias
+        now, then = self.tensor, self._alias
         if now.data_ptr() != then.data_ptr() or now.shape != then.shape or now.stride() != then.stride():
             now.data = then
         if self._saved is not None and not torch.equal((there := _bytes_of(then)).cpu(), self._saved):
