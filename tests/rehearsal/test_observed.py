@@ -119,13 +119,14 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
 
 def test_a_step_is_traced_on_the_decisions_of_an_audit_on_another_size() -> None:
     """What is saved is exactly that of the size itself; what else a plan needs is held against what it really takes."""
-    case, alone = build("gpt2"), build("gpt2")
-    alone.step(alone.batch)  # its state is in memory beside both, and so it is for both
-    case.step(case.batch)
-    observed, exact = Observed(case.model), Observed(alone.model)
+    case = build("gpt2")
+    observed = Observed(case.model)
     see(case, observed, 3, 4)
     assert observed.profile is None
     observed.finish()
+    gc.freeze()  # as above
+    alone = build("gpt2")
+    exact = Observed(alone.model)
     see(alone, exact, 4, 4)
     found, expected = observed.profile, exact.profile
     assert found is not None
