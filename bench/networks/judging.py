@@ -1,0 +1,132 @@
+"""Judge plans of random networks: bits of later batches, and peaks as a counter outside of torch has them.
+
+The counter is `meter.c`, which has to be loaded before torch: `preloaded` gives the environment of such a process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.planner import smallest_peak
+from networks.drawing import Case, Drawn
+
+SOURCE = Path(__file__).with_name("meter.c")
+PARTS = ("70%", "50%", "35%", "smallest")
+
+Digests = dict[str, bytes]
+
+
+def preloaded(folder: Path) -> dict[str, str] | None:
+    """Environment of a process whose allocations are counted, by a counter built in `folder`; None without compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or os.uname().sysname != "Linux":
+        return None
+    library = folder / "meter.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
+    return {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+
+
+@functools.cache
+def meter() -> ctypes.CDLL:
+    """The counter in this process. Raises AttributeError if it was not preloaded."""
+    library = ctypes.CDLL(None)
+    library.lt_now.restype = library.lt_peak.restype = ctypes.c_long
+    return library
+
+
+def is_preloaded() -> bool:
+    """Return True if allocations of this process are counted."""
+    return hasattr(ctypes.CDLL(None), "lt_now")
+
+
+def digests(case: Case, loss: Tensor) -> Digests:
+    """Bits of loss, gradients, parameters, buffers, optimizer state and random numbers."""
+    state = case.optimizer.state if case.optimizer is not None else {}
+    found = {
+        "loss": loss,
+        **{f"gradient of {name}": p.grad for name, p in case.model.named_parameters() if p.grad is not None},
+        **case.model.state_dict(keep_vars=True),
+        **{
+            f"{key} of parameter {n}": held
+            for n, entry in enumerate(state.values())
+            for key, held in entry.items()
+            if isinstance(held, Tensor)
+        },
+        "random numbers": torch.get_rng_state(),
+    }
+    return {name: _digest(tensor.detach()) for name, tensor in found.items()}
+
+
+def _digest(tensor: Tensor) -> bytes:
+    words = tensor.contiguous().flatten().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+    return hashlib.blake2b(f"{list(tensor.shape)} {tensor.dtype}".encode() + words.numpy().tobytes()).digest()
+
+
+def judge(drawn: Drawn, parts: tuple[str, ...] = PARTS) -> Iterator[tuple[str, str]]:
+    """For each part of the plain step's peak as a budget: what went wrong, or nothing."""
+    first = Case(drawn)
+    plain = [found for found, _ in _later(first)]
+    if drawn.optimizer != "none":
+        first = _begun(drawn)
+    profile = lowtide.rehearse(first.model, first.step, first.batch(0), optimizer=first.optimizer)
+    del first
+    for part in parts:
+        gc.collect()
+        there = meter().lt_now()
+        case = _begun(drawn)
+        budget = smallest_peak(profile)[1].peak_bytes if part == "smallest" else part
+        try:
+            fitted = lowtide.fit(
+                case.model, case.step, case.batch(0), budget=budget, optimizer=case.optimizer, profile=profile
+            )
+        except lowtide.Infeasible as error:
+            yield part, f"{error}".splitlines()[0] if part == "smallest" else ""
+            continue
+        except lowtide.LowtideError as error:
+            yield part, f"{type(error).__name__}: {error}"
+            continue
+        wrong = []
+        for n, (found, peak_bytes) in enumerate(_later(case, begun=True)):
+            differing = [name for name in {**plain[n], **found} if plain[n].get(name) != found.get(name)]
+            if differing:
+                wrong.append(f"batch {n + 1}: other bits in {len(differing)}, first {differing[0]}")
+            if (over := peak_bytes - there - fitted.plan.budget_bytes) > 0:
+                wrong.append(f"batch {n + 1}: {over} bytes over {fitted.plan.budget_bytes}")
+        fitted.remove()
+        yield part, "; ".join(wrong)
+
+
+def _begun(drawn: Drawn) -> Case:
+    """A case whose optimizer has its state."""
+    case = Case(drawn)
+    if case.optimizer is not None:
+        case.step(case.batch(0))
+        case.model.zero_grad(set_to_none=True)
+    return case
+
+
+def _later(case: Case, *, begun: bool = False) -> Iterator[tuple[Digests, int]]:
+    """Steps on the later batches: their bits, and the highest level during each."""
+    if not begun and case.optimizer is not None:
+        case.step(case.batch(0))
+    for number in range(1, len(case.drawn.later) + 1):
+        torch.manual_seed(number)
+        batch = case.batch(number)
+        meter().lt_reset()
+        loss = case.step(batch)
+        peak_bytes = meter().lt_peak()
+        found = digests(case, loss)
+        del batch, loss
+        yield found, peak_bytes

@@ -1,0 +1,59 @@
+"""Random networks under plans: do they keep their bits and their budgets, as counted from outside of torch?
+
+    python bench/random_networks.py [--seeds 0:300] [--parts 70%,50%,35%,smallest] [--one]
+
+Each network is drawn from its number (`networks/drawing.py`) and fitted into each part of its plain step's peak and its
+smallest budget, or with `--one` into one of them; then three later batches, one of them smaller, run with the plan and
+without. A line for each budget that was broken or gave other bits; the exit code is 1 if there was any. Runs again
+under a counter of torch's allocations (`networks/meter.c`), for which a C compiler is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from networks.drawing import draw
+from networks.judging import PARTS, is_preloaded, judge, preloaded
+
+
+def main() -> int:
+    """Judge the networks of some numbers, each line as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:300", help="first:stop, or one number")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--one", action="store_true", help="one of the parts for each network, in turn")
+    arguments = parser.parse_args()
+    if not is_preloaded():
+        return _again_with_meter()
+    first, _, stop = arguments.seeds.partition(":")
+    n_budgets = n_wrong = 0
+    for seed in range(int(first), int(stop or int(first) + 1)):
+        drawn, parts = draw(seed), arguments.parts.split(",")
+        try:
+            for part, wrong in judge(drawn, (parts[seed % len(parts)],) if arguments.one else tuple(parts)):
+                n_budgets += 1
+                if wrong:
+                    n_wrong += 1
+                    print(f"{seed} {part}: {wrong}\n    {drawn}", flush=True)
+        except Exception:
+            n_wrong += 1
+            print(f"{seed}: {traceback.format_exc()}\n    {drawn}", flush=True)
+    print(f"{n_budgets} budgets, {n_wrong} not kept", flush=True)
+    return int(n_wrong > 0)
+
+
+def _again_with_meter() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        if (environment := preloaded(Path(folder))) is None:
+            print("no C compiler for the counter of allocations, on Linux", file=sys.stderr)
+            return 2
+        return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
