@@ -23,8 +23,10 @@ _standing: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
 """By where a function is: what is there instead of it, and who stands in, the last one outermost."""
 
 
-def stand_in(owner: Any, name: str, make: Make) -> Callable[[], None]:
+def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:
     """Have `make(function)` stand in for the function `owner.name` until what this gives is called.
+
+    The last one is the outermost, and calls those before it, unless it is to be the `innermost`.
 
     `make` is called at each call, but for those in code that is just being compiled. Whoever replaced the function
     since, and did not know of this, keeps their place.
@@ -33,7 +35,7 @@ def stand_in(owner: Any, name: str, make: Make) -> Callable[[], None]:
         _standing[owner, name] = _installed(owner, name)
     instead, makes = _standing[owner, name]
     own: Make = functools.partial(make)  # another one at each call
-    makes.append(own)
+    makes.insert(0 if innermost else len(makes), own)
 
     def remove() -> None:
         makes[:] = [other for other in makes if other is not own]
@@ -60,6 +62,13 @@ def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
 
     setattr(owner, name, instead)
     return instead, makes
+
+
+def original(owner: Any, name: str) -> Any:
+    """Return the function `owner.name` that others stand in for, if any do."""
+    found = vars(owner)[name]
+    instead, _ = _standing.get((owner, name), (None, None))
+    return vars(instead)["__wrapped__"] if found is instead else found
 
 
 def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]) -> Callable[[], None]:

@@ -29,7 +29,7 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
-from torch.utils import _device, _python_dispatch, backend_registration
+from torch.utils import _device, _python_dispatch, backend_registration, checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
@@ -520,6 +520,34 @@ retain_graph, create_graph, inputs. 2.13, since 2.3."""
 
 BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
 """The last Python function on the way into the autograd engine. 2.13, since 2.3."""
+
+
+@contextlib.contextmanager
+def around_checkpoints(told: Callable[[], object], *, off: bool = False) -> Iterator[None]:
+    """Call `told` for each call that is checkpointed in this block; with `off` it is not. 2.13, since 2.1.
+
+    `torch.utils.checkpoint.checkpoint` itself is in variables of whoever imported it: what it calls is replaced.
+    """
+    generator, function = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+
+    def instead(*args: Any, **kwargs: Any) -> Iterator[None]:
+        told()
+        if off:
+            yield
+        else:
+            yield from generator(*args, **kwargs)
+
+    class Reentrant:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            told()
+            return run(*args) if off else function.apply(run, preserve, *args)  # type: ignore[no-untyped-call]
+
+    with (
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", instead),
+        patch.object(checkpoint, "CheckpointFunction", Reentrant),
+    ):
+        yield
 
 
 # --- optimizers, clipping and gradient scalers ----------------------------------------------------------------------

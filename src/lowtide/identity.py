@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lowtide._torch import is_compiled, parts_of, tree_leaves, tree_map
 from lowtide.errors import StalePlan
+from lowtide.memory import histories
 from lowtide.planner.records import Fingerprint, Static
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
         _bucket_bytes(wrapper) for wrapper in wrappers if place_of(wrapper) == there
     )
     state = add(_state(optimizers))
+    growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
+    state += sum(add(histories.tensors_of(o)) + histories.yet_to_come_bytes(o) for o in growing)
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     return static, frozenset(seen - {0})
 

@@ -8,13 +8,16 @@ described on that one axis, so that the peak of any plan is a sweep over it (`pr
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import msgspec
 
 from lowtide.planner.folding import KINDS, Block, fold, unfold
 from lowtide.planner.frozen import FORMAT, Record
 from lowtide.planner.nodes import check_names
+
+CHECKPOINTED: Final = "torch.utils.checkpoint"
+"""In a profile's note on calls that checkpoint themselves, which is repeated where no plan fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

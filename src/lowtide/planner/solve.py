@@ -34,7 +34,7 @@ from lowtide.planner.objectives import by_work
 from lowtide.planner.pool import Found, Pool, Span, staircase
 from lowtide.planner.predict import Simulator
 from lowtide.planner.programme import is_over
-from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.records import CHECKPOINTED, Decisions, Profile
 from lowtide.units import format_bytes
 
 Solver = Callable[[Simulator, int], Decisions]
@@ -110,6 +110,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
         notes.append(f"plans save next to nothing of this step: {format_bytes(temporaries)} {_TEMPORARIES[phase]}")
+    notes += [note for note in simulator.profile.notes if CHECKPOINTED in note]
     return Infeasible(
         budget_bytes=budget_bytes,
         smallest_peak_bytes=prediction.peak_bytes,

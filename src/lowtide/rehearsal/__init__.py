@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lowtide._clock import now_ms
 from lowtide._interrupts import held_back
-from lowtide.errors import RehearsalError, ReplayMismatch
+from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
 from lowtide.identity import fingerprint, place_of, static_bytes
 from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
@@ -17,11 +17,13 @@ from lowtide.planner.predict import predict
 from lowtide.planner.records import Decisions, Profile
 from lowtide.rehearsal.audit import CHANGED, Audit
 from lowtide.rehearsal.beside import in_words, with_others
+from lowtide.rehearsal.checkpoints import can_do_without, told, without_checkpoints
 from lowtide.rehearsal.checks import (
     SEVERAL_STREAMS,
     by_contents,
     check,
     check_same_work,
+    check_saved,
     check_uncompiled,
     doubts,
     is_specialised,
@@ -80,8 +82,8 @@ def rehearse(
             unchanged.rewind()
         refused: dict[type[nn.Module], str] = {}
 
-        def tried() -> tuple[Audit, bool, tuple[Static, frozenset[int]], MostSaving, Trace, Recorder]:
-            audit, frugal = _audited(model, step, batch, unchanged, refused, in_place)
+        def tried(*, frugal: bool = False) -> _Tried:
+            audit, frugal = _audited(model, step, batch, unchanged, refused, in_place, frugal=frugal)
             updates.follow()
             updates.undo()
             there = static_bytes(model, batch, unchanged.optimizers)
@@ -89,41 +91,74 @@ def rehearse(
             engine, sent = MostSaving(model, audit), n_sent()
             trace, recorder = unless_out_of_memory(lambda: _trace(engine, updates.run, batch), _does_not_fit)
             check_waits_for_nobody(sent)
-            return audit, frugal, there, engine, trace, recorder
+            return _Tried(audit, frugal, there, engine, trace, recorder)
 
-        audit, frugal, (static, addresses), engine, trace, recorder = _without_mismatch(tried, unchanged, refused)
+        found = _without_mismatch(tried, unchanged, refused)
         # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
-        hopeless = frugal and place_of(model).type == "cpu"
+        hopeless = found.frugal and place_of(model).type == "cpu"
         there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
         plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch)
         measured = None
         if plain is not None:
             measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
         overflows = unchanged.overflows
-    check_same_work(model, audit, trace)
-    traced = TracedStep(
-        values=audit.values,
-        slots=audit.slots,
-        calls=audit.calls,
-        kept=trace.kept,
-        replayed=engine.decisions.replay,
-        stream=recorder.stream,
-        entry=recorder.entry_addresses,
-        given=audit.inputs,
-        written_over=audit.written_over,
-        allows_in_place=audit.allows_in_place,
-    )
-    static = with_others(static, addresses, recorder)
-    notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * overflows + [*updates.notes(), *in_words(model, static)]
-    found = assemble(
-        traced,
-        fingerprint=fingerprint(model, batch),
-        static=static,
-        plain=(measured, step_ms),
-        offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-        notes=(*doubts(model, place_of(model)), *by_contents(audit), *notes),
-    )
-    return doubted(found)
+        saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
+    check_same_work(model, found.audit, found.trace)
+    notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * overflows + [*updates.notes()]
+    profile = found.profile(model, batch, (measured, step_ms), notes)
+    without = None if saved is None else saved.profile(model, batch, (None, 0.0))
+    return told(doubted(profile), found.audit.checkpointed, without)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A step that was audited and traced."""
+
+    audit: Audit
+    frugal: bool
+    there: tuple[Static, frozenset[int]]
+    """In memory before it was traced, and its addresses."""
+    engine: MostSaving
+    trace: Trace
+    recorder: Recorder
+
+    def profile(
+        self, model: nn.Module, batch: Any, plain: tuple[int | None, float], notes: Iterable[str] = ()
+    ) -> Profile:
+        """The profile, with the plain step's peak and time."""
+        audit, place = self.audit, place_of(model)
+        static = with_others(*self.there, self.recorder)
+        traced = TracedStep(
+            values=audit.values,
+            slots=audit.slots,
+            calls=audit.calls,
+            kept=self.trace.kept,
+            replayed=self.engine.decisions.replay,
+            stream=self.recorder.stream,
+            entry=self.recorder.entry_addresses,
+            given=audit.inputs,
+            written_over=audit.written_over,
+            allows_in_place=audit.allows_in_place,
+        )
+        return assemble(
+            traced,
+            fingerprint=fingerprint(model, batch),
+            static=static,
+            plain=plain,
+            offload_bytes_per_ms=bytes_per_ms(place),
+            notes=(*doubts(model, place), *by_contents(audit), *notes, *in_words(model, static)),
+        )
+
+
+def _without_checkpoints(tried: Callable[..., _Tried], unchanged: Unchanged) -> _Tried | None:
+    """The step as it is where nothing checkpoints itself, or None if that can't be rehearsed."""
+    unchanged.restore()
+    try:
+        with without_checkpoints():
+            saved = tried(frugal=True)
+    except LowtideError:  # it does not fit, for example: then only the number is missing
+        return None
+    return saved if saved.trace.packs == len(saved.audit.slots) else None
 
 
 def _does_not_fit(said: str) -> RehearsalError:
@@ -166,6 +201,8 @@ def _audited(
     unchanged: Unchanged,
     refused: dict[type[nn.Module], str],
     in_place: bool,
+    *,
+    frugal: bool = False,
 ) -> tuple[Audit, bool]:
     """The audit, and whether it is a frugal one, as where another does not fit."""
 
@@ -175,7 +212,7 @@ def _audited(
         return audit
 
     try:
-        return repeated(frugal=False), False
+        return repeated(frugal=frugal), frugal
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -193,6 +230,7 @@ def _audit(
         with audit.running():
             step(batch)
     name = type(model).__name__
+    check_saved(model, audit)
     if not audit.slots:
         raise RehearsalError(
             f"the step returned without a call of {name} that saved anything for backward. Pass the very module that "

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch import in_backward, next_sequence_number, storage_id
+from lowtide._torch import around_checkpoints, in_backward, next_sequence_number, storage_id
 from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal import addresses, readers, sharding
 from lowtide.rehearsal.bits import identical
@@ -77,6 +78,8 @@ class Audit(Remakes, Probe):
         """What tensors each call of the model from outside was given, in words."""
         self.by_contents: dict[str, str] = {}
         """Operators whose results are as large as the contents of a tensor make them, and a module with each."""
+        self.checkpointed: Counter[str] = Counter()
+        """By the path of the module that it is in, how many calls torch.utils.checkpoint was given."""
         self.reads = 0
         self.written_over: list[Together] = []
         """Gradients that can be written in place."""
@@ -104,7 +107,7 @@ class Audit(Remakes, Probe):
         self.install()
         values.probe = self
         try:
-            with self._units.watched(), contextlib.ExitStack() as stack:
+            with self._units.watched(), around_checkpoints(self._checkpoints), contextlib.ExitStack() as stack:
                 if self.allows_in_place:
                     self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
                 yield
@@ -138,6 +141,11 @@ class Audit(Remakes, Probe):
         transients(self.values, stream)
         if self._tried_in_place is not None:
             self.written_over = self._tried_in_place.settle(stream)
+
+    def _checkpoints(self) -> None:
+        """Something in the call in progress checkpoints itself; not in a trial run, nor in backward."""
+        if self.scope is not None:
+            self.checkpointed[self.scope.path] += 1
 
     @property
     def shapes(self) -> list[CallShape]:

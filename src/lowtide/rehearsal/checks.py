@@ -106,7 +106,15 @@ def by_contents(audit: Audit) -> tuple[str, ...]:
 
 
 def check_uncompiled(model: torch.nn.Module) -> None:
-    """Refuse a model that is compiled as a whole. Raises RehearsalError."""
+    """Refuse a model that is compiled as a whole, or TorchScript. Raises RehearsalError."""
+    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    if any(_is_all_of(module, model) for module in scripted):
+        raise RehearsalError(
+            f"{getattr(model, 'original_name', type(model).__name__)} is TorchScript as a whole (torch.jit.script or "
+            "torch.jit.trace), whose own executor decides what it keeps for backward.\n"
+            "  Train the module that it was made from, and script it after training; or script its repeated blocks "
+            "alone: `model.layers[i] = torch.jit.script(model.layers[i])`. Such blocks can be planned for."
+        )
     if is_compiled(model):
         raise RehearsalError(
             f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and compiled "
@@ -115,6 +123,17 @@ def check_uncompiled(model: torch.nn.Module) -> None:
             "block.compile()`. That takes less time to compile, and blocks can be planned for. Or give the compiled "
             "code a budget of its own: torch._functorch.config.activation_memory_budget = 0.5."
         )
+
+
+def _is_all_of(part: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Return True if all that is trained in `model` is in `part`."""
+    return {*map(id, model.parameters())} <= {*map(id, part.parameters())}
+
+
+def check_saved(model: torch.nn.Module, audit: Audit) -> None:
+    """Refuse a step of which all saved tensors are out of reach. Raises RehearsalError."""
+    if not audit.slots and audit.bypassed is not None:
+        raise RehearsalError(f"{type(model).__name__} was called {audit.bypassed}")
 
 
 def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
@@ -135,4 +154,9 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
 
 def is_specialised(model: torch.nn.Module) -> bool:
     """Whether parts of the model are compiled, or TorchScript, which save other tensors once they have been run."""
-    return any(isinstance(module, torch.jit.ScriptModule) or is_compiled(module) for module in model.modules())
+    return has_torchscript(model) or any(map(is_compiled, model.modules()))
+
+
+def has_torchscript(model: torch.nn.Module) -> bool:
+    """Return True if parts of the model are TorchScript."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())

@@ -23,7 +23,8 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.measuring import recorder_for
 from lowtide.rehearsal.audit import Audit
 from lowtide.rehearsal.beside import in_words, with_others
-from lowtide.rehearsal.checks import SEVERAL_STREAMS, by_contents, check_one_device, doubts
+from lowtide.rehearsal.checkpoints import without_checkpoints
+from lowtide.rehearsal.checks import SEVERAL_STREAMS, by_contents, check_one_device, check_saved, doubts
 from lowtide.rehearsal.link import bytes_per_ms
 from lowtide.rehearsal.processes import check_sharding, n_with_new_buckets
 from lowtide.rehearsal.profile import TracedStep, assemble
@@ -62,9 +63,15 @@ class Observed:
     traced. `why` says what was wrong with steps that can't be used.
     """
 
-    def __init__(self, model: nn.Module, *, plain: bool = False, in_place: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, plain: bool = False, in_place: bool = True, checkpoints: bool = True
+    ) -> None:
+        """Unless `checkpoints`, what checkpoints itself in these steps does not."""
         self.model = model
         self._in_place = in_place
+        self._checkpoints = checkpoints
+        self.checkpointed: Counter[str] = Counter()
+        """By the path of the module that it is in, how many calls were given to torch.utils.checkpoint."""
         self.profile: Profile | None = None
         self.why: list[str] = []
         self.n_steps = 0
@@ -110,6 +117,8 @@ class Observed:
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
         self._watch = watch  # not before: what can't be recorded has no end
+        if not self._checkpoints:
+            watch.leave.enter_context(without_checkpoints())
         if known is None or _size(found) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
             watch.audit.left_alone = self._left_alone
@@ -131,6 +140,7 @@ class Observed:
             if watch.audit is not None:
                 self._audited[_form(watch.size)] = found = _Audited(watch.size, watch.audit, watch.recorder)
                 self._compare(found)
+                self.checkpointed = watch.audit.checkpointed
             elif watch.known is not None and watch.trace is not None:
                 self._trace(watch, watch.known, watch.trace)
             elif self._best is not None:
@@ -226,6 +236,7 @@ class _Audited:
         """Raises _Unusable and RehearsalError."""
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
+        check_saved(audit.model, audit)
         if not audit.slots:
             raise _Unusable("the model saved nothing for backward")
         if not audit.reads:

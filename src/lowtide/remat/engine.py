@@ -33,6 +33,8 @@ from lowtide.remat import values
 from lowtide.remat.actions import Actions, Decision, actions_for
 from lowtide.remat.advance import Advance
 from lowtide.remat.builder import Builder, Owners
+from lowtide.remat.bypassed import IN_TRANSFORM, in_hooks
+from lowtide.remat.calling import stand_in_calls
 from lowtide.remat.forward import Aside, Called, Here, Pass, Scope
 from lowtide.remat.in_place import InPlace, check
 from lowtide.remat.layout import producer, whole
@@ -86,11 +88,15 @@ class Engine:
         """Calls from outside that came by and that a backward of training may follow."""
         self.n_runs_in_eval_mode = 0
         """And those to which nothing was done, as the model was in eval mode."""
+        self.bypassed: str | None = None
+        """Where the model was called so that nothing could be done to what it saves, with the way out."""
         self.here = Here()
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """Of the run that is in progress."""
         self._seams: list[Seam] = []
+        self._own_calls: list[Callable[[], None]] = []
+        """Take away what stands in for the `__call__` of classes that have one of their own."""
         self.tell: Callable[[str], object] = warnings.warn
         """Called with what there is to say of the plan, once with each text."""
         self._said: set[str] = set()
@@ -271,6 +277,7 @@ class Engine:
         self.n_runs += 1
         _interrupts.stand()
         if in_transform():  # which does not go with saved-tensor hooks: it is as without a plan
+            self.bypassed = IN_TRANSFORM
             if self.does_anything:
                 self.say(
                     f"{seam} was called inside of a transform of torch.func (grad, vmap, ...): the plan does nothing "
@@ -280,6 +287,7 @@ class Engine:
                 return seam.inner(*args, **kwargs)
         hooks = saved_tensor_hooks()
         if hooks is not None:
+            self.bypassed = in_hooks(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # not those of a plan for more of it
                 self.say(
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
@@ -360,6 +368,7 @@ class Engine:
                 self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
                 if self._seams[-1].is_compiled:  # what is called in there is no call any longer
                     inside.update(below for below in module.modules() if below is not module)
+        self._own_calls = stand_in_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
         """A gradient is about to be written over the one that came to such a node."""
@@ -385,6 +394,8 @@ class Engine:
             self._writing.remove()
             self._writing = None
         self.relied_on.leave()
+        while self._own_calls:
+            self._own_calls.pop()()
         while self._seams:
             self._seams.pop().remove()
 

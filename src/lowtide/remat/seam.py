@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import CALL, is_compiled, is_tracing, own_call, without_function_mode
+from lowtide._torch import CALL, is_compiled, is_tracing, without_function_mode
 from lowtide.remat.as_planned import AsPlanned
+from lowtide.remat.calling import past_fronts, stand_in_calls
 from lowtide.remat.noting import Noting
 from lowtide.remat.surroundings import Reach
 
@@ -73,7 +74,7 @@ class Seam:
         while isinstance(first, Front):
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
-        own: Callable[..., Any] = first or own_call(self.module)
+        own: Callable[..., Any] = first or past_fronts(self.module)
         self.inner = past_notes(own) if self.is_compiled else own
         if last is None:
             self.module.__dict__[CALL] = self
@@ -111,7 +112,7 @@ class Seam:
             if (
                 isinstance(caller, nn.Module) and caller is not self.module
             ):  # a replica of nn.DataParallel has all our attributes
-                return own_call(caller)(*args, **kwargs)
+                return past_fronts(caller)(*args, **kwargs)
         return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
 
 
@@ -122,14 +123,15 @@ class Front:
     module with the plan that is in force on it, none, once or several times.
     """
 
-    __slots__ = ("_thread", "around", "before", "inner", "module")
+    __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module")
 
     def __init__(self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         self.module, self.around = module, around
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
-        self.inner: Callable[..., Any] = self.before or own_call(module)
+        self.inner: Callable[..., Any] = self.before or past_fronts(module)
         module.__dict__[CALL] = self
+        self._own_calls = stand_in_calls([module])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As for a seam: copies and pickles do not have it."""
@@ -137,6 +139,8 @@ class Front:
 
     def remove(self) -> None:
         """Leave the place as it was found, and let go of whoever put it there. May be called again."""
+        while self._own_calls:
+            self._own_calls.pop()()
         _unlink(self)
         self.around = _pass_on
 
@@ -146,7 +150,7 @@ class Front:
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
             if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in Seam
-                return own_call(caller)(*args, **kwargs)
+                return past_fronts(caller)(*args, **kwargs)
         return self.around(self.inner, args, kwargs)
 
 

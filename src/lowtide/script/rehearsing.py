@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ from lowtide.errors import RehearsalError
 from lowtide.levers import put_on
 from lowtide.levers.lever import NoUse
 from lowtide.memory.events import Busy
-from lowtide.rehearsal.checks import check_uncompiled
+from lowtide.rehearsal.checkpoints import can_do_without, told
+from lowtide.rehearsal.checks import check_uncompiled, has_torchscript
 from lowtide.rehearsal.observed import PATIENCE, Observed
 from lowtide.script.crew import Crew, Enough
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Profile, Pulled
 
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
+
+TORCHSCRIPT_RUNS = 2
+"""Steps after which TorchScript has compiled itself, forward and backward: from then on each saves the same."""
 
 MOST_UNUSABLE = 6
 """Steps that may be of no use before the rehearsal is given up."""
@@ -53,6 +58,10 @@ class Rehearsing(Crew):
         self._is_hidden = False
         self._plain, self._stop = plain, stop
         self._observed: Observed | None = None
+        self._checkpointed: tuple[Profile, Counter[str]] | None = None
+        """Of steps in which calls checkpoint themselves, and these, while others are rehearsed in which none does."""
+        self._n_runs = 0
+        """Steps in which TorchScript in the model ran, which compiles itself in the first ones."""
         self._gone: list[Observed] = []
         """Still in force on models that were given up."""
 
@@ -61,11 +70,14 @@ class Rehearsing(Crew):
         if self._gone:
             self.leaves()
         check_uncompiled(model)
+        self._is_hidden = has_torchscript(model) and self._n_runs < TORCHSCRIPT_RUNS
+        if self._is_hidden:
+            self._n_runs += 1
+            return
         if self._observed is None:
             self._observed = Observed(model, plain=self._plain, in_place=self._in_place)
         if self._on is None:
             self._on = _put_on(model, self._levers)
-        self._is_hidden = False
         try:
             self._observed.begin(batch, optimizers)
         except Busy as busy:  # the script's own profiler or recording, for some steps perhaps
@@ -76,13 +88,15 @@ class Rehearsing(Crew):
 
     def ends(self, model: nn.Module) -> None:
         """See whether that was enough. Raises RehearsalError where it will never be."""
-        assert self._observed is not None
         if self._is_hidden:
             return
+        assert self._observed is not None
         self._observed.end()
         self.n_steps += 1
         if self._observed.profile is not None:
-            self._finish(self._observed.profile)
+            self._settle(model, self._observed)
+        elif self._checkpointed is not None and self._observed.why:
+            self._finish(told(*self._checkpointed, None))
         elif len(self._observed.why) >= MOST_UNUSABLE:
             raise RehearsalError(
                 f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
@@ -95,7 +109,7 @@ class Rehearsing(Crew):
         if self._observed is not None:
             self._observed.give_up()
             self._gone.append(self._observed)  # until the next step: here no hooks may be removed
-        self.done, self.profile, self._observed = False, None, None
+        self.done, self.profile, self._observed, self._checkpointed = False, None, None, None
 
     def lets_go(self) -> None:
         """That was all that is wanted of the script, unless it is to go on."""
@@ -104,10 +118,12 @@ class Rehearsing(Crew):
 
     def finish(self) -> None:
         """The largest size that came often enough is what was rehearsed, if none was before."""
-        if self._observed is not None and not self.done:
+        if self._checkpointed is not None and not self.done:
+            self._finish(told(*self._checkpointed, None))
+        elif self._observed is not None and not self.done:
             self._observed.finish()
             if self._observed.profile is not None:
-                self._finish(self._observed.profile)
+                self._finish(told(self._observed.profile, self._observed.checkpointed, None))
 
     def leaves(self) -> None:
         """Take everything out."""
@@ -117,6 +133,19 @@ class Rehearsing(Crew):
         if self._on is not None:
             self._on.remove()
             self._on = None
+
+    def _settle(self, model: nn.Module, observed: Observed) -> None:
+        """Steps were rehearsed; once more without what checkpoints itself in them, to say what that costs."""
+        profile = observed.profile
+        assert profile is not None
+        if self._checkpointed is not None:
+            self._finish(told(*self._checkpointed, profile))
+        elif not observed.checkpointed or not can_do_without(model):
+            self._finish(told(profile, observed.checkpointed, None))
+        else:
+            self._checkpointed = profile, observed.checkpointed
+            self._gone.append(observed)  # until the next step: here no hooks may be removed
+            self._observed = Observed(model, checkpoints=False)
 
     def _finish(self, profile: Profile) -> None:
         assert self._on is not None

@@ -3,10 +3,11 @@
 A step begins when a module with trainable parameters is called by nobody else's forward, in training mode and with
 gradients on; it is over when every parameter that got a gradient has been updated, by all optimizers there are for it.
 Optimizers that step inside of backward (`register_post_accumulate_grad_hook`) update it in the middle of a step: that
-is over when a module is called next. The model is the module whose parameters are updated; several, as an encoder and a
-decoder, are `Parts` of one. So are, from the first update on, a frozen model and parameters of no module that are
-trained through it, as a prompt is. Where another model is updated twice and the one is not called meanwhile, the other
-is it from there on. What is done with the steps is up to the `Crew`.
+is over when a module is called next. L-BFGS calls the model many times in an update: each of these is a step, and over
+when the parameters have moved and the model is called again. The model is the module whose parameters are updated;
+several, as an encoder and a decoder, are `Parts` of one. So are, from the first update on, a frozen model and
+parameters of no module that are trained through it, as a prompt is. Where another model is updated twice and the one is
+not called meanwhile, the other is it from there on. What is done with the steps is up to the `Crew`.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide._standins import stand_in
+from lowtide._standins import Make, stand_in
 from lowtide._torch import in_backward, in_transform, is_tracing, never_compiled, not_compiled_alone
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.identity import tensors_in
+from lowtide.remat.calling import class_of_call
 from lowtide.script.afterwards import Afterwards
 from lowtide.script.aside import Aside
 from lowtide.script.by_hand import ByHand
 from lowtide.script.crew import Crew, Enough
 from lowtide.script.parts import Parts, whole
 from lowtide.script.prompted import Prompted
+from lowtide.script.search import Search
 from lowtide.script.turns import PATIENCE, Turns, held_by, ids, others_at_hand
 
 if TYPE_CHECKING:
@@ -56,9 +60,13 @@ class Steps:
         """The model, as far as is known."""
         self.failed: LowtideError | Enough | None = None
         """What the crew raised. A script that catches it meets it again at its next step."""
+        self._own_calls: set[type] = set()
+        """Classes whose `__call__` is watched as well."""
         self._called: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: dict[int, Optimizer] = {}
+        self._updating: dict[int, Search] = {}
+        """Optimizers in the midst of an update, which may call the model."""
         self._aside, self._prompted, self._turns, self.by_hand = Aside(), Prompted(), Turns(), ByHand()
         self._waits_until = 0
         """Number of updates up to which a crew that is done waits for another model to take turns with its own."""
@@ -66,6 +74,10 @@ class Steps:
         """Whether a model was trained in a thread that is not watched."""
         self.in_backward_only = False
         """Whether a model was called with gradients on in backward passes, and else with gradients off."""
+        self.in_transform = False
+        """Whether a model was called in transforms of torch.func."""
+        self.started_processes = False
+        """Whether the script started processes, in which nothing is watched."""
         self._afterwards: Afterwards | None = None
         """Who looks on when the crew is done: nothing is held here any longer."""
         self._before: weakref.ref[nn.Module] | None = None
@@ -79,26 +91,37 @@ class Steps:
         self._where = (os.getpid(), threading.get_ident())
 
     def __enter__(self) -> Self:
-        self._hook = register_optimizer_step_post_hook(self._updates)
-        self._unwatch = stand_in(nn.Module, "__call__", lambda plain: functools.partial(self._call, plain))
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._begins_update),
+            register_optimizer_step_post_hook(self._updates),
+        )
+        told = functools.partial(functools.partial, self._call)
+        self._unwatch = contextlib.ExitStack()
+        self._unwatch.callback(stand_in(nn.Module, "__call__", told))
+        self._unwatch.callback(stand_in(nn.Module, "__init__", functools.partial(functools.partial, self._made, told)))
+        started = functools.partial(functools.partial, self._starts_process)
+        self._unwatch.callback(stand_in(BaseProcess, "start", started))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self.crew.leaves()
 
     def stop(self) -> None:
         """Watch no calls any longer, and hold nothing. May be called again."""
-        self._unwatch()
+        self._unwatch.close()
+        self._own_calls.clear()
         if self.crew.done and self.model is not None:
             self._afterwards = Afterwards(self.crew, self.model, self._optimizers.values())
             self.model = None
             self._called.clear()
             self._optimizers.clear()
             self._stepped.clear()
+            self._updating.clear()
 
     def ended(self) -> None:
         """The script has ended: so has a step that waited for the next call."""
@@ -107,6 +130,18 @@ class Steps:
         elif self._is_open and self.failed is None and self._is_updated_by_hand():
             with self._noting():
                 self._close()
+
+    def _starts_process(self, plain: Callable[..., Any], process: BaseProcess) -> None:
+        self.started_processes = True
+        plain(process)
+
+    def _made(self, told: Make, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """A module is made: calls of its class are watched, also where they do not come to torch's `__call__`."""
+        kind = class_of_call(module)
+        if kind is not None and kind not in self._own_calls:
+            self._own_calls.add(kind)
+            self._unwatch.callback(stand_in(kind, "__call__", told))
+        return plain(module, *args, **kwargs)
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -129,12 +164,10 @@ class Steps:
     @never_compiled
     def _begins_training(self, module: nn.Module, given: Any) -> bool:
         """Whether this call is one that a backward of training will follow."""
-        if (
-            not torch.is_grad_enabled()
-            or in_transform()
-            or is_tracing()
-            or any(is_lazy(p) for p in module.parameters())
-        ):
+        if not torch.is_grad_enabled() or is_tracing() or any(is_lazy(p) for p in module.parameters()):
+            return False
+        if in_transform():
+            self.in_transform |= self.model is None and module.training and any(True for _ in module.parameters())
             return False
         if not any(p.requires_grad for p in module.parameters()):
             return self._begins_frozen(module, given)
@@ -173,6 +206,9 @@ class Steps:
             raise Enough from self.failed
         if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, and no optimizer has it
+        elif self._is_open and (search := self._search()) is not None and search.has_moved():
+            self._stepped[id(search.optimizer)] = search.optimizer
+            self._close()
         mine = set() if self.model is None else ids(self.model.parameters())
         self._stepped = {key: o for key, o in self._stepped.items() if mine & held_by(o)}  # the others' steps are over
         self._turns.called(module)
@@ -189,7 +225,7 @@ class Steps:
         elif self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._give_up(module)  # the first call may have been to try something small
             self._is_open = False
-        if not self.n_updates and module is self.model:
+        if not self.n_updates and not self._updating and module is self.model:
             self._look_for_updates_by_hand(module)
         if not self._is_open and not self._is_ours(module):
             self._called_aside(module)
@@ -200,6 +236,8 @@ class Steps:
             before = None if self._before is None else self._before()
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
                 self.crew.precedes(before)
+            if (search := self._search()) is not None:
+                self._optimizers[id(search.optimizer)] = search.optimizer
             self._is_beginning = True
             try:
                 self.crew.begins(self.model, batch, tuple(self._optimizers.values()))
@@ -230,10 +268,19 @@ class Steps:
         except RehearsalError as why:
             self.crew.loses_track(why)
 
+    def _begins_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._afterwards is None:
+            self._updating[id(optimizer)] = Search(optimizer)
+
+    def _search(self) -> Search | None:
+        """The search that the model is called in, if any: each of its evaluations is a step."""
+        return next((search for search in self._updating.values() if search.evaluates_often), None)
+
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_beginning:
             return
         self.n_updates += 1
+        self._updating.pop(id(optimizer), None)
         if self._afterwards is not None:
             self._afterwards.updated(optimizer)
             return

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from lowtide._interrupts import held_back
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.remat.bypassed import IN_TRANSFORM
 from lowtide.script.crew import Crew, Enough
 from lowtide.script.parts import name_of
 from lowtide.script.running import Script
@@ -28,7 +29,8 @@ def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] 
             crew.finish()
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
-    nothing = steps.model is None and not steps.n_updates and not steps.in_other_thread
+    elsewhere = steps.in_other_thread or steps.started_processes or steps.in_transform
+    nothing = steps.model is None and not steps.n_updates and not elsewhere
     if code == 0 and nothing and not crew.done and untrained is not None:
         untrained(f"{script.target} ended, and {_UNTRAINED}.")
     elif code == 0 and not crew.done:
@@ -45,6 +47,15 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
         return (
             f"{ended}; it trains in another thread, where nothing was watched.\n  Let the script call its training "
             "loop in the main thread."
+        )
+    if steps.model is None and steps.in_transform:
+        return f"{ended}; its model was called {IN_TRANSFORM}"
+    if steps.model is None and steps.started_processes:
+        return (
+            f"{ended}; no model was trained in it, but perhaps in processes that it started (torch.multiprocessing, "
+            "spawn), where nothing was watched.\n"
+            "  Call lowtide.fit(model, step, batch) in the function that each process runs, or have the processes "
+            "started from outside: torchrun --no-python --nproc-per-node N lowtide run ... SCRIPT."
         )
     if steps.model is None and steps.in_backward_only:
         return (
