@@ -21,7 +21,9 @@ LAYERS = [
     ["lowtide.units", "lowtide.errors"],
     [
         f"lowtide._{name}"
-        for name in ("clock", "code", "nodes", "quiet", "removable", "require", "slots", "standins", "torch")
+        for name in (
+            *("clock", "code", "interrupts", "nodes", "quiet", "removable", "require", "slots", "standins", "torch"),
+        )
     ],
     ["lowtide.memory", "lowtide.planner", "lowtide.report"],
     ["lowtide.identity"],
