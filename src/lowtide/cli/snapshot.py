@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide._files import in_one_line
+from lowtide.memory.files import in_one_line
 from lowtide.units import format_bytes, format_ratio
 
 if TYPE_CHECKING:

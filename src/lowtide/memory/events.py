@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 import msgspec
 from msgspec import convert
 
-from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError, RehearsalError
+from lowtide.memory.files import check_numbers, in_one_line, unpacked
 
 FORMAT = 1
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError
+from lowtide.memory.files import check_numbers, in_one_line, unpacked
 from lowtide.planner.frozen import FORMAT, Record
 from lowtide.planner.planning import cheapest, plain_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile

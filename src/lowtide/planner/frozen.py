@@ -9,8 +9,8 @@ from typing import Self
 
 import msgspec
 
-from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError
+from lowtide.memory.files import check_numbers, in_one_line, unpacked
 
 FORMAT = 1
 

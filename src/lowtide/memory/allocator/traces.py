@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import convert
 
-from lowtide._files import check_numbers, in_one_line, unpacked
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.expandable import allocator_for
+from lowtide.memory.files import check_numbers, in_one_line, unpacked
 
 FORMAT = 1
 _APART = 2**40

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lowtide._files import in_one_line
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import VARIABLES
+from lowtide.memory.files import in_one_line
 
 MOST_DEVICES = 128
 """PyTorch numbers devices in 8 bits."""

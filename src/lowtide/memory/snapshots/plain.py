@@ -8,8 +8,8 @@ import pickle
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lowtide._files import in_one_line
 from lowtide.errors import LowtideError
+from lowtide.memory.files import in_one_line
 from lowtide.memory.snapshots import opcodes
 
 

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lowtide._files import in_one_line
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import VARIABLES, AllocatorConfig
+from lowtide.memory.files import in_one_line
 from lowtide.memory.snapshots.entries import check
 from lowtide.memory.snapshots.history import WRITTEN_BY, History, rebuild
 from lowtide.memory.snapshots.plain import load_plain
