@@ -220,11 +220,11 @@ def test_a_cast_that_autocast_remembers_from_another_replay():
         args[0].register_hook(lambda grad: log.append("gradient"))
 
     block.register_forward_pre_hook(watch)
+    forward = block.mlp.forward
+    block.mlp.forward = lambda x: (log.append("run"), forward(x))[1]
     with in_force(model, "replay"):
         assert differences(plain, outcome(model, step)) == []
         log.clear()
-        forward = block.mlp.forward
-        block.mlp.forward = lambda x: (log.append("run"), forward(x))[1]
         step()
     assert log == ["run"] * 3 + ["run", "gradient"] * 3
 

@@ -48,10 +48,11 @@ class AsPlanned:
 
 
 def _look(module: nn.Module) -> _Look:
-    table = vars(module)
+    forward = vars(module).get("forward")
+    is_its_class_s = getattr(forward, "__func__", None) is getattr(type(module), "forward", module)
     return _Look(
         type(module),
-        table.get("forward"),
+        None if is_its_class_s else forward,
         dict(module._modules.items()),
         {*module._parameters.keys(), *module._buffers.keys()},
         {**module._forward_pre_hooks, **module._forward_hooks},
