@@ -50,12 +50,9 @@ class Applied(Removable):
         """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
         return frozenset(self._engine.drifted)
 
-    def checked(self, mark: Callable[[str, object], None]) -> AbstractContextManager[None]:
-        """A block for one step, in which ReplayMismatch is raised where backward reads other bits than were saved.
-
-        `mark` is a recorder's, which leaves that work out.
-        """
-        return Checked(self._engine, mark).running()
+    def checked(self) -> AbstractContextManager[None]:
+        """A block for one step, in which ReplayMismatch is raised where backward reads other bits than were saved."""
+        return Checked(self._engine).running()
 
     def remove(self) -> None:
         """Give the model, and the optimizer, back as they were. May be called again."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,13 +37,29 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
 
 
 def number_of(tensor: Tensor) -> int:
-    """A number that hardly any other content has, nor the same one in another order. Of a strided tensor.
+    """Give a number that hardly any other content has, nor the same one in another order. Of a strided tensor.
 
-    Each word of 4 bytes counts as often as its place says; the strides do not matter. Not of 8: two sign bits would
-    cancel each other at the end of the sum.
+    The strides do not matter. On a CPU no memory of torch is taken: the number is of steps that may have none left.
     """
     integers = _integers(tensor)
-    weights = _weights(min(PIECE, integers.numel()) * max(1, integers.element_size() // 4), tensor.device)
+    return _digest(integers.numpy()) if integers.device.type == "cpu" else _weighted_sum(integers)
+
+
+def _digest(array: Any) -> int:
+    """Hash the contents of a NumPy array."""
+    found = hashlib.sha1(usedforsecurity=False)
+    for piece in [array.reshape(-1)] if array.flags.c_contiguous else _pieces(array):
+        if piece.size:
+            found.update(piece)
+    return int.from_bytes(found.digest()[:8], "little")
+
+
+def _weighted_sum(integers: Tensor) -> int:
+    """Add up words of 4 bytes, each as often as its place says.
+
+    Not of 8: two sign bits would cancel each other at the end of the sum.
+    """
+    weights = _weights(min(PIECE, integers.numel()) * max(1, integers.element_size() // 4), integers.device)
     sums: list[Tensor] = []
     for piece in _pieces(integers):
         words = _words(piece)
@@ -73,14 +91,16 @@ def _words(piece: Tensor) -> Tensor:
     return piece.view(torch.uint8).view(torch.int32)
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Its elements in their order, not too many at once: copies where they do not lie so."""
-    if tensor.numel() <= PIECE:
-        yield tensor.reshape(-1)
+def _pieces(array: Any) -> Iterator[Any]:
+    """Elements of a tensor or NumPy array in their order, not too many at once: copies where they do not lie so."""
+    size = math.prod(array.shape)
+    if size <= PIECE:
+        yield array.reshape(-1)
         return
-    rows = max(1, PIECE * tensor.shape[0] // tensor.numel())
-    for piece in tensor.split(rows):  # type: ignore[no-untyped-call]
-        yield from _pieces(piece) if piece.numel() <= PIECE else _pieces(piece[0])
+    rows = max(1, PIECE * array.shape[0] // size)
+    for first in range(0, array.shape[0], rows):
+        piece = array[first : first + rows]
+        yield from _pieces(piece) if math.prod(piece.shape) <= PIECE else _pieces(piece[0])
 
 
 def _integers(tensor: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class Measured:
         self._static, self._addresses = static_bytes(model, batch, optimizers)
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
-        self._stack.enter_context(applied.checked(self._recorder.mark))
+        self._stack.enter_context(applied.checked())
 
     def peak_bytes(self) -> int:
         """The most that there was at once, now that the step is over; what was there before it included."""
