@@ -2,7 +2,8 @@
 
 Each result is compared with the true tensor bit by bit; what differs on this model and device is not used. The same run
 counts FLOPs and measures times. Everything is kept meanwhile, so it needs the memory of the plain step; a frugal audit
-lets go of each repeated block when it has been audited, and replays it in backward.
+needs no more than that, and less where modules have children: it lets go of each block when it has been audited, and
+replays it in backward. Outside of blocks it lets go of tensors that what is kept makes again (`lent.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lowtide._clock import now_ms
 from lowtide._torch import around_checkpoints, in_backward, next_sequence_number, storage_id
 from lowtide.identity import in_words, tensors_in
 from lowtide.rehearsal import addresses, readers, sharding
 from lowtide.rehearsal.bits import identical
-from lowtide.rehearsal.blocks import repeated_blocks, worth_a_replay
+from lowtide.rehearsal.blocks import freed_blocks, repeated_blocks, worth_a_replay
 from lowtide.rehearsal.drafts import CallDraft, SlotDraft, describe
 from lowtide.rehearsal.draws import DRAWS, OwnDraws
 from lowtide.rehearsal.in_place import AuditInPlace, Together
@@ -35,6 +37,7 @@ from lowtide.rehearsal.uneven import CallShape
 from lowtide.rehearsal.witness import Witness
 from lowtide.remat import values
 from lowtide.remat.arguments import tensors_in_call
+from lowtide.remat.engine import Pass
 from lowtide.remat.remake import Remake
 from lowtide.remat.replay import Frame
 from lowtide.remat.seam import Seam
@@ -87,6 +90,8 @@ class Audit(Remakes, Probe):
         self._tried_in_place: AuditInPlace | None = None
         self._mark = mark
         self._blocks = repeated_blocks(model)
+        self._freed = freed_blocks(model) if frugal else frozenset()
+        """Those that are let go of once they have been audited."""
         self._around_blocks = frozenset(
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
@@ -94,6 +99,10 @@ class Audit(Remakes, Probe):
         self._units = Units(model)
         self._own_draws = OwnDraws(model)
         self._witness = Witness(mark)
+        self._results: list[Value] = []
+        """What the block that was let go of last has returned."""
+        self._given: set[int] = set()
+        """Values that calls were given."""
         self._own_states: dict[Frame, OwnState] = {}
         """What calls in progress could change, as it was when they began."""
         self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
@@ -187,11 +196,29 @@ class Audit(Remakes, Probe):
             if self._why_refused(seam.module) is None:
                 self._own_states[frame] = OwnState(seam.module, frame.surroundings)
 
+    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+        handle = super().pack(now, tensor)
+        if self._frugal and not any(frame is not None and frame.seam.module in self._freed for _, frame in self._open):
+            self.lend(handle, tensor)
+            self.lent.let_go()
+        return handle
+
+    def lend(self, handle: Handle, tensor: Tensor) -> None:
+        """Let go of a tensor that has just been saved, if it is made again of what is kept without a matrix product."""
+        value = handle.value
+        index = self._index[value]
+        maker, _ = self._late.get(index, (None, 0))
+        is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
+        if maker is not None and is_cheap and self.lent.may_go(value, maker):
+            self._witness.saved(self._slot_of[handle], tensor)
+            self.lent.add(value, maker)
+
     def argument(self, tensor: Tensor) -> Handle:
         """Hold an argument of the call that begins, as an input slot of it."""
         assert self.scope is not None
         value, view = self.known(tensor)
         index, call = self._index[value], self.calls[-1]
+        self._given.add(index)
         label = f"{self.scope.path}: argument {describe(tensor, self.values[index].node)}"
         address = f"{call.id}@{len(call.inputs)}"
         call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
@@ -215,9 +242,10 @@ class Audit(Remakes, Probe):
             if call.refused is None:
                 call.state = self.state(frame.surroundings.nbytes)
                 self._read.append((call, frame.read(given=not self._frugal)))
-                if self._frugal and seam.module in self._blocks:
+                if seam.module in self._freed:
                     self.relied_on.frames.add(frame)
                     self.let_go(call, frame, returned)
+            self.lent.let_go()
         self._units.let_go(seam.module)
         self._open.pop()
 
@@ -264,21 +292,34 @@ class Audit(Remakes, Probe):
             return "it saves little besides its arguments"
         brought_back = [n for n in packed if not self.values[self.slots[n].value].is_seed]
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in brought_back}
+        wrong, looked_ms = list[str](), [0.0]
+
+        def look(place: int, tensor: Tensor) -> None:
+            began = now_ms(self._place)
+            if not wrong and (why := self.differs(call.first_slot + place, tensor)) is not None:
+                wrong.append(why)
+            looked_ms[0] += now_ms(self._place) - began
+
         try:
-            found, call.cost_ms, call.flops = timed(frame.catch, self._flops, self._place, frame.forward_again)
+            _, call.cost_ms, call.flops = timed(
+                lambda: frame.look(look), self._flops, self._place, frame.forward_again, lambda: looked_ms[0]
+            )
         except CAN_GO_WRONG as error:
             return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
-        for place, tensor in found.items():
-            value, view = self._handles[call.first_slot + place]
-            try:
-                saved = value.get()
-            except RuntimeError as error:  # changed in place: PyTorch minds only if backward reads it
-                return str(error)
-            if view is not None and tensor.shape != saved.shape:  # a buffer was a view, and its copy is none
-                saved, view = saved.as_strided(*view), None
-            if not identical(tensor, saved, view):
-                return f"running it again gives other bits for {self.slots[call.first_slot + place].label}"
-        return None
+        return wrong[0] if wrong else None
+
+    def differs(self, n: int, tensor: Tensor) -> str | None:
+        """Compare what was saved in slot `n` with what a second run saves there: why they are not the same, if so."""
+        value, view = self._handles[n]
+        try:
+            saved = value.get()
+        except RuntimeError as error:  # changed in place: PyTorch minds only if backward reads it
+            return str(error)
+        if view is not None and tensor.shape != saved.shape:  # a buffer was a view, and its copy is none
+            saved, view = saved.as_strided(*view), None
+        return (
+            None if identical(tensor, saved, view) else f"running it again gives other bits for {self.slots[n].label}"
+        )
 
     def try_advance(self, call: CallDraft, frame: Frame, returned: Any) -> None:
         """Run a call forward to its result and compare it."""
@@ -290,6 +331,10 @@ class Audit(Remakes, Probe):
 
     def let_go(self, call: CallDraft, frame: Frame, returned: Any) -> None:
         """Free what an audited block saved: its replay brings it back."""
+        self.let_go_of_results()
+        for result in tensors_in_call((returned,), {}):
+            if result.requires_grad:  # now, as it may be made again of what is about to go
+                self._results.append(self.known(result)[0])
         inputs = {slot.value for slot in call.inputs}
         if frame.seam.module in self._units.apart:  # what it returned is read where it can't be run again
             given = {storage_id(tensor) for tensor in tensors_in(returned)}
@@ -306,8 +351,18 @@ class Audit(Remakes, Probe):
                 self._witness.saved(n, tensor if view is None else tensor.as_strided(*view))
                 mine.setdefault(value, n - call.first_slot)
         for value in mine:
-            value.tensor, value.maker = None, frame
+            self.lent.add(value, frame)
         frame.values = {place: weakref.ref(value) for value, place in mine.items()}
+
+    def let_go_of_results(self) -> None:
+        """Of what earlier blocks returned: what was computed of that has been tried by now."""
+        for value in self._results:
+            index = self._index[value]
+            maker, _ = self._late.get(index, (None, 0))
+            if maker is not None and self.values[index].recipe and index not in self._saved | self._given:
+                self.lent.add(value, maker)
+        self._passed_through += self._results
+        self._results.clear()
 
     def _saved_in(self, call: CallDraft) -> list[tuple[Value, Geometry | None]]:
         return [self._handles[n] for n in range(call.first_slot, call.stop_slot)]
@@ -323,6 +378,7 @@ class Audit(Remakes, Probe):
 
     def reading(self, handle: Handle) -> None:
         if not self._open:
+            self.let_go_of_results()
             self.let_go_of_all()
         self.reads += 1
         self.time_late(handle)

@@ -1,4 +1,4 @@
-"""Which modules are worth running again, and which are a model's repeated blocks."""
+"""Modules that are worth running again: a model's repeated blocks, and those that a frugal audit lets go of."""
 
 from __future__ import annotations
 
@@ -23,13 +23,40 @@ def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
         in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
         classes = Counter(type(child) for child in module.children())
         for child in module.children():
-            if in_list and classes[type(child)] > 1 and worth_a_replay(child):
+            if in_list and classes[type(child)] > 1 and worth_a_replay(child) and not is_list(child):
                 found.add(child)
             else:
                 visit(child)
 
     visit(model)
     return frozenset(found)
+
+
+def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
+    """Find the modules that a frugal audit lets go of, of which none is inside of another.
+
+    The repeated blocks; where there are none in a child, the child itself if it has children. One that has all other
+    such children inside is looked into first.
+    """
+    repeated = repeated_blocks(model)
+
+    def visit(module: nn.Module) -> set[nn.Module]:
+        found: set[nn.Module] = set()
+        children = [child for child in module.children() if any(True for _ in child.children())]
+        for child in module.children():
+            if child in repeated:
+                found.add(child)
+            elif child in children:
+                is_apart = len(children) > 1 and not is_list(child) and not repeated & set(child.modules())
+                found |= (set() if is_apart else visit(child)) or ({child} if not is_list(child) else set())
+        return found
+
+    return frozenset(visit(model))
+
+
+def is_list(module: nn.Module) -> bool:
+    """Return True for a module that has others and is never called itself."""
+    return type(module).forward is nn.Module.forward
 
 
 def _torch_own(module: nn.Module) -> bool:

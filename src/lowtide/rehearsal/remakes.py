@@ -19,6 +19,7 @@ from lowtide.identity import place_of
 from lowtide.planner.nodes import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.rehearsal.bits import identical
 from lowtide.rehearsal.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
+from lowtide.rehearsal.lent import Lent
 from lowtide.rehearsal.readers import Enough, are_signs_of
 from lowtide.rehearsal.sharding import Homes
 from lowtide.rehearsal.trials import SHORT_MS, Flops, Meter
@@ -86,6 +87,7 @@ class Remakes(Engine):
         """By slot, what is enough of a tensor for it."""
         self.homes = Homes()
         self.relied_on.takes_values = False
+        self.lent = Lent(self._index, self._saved, self.values)
         self.builder = self._numbering = Numbering(self.builder.owners)
 
     def let_go_of_all(self) -> None:
@@ -132,7 +134,9 @@ class Remakes(Engine):
             self.add(value, base, "")
             return value, view
         there = registered(node, output)
-        if there is not None and there in self._index and not isinstance(there.maker, Remake):
+        if there is not None and there in self._index and (there in self.lent or not isinstance(there.maker, Remake)):
+            if there in self.lent and self._index[there] not in self._saved:
+                self.lent.give_back(there, base)
             return there, view
         if there is None or there not in self._index:
             value = Value(base.detach(), output=output)
@@ -312,6 +316,8 @@ class Remakes(Engine):
         n = self._slot_of.get(handle)
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
         if n is None or maker is None or needs_a_replay(maker):
+            return
+        if self._frugal and not self.lent.has_room_for(handle.value, maker):
             return
         draft = self.values[self.slots[n].value]
         try:

@@ -97,28 +97,34 @@ class Meter:
 
 
 def timed(
-    run: Callable[[], T], flops: Flops, place: torch.device, eagerly: Callable[[], object]
+    run: Callable[[], T],
+    flops: Flops,
+    place: torch.device,
+    eagerly: Callable[[], object],
+    aside_ms: Callable[[], float] = lambda: 0.0,
 ) -> tuple[T, float, int]:
     """What `run` gives, the milliseconds that it takes and its FLOPs. Short runs are run twice: counting takes time.
+
+    `aside_ms` gives the time so far that is no part of what `run` takes.
 
     In compiled code no operators are seen, and a mode around it would have the compiler give it up for good. So where
     there may be any, FLOPs are counted in a run of their own: `eagerly`, which does the same work, without compiled
     code. Where that can't be run the work counts as none.
     """
     before, compiled = flops.total, anything_compiled()
-    began = now_ms(place)
+    began = now_ms(place) - aside_ms()
     with contextlib.nullcontext() if compiled else flops:
         result = run()
-    took_ms = now_ms(place) - began
+    took_ms = now_ms(place) - aside_ms() - began
     if compiled:
         with contextlib.suppress(*CAN_GO_WRONG), torch.compiler.set_stance("force_eager"), flops:
             eagerly()
     counted = flops.total - before
     if took_ms < SHORT_MS:
         del result
-        began = now_ms(place)
+        began = now_ms(place) - aside_ms()
         result = run()
-        took_ms = min(took_ms, now_ms(place) - began)
+        took_ms = min(took_ms, now_ms(place) - aside_ms() - began)
     return result, took_ms, counted
 
 

@@ -92,7 +92,7 @@ class Frame:
         """What a replay brings back, by its place among the saved tensors."""
         self.nested: list[tuple[Seam, bool]] = []
         """The calls inside that a plan replays at some time, in order, and whether it did this time."""
-        self.held: list[weakref.ref[Tensor]] | None = None
+        self.held: list[weakref.ref[Tensor | Token]] | None = None
         """On trial: what its runs save for a backward pass of their own. Nothing of that outlives the run, unless
         something outside of the call has been given a part of it."""
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
@@ -192,24 +192,33 @@ class Frame:
     def catch(self) -> dict[int, Tensor]:
         """What the call saves when it is run again, detached, for each place that somebody still holds.
 
+        Raises as `look` does.
+        """
+        found: dict[int, Tensor] = {}
+        self.look(found.__setitem__)
+        return found
+
+    def look(self, at: Callable[[int, Tensor], object]) -> None:
+        """Run the call again and give `at` what it saves, as `catch` has it, when the operator that saves it is over.
+
         Raises ReplayMismatch if it saves something else, RuntimeError if an argument, parameter or buffer has changed.
         """
         wanted = {place for place, reference in self.values.items() if reference() is not None}
         try:
-            rerun = self._run_again(wanted)
+            missing = self._run_again(wanted, at)
         except _MustHold:
             self.seam.reach.holds = True
-            rerun = self._run_again(wanted)
-        missing = wanted - rerun.found.keys()
+            missing = self._run_again(wanted, at)
         if missing:
             raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.seam.module))
-        return rerun.found
 
-    def _run_again(self, wanted: set[int]) -> _Rerun:
-        rerun = _Rerun(self, wanted)
+    def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
+        """Run it, and give the places that nothing was saved at."""
+        rerun = _Rerun(self, wanted, at)
         with _in_place({inner for inner, _ in self.nested}), contextlib.suppress(_Stop):
             self._run(rerun, self.operands)
-        return rerun
+        rerun.hand_over()
+        return wanted - rerun.found
 
     def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
         """What the call returns when it is run again, through claims on its arguments: the caller's own if given."""
@@ -258,28 +267,32 @@ class Frame:
         )
 
 
+class Token:
+    """A place holder for a saved tensor of a run on trial, which nothing reads: it may only outlive the run."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Again:
     """A second run in progress. What it saves nobody reads, unless it runs backward inside of its forward."""
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._holds = frame.seam.reach.holds or frame.held is not None
+        self._holds = frame.seam.reach.holds
         self._has_ended = False
 
     def end(self) -> None:
         self._has_ended = True
 
-    def hold(self, tensor: Tensor) -> Tensor | None:
-        if not self._holds:
-            return None
-        held = tensor.detach()
-        if self._frame.held is not None:
+    def hold(self, tensor: Tensor) -> Tensor | Token | None:
+        held = tensor.detach() if self._holds else None if self._frame.held is None else Token()
+        if self._frame.held is not None and held is not None:
             self._frame.held.append(weakref.ref(held))
         return held
 
     @never_compiled
-    def unpack(self, held: Tensor | None) -> Tensor:
-        if held is not None:
+    def unpack(self, held: Tensor | Token | None) -> Tensor:
+        if held is not None and not isinstance(held, Token):
             return held
         if not self._has_ended:
             raise _MustHold
@@ -293,10 +306,12 @@ class _Again:
 class _Rerun(_Again):
     """A replay in progress. Modules that are called in this thread meanwhile ask it, not the forward pass."""
 
-    def __init__(self, frame: Frame, wanted: set[int]) -> None:
+    def __init__(self, frame: Frame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
         super().__init__(frame)
-        self.found: dict[int, Tensor] = {}
-        self._wanted = wanted
+        self.found: set[int] = set()
+        self._fresh: dict[int, Tensor] = {}
+        """What the operator in progress has saved: it may yet be written to."""
+        self._wanted, self._at = wanted, at
         self._last = max(wanted)
         self._nested = iter(frame.nested)
         self._place = -1
@@ -321,8 +336,14 @@ class _Rerun(_Again):
         finally:
             self._inside_another = False
 
+    def hand_over(self) -> None:
+        """What was saved so far is complete."""
+        self.found |= self._fresh.keys()
+        while self._fresh:
+            self._at(*self._fresh.popitem())
+
     @never_compiled
-    def pack(self, tensor: Tensor) -> Tensor | None:
+    def pack(self, tensor: Tensor) -> Tensor | Token | None:
         if not self._inside_another:
             self._catch(tensor)
         return self.hold(tensor)
@@ -335,12 +356,13 @@ class _Rerun(_Again):
         if is_complete or operator != self._operator:
             if self._place >= self._last:
                 raise _Stop
+            self.hand_over()
             self._operator, self._is_complete = operator, True
         has_history = tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None
         self._is_complete &= is_complete or has_history
         self._place += 1
         if self._place in self._wanted:
-            self.found[self._place] = self._frame.as_saved(self._place, tensor)
+            self._fresh[self._place] = self._frame.as_saved(self._place, tensor)
         if self._place >= self._last and self._is_complete:
             raise _Stop
 
@@ -353,7 +375,7 @@ class _Onward(_Again):
         return seam.inner(*args, **kwargs)
 
     @never_compiled
-    def pack(self, tensor: Tensor) -> Tensor | None:
+    def pack(self, tensor: Tensor) -> Tensor | Token | None:
         return self.hold(tensor)
 
 
