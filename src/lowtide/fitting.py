@@ -16,7 +16,7 @@ from lowtide.levers.choosing import Choice, advice, choose, optimizer_of
 from lowtide.levers.lever import Site
 from lowtide.planner import plan
 from lowtide.planner.in_place import without_in_place
-from lowtide.planner.planning import plain_peak_bytes, simulator_of
+from lowtide.planner.planning import plain_peak_bytes, simulator_of, smallest_plan
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.rehearsal import OTHER_WORK, rehearse
 from lowtide.rehearsal.keeping import looking_on
@@ -199,7 +199,10 @@ def _fit(
         try:
             made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
         except Infeasible:
-            raise over_budget(choice.profile, budget_bytes, measured) from None
+            least = smallest_plan(choice.profile)
+            if least.decisions == made.decisions or offload:
+                raise over_budget(choice.profile, budget_bytes, measured) from None
+            made = _own(choice, least, budget_bytes)
 
 
 def _first(
@@ -260,7 +263,11 @@ def over_budget(
 
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
     """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
-    made = plan(choice.profile, aim_bytes, offload=offload)
+    return _own(choice, plan(choice.profile, aim_bytes, offload=offload), budget_bytes)
+
+
+def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
+    """`made` as the plan for the budget, of the step as it is without levers."""
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 

@@ -99,6 +99,7 @@ def plan(
         given=profile.given,
         larger=None if larger == decisions else Decided(**_decided(profile, larger)),
         mixed=tuple(sorted((decisions.remake | larger.remake) & _differing(profile))),
+        draws=profile.draws,
         left_alone=profile.left_alone,
         allows_in_place=profile.allows_in_place,
         notes=profile.notes,
@@ -114,6 +115,18 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
         raise next(each for each in reversed(found) if isinstance(each, Infeasible))
     predicted = min(made, key=lambda each: (each.extra_ms, each.extra_flops))
     return replace(predicted, extra_ms=predicted.extra_ms + sum(lever.extra_ms for lever in profile.levers))
+
+
+def smallest_plan(profile: Profile) -> Plan:
+    """The plan of the smallest peak, whatever it takes."""
+
+    def search(allowed: Simulator, budget_bytes: int) -> Decisions:
+        found = most_saving(allowed)
+        if (predicted := allowed.predict(found)).peak_bytes > budget_bytes:
+            raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=predicted.peak_bytes, parts=predicted.parts)
+        return found
+
+    return plan(profile, smallest_peak(profile)[1].peak_bytes, solver=search)
 
 
 def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:

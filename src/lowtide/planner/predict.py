@@ -127,6 +127,7 @@ class Simulator:
             "inputs": static.inputs,
             "left from before": static.left,
             "other tensors": static.others,
+            "margin": static.margin,
             **self._storages_at(sweep, position),
             "remade": int(sweep.copies.at(position).bytes.sum()),
             "temporaries": temporaries + freed,

@@ -50,11 +50,13 @@ class Static(Record):
     """What the step before has left and this one lets go of: outputs that a variable still held."""
     others: int = 0
     """All else: other models, averages of weights, data; on a CPU of each tensor that is alive in the process."""
+    margin: int = 0
+    """How much more than predicted a step was measured to need (`rehearsal/margin.py`)."""
 
     @property
     def total(self) -> int:
         own = self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs
-        return own + self.left + self.others
+        return own + self.left + self.others + self.margin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +214,8 @@ class Profile(Record):
     """Levers that were on while all this was measured; the plain step is one with them."""
     offload_bytes_per_ms: float | None = None
     """How fast memory is copied to the host and back, one way; None where it can't be."""
+    draws: int = 0
+    """Steps with other random numbers that plans are to be measured in, where the work is drawn at random."""
     left_alone: tuple[str, ...] = ()
     """Paths of modules that save something else in each step: no slot is theirs, and what they save is in
     `base_bytes`."""
@@ -332,6 +336,8 @@ class Plan(Decided):
     """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
     mixed: tuple[str, ...] = ()
     """Addresses at which what is to be remade is something else, or is kept, in some call of the model."""
+    draws: int = 0
+    """Steps with other random numbers that it is to be measured in (`Profile.draws`)."""
     left_alone: tuple[str, ...] = ()
     """Paths of modules that the plan has nothing to do with (`Profile.left_alone`)."""
     allows_in_place: bool = True

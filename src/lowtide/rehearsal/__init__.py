@@ -29,6 +29,8 @@ from lowtide.rehearsal.checks import (
     is_specialised,
 )
 from lowtide.rehearsal.link import bytes_per_ms
+from lowtide.rehearsal.luck import called, drawn_as, fullest
+from lowtide.rehearsal.margin import DRAWS, with_margin
 from lowtide.rehearsal.outcome import is_out_of_memory, unless_out_of_memory
 from lowtide.rehearsal.processes import check_waits_for_nobody, n_sent
 from lowtide.rehearsal.profile import TracedStep, assemble
@@ -72,7 +74,7 @@ OTHER_WORK: Final = (
 def rehearse(
     model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None, in_place: bool = True
 ) -> Profile:
-    """The profile of `step(batch)`, which is run four times; `lowtide.rehearse` says what that means for the model."""
+    """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
@@ -81,6 +83,14 @@ def rehearse(
             step(batch)
             unchanged.rewind()
         refused: dict[type[nn.Module], str] = {}
+        orders: set[tuple[str, ...]] = set()
+        """What modules were called, in order."""
+
+        def seen(batch: Any) -> Any:
+            with called(model) as calls:
+                result = updates.run(batch)
+            orders.add(tuple(calls))
+            return result
 
         def tried(*, frugal: bool = False) -> _Tried:
             audit, frugal = _audited(model, step, batch, unchanged, refused, in_place, frugal=frugal)
@@ -89,23 +99,33 @@ def rehearse(
             there = static_bytes(model, batch, unchanged.optimizers)
             unchanged.rewind()
             engine, sent = MostSaving(model, audit), n_sent()
-            trace, recorder = unless_out_of_memory(lambda: _trace(engine, updates.run, batch), _does_not_fit)
+            trace, recorder = unless_out_of_memory(lambda: _trace(engine, seen, batch), _does_not_fit)
             check_waits_for_nobody(sent)
             return _Tried(audit, frugal, there, engine, trace, recorder)
 
-        found = _without_mismatch(tried, unchanged, refused)
-        # Auditing takes more than the plain step, which may fit all the same. To try it on a CPU may end the process.
-        hopeless = found.frugal and place_of(model).type == "cpu"
-        there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
-        plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch)
-        measured = None
-        if plain is not None:
-            measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
-        overflows = unchanged.overflows
+        def profiled() -> tuple[_Tried, Profile]:
+            found = _without_mismatch(tried, unchanged, refused)
+            # Auditing takes more than the plain step, which may fit all the same; on a CPU that may end the process.
+            hopeless = found.frugal and place_of(model).type == "cpu"
+            there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
+            plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, seen)
+            measured = None
+            if plain is not None:
+                measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
+            check_same_work(model, found.audit, found.trace)
+            notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * unchanged.overflows + [*updates.notes()]
+            return found, found.profile(model, batch, (measured, step_ms), notes)
+
+        found, profile = profiled()
+        if len(orders) > 1:
+            share = fullest(lambda: _calls(model, step, batch, unchanged))
+            if share is not None:
+                unchanged.restore()
+                with drawn_as(share):
+                    found, profile = profiled()
+            profile = replace(profile, draws=DRAWS)
+        profile = with_margin(profile, model, updates, batch, unchanged)
         saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
-    check_same_work(model, found.audit, found.trace)
-    notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * overflows + [*updates.notes()]
-    profile = found.profile(model, batch, (measured, step_ms), notes)
     without = None if saved is None else saved.profile(model, batch, (None, 0.0))
     return told(doubted(profile), found.audit.checkpointed, without)
 
@@ -161,6 +181,14 @@ def _without_checkpoints(tried: Callable[..., _Tried], unchanged: Unchanged) -> 
     return saved if saved.trace.packs == len(saved.audit.slots) else None
 
 
+def _calls(model: nn.Module, step: Step, batch: Any, unchanged: Unchanged) -> list[str]:
+    """The modules that a step calls which begins as the first one did."""
+    unchanged.restore()
+    with called(model) as calls:
+        step(batch)
+    return calls
+
+
 def _does_not_fit(said: str) -> RehearsalError:
     return RehearsalError(
         f"the step runs out of memory even where each repeated block is let go of as soon as it has run: {said}\n"
@@ -172,6 +200,7 @@ def _does_not_fit(said: str) -> RehearsalError:
 def doubted(profile: Profile) -> Profile:
     """`profile`, with a note where the plain step, which draws other random numbers, had another peak than it says."""
     measured, predicted = profile.measured_plain_peak_bytes, predict(profile, Decisions()).peak_bytes
+    predicted -= profile.static.margin
     if measured is None or abs(predicted - measured) <= max(DOUBTFUL_BYTES, DOUBTFUL * measured):
         return profile
     note = (
@@ -252,13 +281,13 @@ def _trace(engine: MostSaving, step: Step, batch: Any) -> tuple[Trace, Recorder]
     return trace, recorder
 
 
-def _plain(model: nn.Module, updates: Updates, batch: Any) -> tuple[Recorder | None, float]:
+def _plain(model: nn.Module, updates: Updates, batch: Any, run: Step) -> tuple[Recorder | None, float]:
     """A recording of the step without any plan, and its time; None if it runs out of memory."""
     place = place_of(model)
     updates.undo()
     try:
         with recorder_for(place) as recorder:
-            updates.run(batch)
+            run(batch)
         updates.undo()
         began = now_ms(place)  # of a step by itself: recording takes time, and the first one loads kernels
         updates.step(batch)

@@ -14,6 +14,7 @@ from lowtide.fitting import REPAIRS, over_budget
 from lowtide.identity import fingerprint
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
+from lowtide.planner.planning import smallest_plan
 from lowtide.rehearsal.observed import NOT_RUN, PATIENCE
 from lowtide.remat.given import no_larger, shapes_in
 from lowtide.script.parts import name_of
@@ -177,9 +178,12 @@ class Fitting(UnderPlan):
         over = measured_bytes - made.budget_bytes
         self._say(f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning again")
         assert self._rehearsing.profile is not None
-        with contextlib.suppress(Infeasible):
-            if len(self._over) < REPAIRS:
+        if len(self._over) < REPAIRS:
+            try:
                 lower = plan(self._rehearsing.profile, max(1, made.predicted.peak_bytes - over))
+            except Infeasible:
+                lower = smallest_plan(self._rehearsing.profile)
+            if lower.decisions != made.decisions:
                 self.plan = replace(lower, budget_bytes=made.budget_bytes)
                 return
         raise over_budget(self._rehearsing.profile, made.budget_bytes, self._over)
