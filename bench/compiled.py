@@ -23,8 +23,8 @@ from contest.ways import blocks, every_nth_block
 from torch._functorch import config as functorch_config
 
 import lowtide
-from lowtide.identity import static_bytes
-from lowtide.report.text import decisions
+from lowtide.report.text_table import decisions
+from lowtide.runtime.fingerprint import static_bytes
 
 MODELS = ("gpt2", "gpt2-dropout", "llama")
 ROUNDS = 8

@@ -28,8 +28,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 import lowtide
-from lowtide.foresight.sizing import resized, size_of
-from lowtide.memory.cards import Card
+from lowtide.estimator.largest_batch import resized, size_of
+from lowtide.memory.gpu_specs import Card
 
 ZOO = Path(__file__).parents[1] / "tests" / "zoo.py"
 LEFT_OUT = {"autocast": "asks for autocast on the CPU", "skipping": "has a generator on the CPU"}
@@ -131,7 +131,7 @@ def _apart(arguments: list[str], environment: dict[str, str]) -> Any:
 
 
 def _keep(folder: Path, name: str, rows: int, peak_allocated: int) -> None:
-    from lowtide.memory.snapshots.reading import Snapshot
+    from lowtide.memory.snapshots.read import Snapshot
     from lowtide.memory.snapshots.reduction import reduce_snapshot
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.planner.frontier import frontier
+from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Profile
 from planner.profiles import transformer
 

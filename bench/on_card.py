@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import lowtide
-from lowtide.memory.cards import Card
+from lowtide.memory.gpu_specs import Card
 from lowtide.planner import smallest_peak
 
 BEGAN = time.perf_counter()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.planner.nodes import NOTED
-from lowtide.remat.engine import Engine, actions_for
+from lowtide.planner.address_nodes import NOTED
+from lowtide.runtime.engine import Engine, actions_for
 
 COUNT = 200
 """Tensors or calls in one step."""

@@ -25,7 +25,7 @@ from contest.claims import claims
 from contest.page import page
 from contest.records import Contest, Results
 
-from lowtide._require import require_pictures
+from lowtide.utils.optional_deps import require_pictures
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MODELS = ("gpt2", "gpt2-dropout", "llama", "bert", "vit", "resnet")

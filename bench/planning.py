@@ -37,7 +37,7 @@ TIMES = 3
 def rehearsed() -> Iterator[tuple[str, Profile]]:
     """Real models at the sizes of the tests."""
     import models
-    from lowtide.rehearsal import rehearse
+    from lowtide.profiler import rehearse
 
     for name in models.MODELS:
         case = models.build(name)

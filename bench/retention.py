@@ -226,8 +226,8 @@ def measured(case: Case) -> Row:
 
 def level(at: Setting) -> int:
     """What the kept references hold: what a copy of the setting would lose by dropping them."""
-    from lowtide.watching.graphs import computing, kept_by
-    from lowtide.watching.heap import storage_bytes
+    from lowtide.diagnostics.leaks.live_tensors import storage_bytes
+    from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by
 
     known = {t.untyped_storage()._cdata for m in (at.model, at.teacher) for t in m.parameters()}
     known.add(at.x.untyped_storage()._cdata)

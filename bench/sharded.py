@@ -32,9 +32,9 @@ from torch.distributed.fsdp import fully_shard
 import lowtide
 from comparing import equal
 from lowtide._torch import n_collectives
-from lowtide.identity import static_bytes
 from lowtide.planner import smallest_peak
-from lowtide.report.text import decisions
+from lowtide.report.text_table import decisions
+from lowtide.runtime.fingerprint import static_bytes
 
 MODELS = ("gpt2-dropout", "llama")
 ROUNDS = 5

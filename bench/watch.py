@@ -15,7 +15,7 @@ import time
 import torch
 
 import lowtide
-from lowtide.demo.workloads import workload
+from lowtide.cli.demo.workloads import workload
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def _what_is_there_stays() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    if (in_place := sys.modules.get("lowtide.remat.in_place")) is not None:
+    if (in_place := sys.modules.get("lowtide.runtime.inplace_gradients")) is not None:
         in_place._IN_FORCE.clear()
 
 

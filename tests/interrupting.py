@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lowtide
-from lowtide.memory import entry
+from lowtide.memory import entry_storages as entry
 
 PACKAGE = lowtide.__path__[0]
 SCANS = entry.__file__

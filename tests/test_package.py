@@ -26,24 +26,30 @@ LAYERS = [
         )
     ],
     ["lowtide.memory", "lowtide.planner", "lowtide.report"],
-    ["lowtide.identity"],
-    ["lowtide.remat"],
-    ["lowtide.graphs"],
-    ["lowtide.accumulation"],
-    ["lowtide.rehearsal"],
+    ["lowtide.runtime.fingerprint"],
+    ["lowtide.runtime"],
+    ["lowtide.diagnostics.graph"],
+    ["lowtide.levers.accumulation"],
+    ["lowtide.profiler"],
     ["lowtide.levers"],
-    ["lowtide.lookout", "lowtide.applying"],
-    ["lowtide.foresight"],
-    ["lowtide.rehearsing", "lowtide.timelines", "lowtide.verification"],
-    ["lowtide.shapes"],
-    ["lowtide.watching", "lowtide.releasing"],
-    ["lowtide.fitting", "lowtide.oom"],
+    ["lowtide.runtime.guards", "lowtide.api.apply"],
+    ["lowtide.estimator"],
+    ["lowtide.api.rehearse", "lowtide.api.timeline", "lowtide.api.verify"],
+    ["lowtide.api.shape_buckets"],
+    ["lowtide.diagnostics.leaks", "lowtide.api.release"],
+    ["lowtide.api.fit", "lowtide.diagnostics.oom"],
     ["lowtide.script"],
-    ["lowtide.demo"],
+    ["lowtide.cli.demo"],
     ["lowtide.cli", "lowtide.__main__"],
 ]
-TORCH_FREE = ["lowtide.units", "lowtide.errors", "lowtide._quiet", "lowtide._removable", "lowtide._require"]
-TORCH_FREE += ["lowtide.planner", "lowtide.report", "lowtide.oom.explanation"]
+TORCH_FREE = [
+    "lowtide.units",
+    "lowtide.errors",
+    "lowtide.utils.stderr_filter",
+    "lowtide.utils.removable",
+    "lowtide.utils.optional_deps",
+]
+TORCH_FREE += ["lowtide.planner", "lowtide.report", "lowtide.diagnostics.oom.explanation"]
 TORCH_FREE += [f"lowtide.memory.{name}" for name in ("allocator", "cards", "events", "snapshots")]
 
 
@@ -246,6 +252,6 @@ def test_without_torch_plans_and_errors_still_work(no_torch: tuple[Path, str], r
 @pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.14.0a0+git1234567", "3.0.0"])
 def test_a_torch_that_is_new_enough_is_taken(version: str, tmp_path: Path, run_python: RunPython) -> None:
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}", encoding="utf-8")
-    code = "from lowtide._require import require_torch; require_torch('this test')"
+    code = "from lowtide.utils.optional_deps import require_torch; require_torch('this test')"
     done = run_python("-c", code, path=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -16,11 +16,12 @@ from torch.optim import optimizer as optimizers
 import lowtide
 from comparing import equal
 from conftest import RunPython
-from lowtide import _standins, _torch
+from lowtide import _torch
+from lowtide._torch import patching as _standins
 from lowtide.cli import lowtide as command
-from lowtide.planner.in_place import without_in_place
+from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.records import Plan
-from lowtide.remat import in_place
+from lowtide.runtime import inplace_gradients as in_place
 
 
 class Words(nn.Module):

@@ -11,7 +11,7 @@ from contest.records import Cell
 from contest.step import Bits, Measured, Steps
 from lowtide.planner import smallest_peak
 from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.report.text import decisions
+from lowtide.report.text_table import decisions
 
 REPAIRS = 4
 """Further plans for one budget, at most."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.autograd.profiler import profile
 
-from lowtide._quiet import without_noise
+from lowtide.utils.stderr_filter import without_noise
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.planner.frozen import Record
+from lowtide.planner.serialization import Record
 
 Kind = Literal["plain", "peer", "peer's peak", "share", "half", "smallest", "ladder"]
 """Why a cell is there. All but the first two are Lowtide, within a budget:

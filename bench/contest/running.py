@@ -22,9 +22,9 @@ from contest.records import Cell, Contest
 from contest.step import Bits, Steps
 from contest.turns import Entrant, Turns
 from contest.ways import Way, ways
-from lowtide.identity import static_bytes
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions
+from lowtide.runtime.fingerprint import static_bytes
 
 ROOM = 4
 """Memory that is touched before anything is timed, in plain peaks: of all steps but one only parameters are there."""

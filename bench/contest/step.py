@@ -19,8 +19,8 @@ import lowtide
 from contest.flops import Flops
 from contest.models import SEED, Batch, Contestant
 from contest.pieces import Taken, taken
-from lowtide.identity import static_bytes
-from lowtide.remat.in_place import InPlace
+from lowtide.runtime.fingerprint import static_bytes
+from lowtide.runtime.inplace_gradients import InPlace
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _BEHIND = """\
   bytes for each of two threads (torch's sources name each).
 - The caching allocator, simulated. Which address the driver gives a new segment decides between free blocks of equal
   size, and in some runs with that whether one more tensor of logits has room. Expected is the order that is seen in
-  memory snapshots of other programs (`memory/allocator/addresses.py`), as `foresee` takes it.
+  memory snapshots of other programs (`memory/allocator/segment_addresses.py`), as `foresee` takes it.
 - Workspaces of cuDNN's convolutions depend on its heuristics and on what is free: torch goes through their list
   of algorithms until one runs whose workspace can be had (`aten/src/ATen/native/cudnn/Conv_v8.cpp`, `try_configs`).
   Repeats of a CNN differ by up to 21 %. None is expected, nor does xMem count any. Copies of what is not channels-last,

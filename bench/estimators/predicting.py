@@ -9,9 +9,9 @@ from estimators.models import build
 from estimators.records import Prediction
 from estimators.rows import Row
 from estimators.training import Loop
-from lowtide.foresight.device.outcome import CardForesight
+from lowtide.estimator.cuda.gpu_estimate import CardForesight
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.cards import Card
+from lowtide.memory.gpu_specs import Card
 
 CAPABILITY = {
     "NVIDIA GeForce RTX 4060": (8, 9),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.planner.frozen import Record
+from lowtide.planner.serialization import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowtide.accumulation.batches import micro_batches
-    from lowtide.accumulation.whole import accumulate
-    from lowtide.applying import Applied, apply
+    from lowtide.api.apply import Applied, apply
+    from lowtide.api.fit import Fitted, FittedSizes, fit
+    from lowtide.api.rehearse import rehearse
+    from lowtide.api.release import loss_only, release, step
+    from lowtide.api.timeline import timeline
+    from lowtide.api.verify import Verdict, verify
+    from lowtide.diagnostics.graph import graph
+    from lowtide.diagnostics.leaks.watcher import Watch, watch
+    from lowtide.diagnostics.oom.explain_oom import explain_oom
     from lowtide.errors import (
         BudgetError,
         Infeasible,
@@ -22,20 +28,14 @@ if TYPE_CHECKING:
         TorchMissing,
         Unforeseeable,
     )
-    from lowtide.fitting import Fitted, FittedSizes, fit
-    from lowtide.foresight import Foresight, Largest, foresee, largest
-    from lowtide.foresight.device.outcome import CardForesight
-    from lowtide.graphs import graph
-    from lowtide.memory.measuring import measure
-    from lowtide.oom.noting import explain_oom
+    from lowtide.estimator import Foresight, Largest, foresee, largest
+    from lowtide.estimator.cuda.gpu_estimate import CardForesight
+    from lowtide.levers.accumulation.accumulate import accumulate
+    from lowtide.levers.accumulation.split_batch import micro_batches
+    from lowtide.memory.measure import measure
     from lowtide.planner import plan
-    from lowtide.planner.frontier import Frontier, frontier
+    from lowtide.planner.budget_frontier import Frontier, frontier
     from lowtide.planner.records import Plan, Profile
-    from lowtide.rehearsing import rehearse
-    from lowtide.releasing import loss_only, release, step
-    from lowtide.timelines import timeline
-    from lowtide.verification import Verdict, verify
-    from lowtide.watching.watch import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -84,15 +84,15 @@ __all__ = [
 
 # Where each public name lives. tests/test_package.py holds this, __all__ and the imports above to the same set.
 _HOMES = {
-    "Applied": "lowtide.applying",
+    "Applied": "lowtide.api.apply",
     "BudgetError": "lowtide.errors",
-    "CardForesight": "lowtide.foresight.device.outcome",
-    "Fitted": "lowtide.fitting",
-    "FittedSizes": "lowtide.fitting",
-    "Foresight": "lowtide.foresight",
-    "Frontier": "lowtide.planner.frontier",
+    "CardForesight": "lowtide.estimator.cuda.gpu_estimate",
+    "Fitted": "lowtide.api.fit",
+    "FittedSizes": "lowtide.api.fit",
+    "Foresight": "lowtide.estimator",
+    "Frontier": "lowtide.planner.budget_frontier",
     "Infeasible": "lowtide.errors",
-    "Largest": "lowtide.foresight",
+    "Largest": "lowtide.estimator",
     "LowtideError": "lowtide.errors",
     "OverBudget": "lowtide.errors",
     "PackageMissing": "lowtide.errors",
@@ -103,26 +103,26 @@ _HOMES = {
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
     "Unforeseeable": "lowtide.errors",
-    "Verdict": "lowtide.verification",
-    "Watch": "lowtide.watching.watch",
-    "accumulate": "lowtide.accumulation.whole",
-    "apply": "lowtide.applying",
-    "explain_oom": "lowtide.oom.noting",
-    "fit": "lowtide.fitting",
-    "foresee": "lowtide.foresight",
-    "frontier": "lowtide.planner.frontier",
-    "graph": "lowtide.graphs",
-    "largest": "lowtide.foresight",
-    "loss_only": "lowtide.releasing",
-    "measure": "lowtide.memory.measuring",
-    "micro_batches": "lowtide.accumulation.batches",
+    "Verdict": "lowtide.api.verify",
+    "Watch": "lowtide.diagnostics.leaks.watcher",
+    "accumulate": "lowtide.levers.accumulation.accumulate",
+    "apply": "lowtide.api.apply",
+    "explain_oom": "lowtide.diagnostics.oom.explain_oom",
+    "fit": "lowtide.api.fit",
+    "foresee": "lowtide.estimator",
+    "frontier": "lowtide.planner.budget_frontier",
+    "graph": "lowtide.diagnostics.graph",
+    "largest": "lowtide.estimator",
+    "loss_only": "lowtide.api.release",
+    "measure": "lowtide.memory.measure",
+    "micro_batches": "lowtide.levers.accumulation.split_batch",
     "plan": "lowtide.planner",
-    "rehearse": "lowtide.rehearsing",
-    "release": "lowtide.releasing",
-    "step": "lowtide.releasing",
-    "timeline": "lowtide.timelines",
-    "verify": "lowtide.verification",
-    "watch": "lowtide.watching.watch",
+    "rehearse": "lowtide.api.rehearse",
+    "release": "lowtide.api.release",
+    "step": "lowtide.api.release",
+    "timeline": "lowtide.api.timeline",
+    "verify": "lowtide.api.verify",
+    "watch": "lowtide.diagnostics.leaks.watcher",
 }
 
 # Errors and planning work on machines without torch; every other name checks for it first.
@@ -136,7 +136,7 @@ if not TYPE_CHECKING:  # a type checker that saw this would take any name for a 
         if home is None:
             raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
         if not home.startswith(_TORCH_FREE):
-            from lowtide._require import require_torch
+            from lowtide.utils.optional_deps import require_torch
 
             require_torch(f"lowtide.{name}")
         value = getattr(import_module(home), name)

@@ -8,7 +8,7 @@ from contest.page import page
 from contest.records import Cell, Results
 
 from bench.test_claims import contest
-from lowtide.planner.frontier import read_points
+from lowtide.planner.budget_frontier import read_points
 
 
 def test_each_point_of_lowtide_is_there_and_each_peer_has_its_name() -> None:

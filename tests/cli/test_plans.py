@@ -9,9 +9,9 @@ import pytest
 from conftest import RunPython
 from lowtide import cli
 from lowtide.planner import plan
-from lowtide.planner.frontier import frontier
+from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Decided, Plan
-from lowtide.report.plans import compare, show_diff
+from lowtide.report.plan_text import compare, show_diff
 from planner.profiles import chain
 
 PROFILE = chain(6)

@@ -10,9 +10,9 @@ from torch import nn
 
 import lowtide
 from lowtide import cli
-from lowtide.identity import tensors_in
 from lowtide.memory.events import Timeline
-from lowtide.script import foreseeing
+from lowtide.runtime.fingerprint import tensors_in
+from lowtide.script import estimate_steps as foreseeing
 from lowtide.units import format_bytes
 
 TRAIN = """

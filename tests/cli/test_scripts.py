@@ -270,7 +270,7 @@ def test_a_plan_that_was_made_before_goes_with_the_scripts_own_profiler(
 def test_a_rehearsal_inside_of_the_scripts_own_profiler_is_refused_with_the_reason(
     command: tuple[str, ...], script: Callable[[str], str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowtide.script.rehearsing.PATIENCE", 3)
+    monkeypatch.setattr("lowtide.script.rehearse_steps.PATIENCE", 3)
     done = run(*command, script(TRAIN.replace("for step in", "with torch.profiler.profile():\n  for step in")))
     assert (done.code, done.out.count("0x")) == (2, 3)
     assert done.err.count("RehearsalError") == 1
@@ -431,7 +431,7 @@ def test_what_was_not_there_is_said_in_words(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for user in ("script.rehearsing", "rehearsal.observed"):  # who imports it from the other first
+    for user in ("script.rehearse_steps", "profiler.online"):  # who imports it from the other first
         monkeypatch.setattr(f"lowtide.{user}.PATIENCE", 7)
     done = run(*command, script(text), *args)
     assert done.code == 2

@@ -22,7 +22,7 @@ from lowtide.cli import main
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.traces import Trace, replay
 from lowtide.memory.events import EventStream, Timeline
-from lowtide.planner.frontier import read_points
+from lowtide.planner.budget_frontier import read_points
 
 ROOM = 160 << 20
 """Bytes that all reads together may take beyond what the process has when they begin: the files are of some KiB."""

@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError
 from lowtide.memory.allocator.traces import Trace
 from lowtide.memory.events import Allocate, EventStream, Free, Label, Mark, Timeline
 from lowtide.planner import plan
-from lowtide.planner.frontier import frontier
+from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Plan, Profile
 from memory.test_snapshots import RECORD
 from planner.profiles import chain

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowtide.levers.choosing import does_not_pay
+from lowtide.levers.selection import does_not_pay
 
 
 @pytest.mark.parametrize(

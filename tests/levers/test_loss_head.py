@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import lowtide
 from comparing import equal
 from levers.cases import LENGTH, LOGITS_BYTES, VOCABULARY, Batch, batch_of, close, model_of, pulled, run, untouched
-from lowtide.levers.choosing import rehearsed
 from lowtide.levers.lever import NoUse, Site
+from lowtide.levers.selection import rehearsed
 from lowtide.planner.records import Pulled
 
 pytestmark = pytest.mark.loss_head

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from comparing import equal
 from levers.cases import LOGITS_BYTES, ROWS, VOCABULARY, Batch, batch_of, model_of, pulled, run, untouched
-from lowtide.levers.reading import reason_to_read
+from lowtide.levers.field_reads import reason_to_read
 
 Step = Callable[[Batch], Tensor]
 

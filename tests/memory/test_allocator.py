@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from lowtide.memory.allocator.block_sizes import round_size
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.sizes import round_size
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TRACES = sorted((Path(__file__).parent / "data").glob("*.json.gz"))

@@ -1,7 +1,7 @@
 """Where new segments are put, beside what a driver did."""
 
-from lowtide.memory.allocator.addresses import CHUNK, OTHERS, DriverAddresses
 from lowtide.memory.allocator.caching import Addresses
+from lowtide.memory.allocator.segment_addresses import CHUNK, OTHERS, DriverAddresses
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import pytest
 
 from lowtide.memory.allocator.caching import CachingAllocator, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable import allocator_for
+from lowtide.memory.allocator.expandable_segments import allocator_for
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable import allocator_for
+from lowtide.memory.allocator.expandable_segments import allocator_for
 from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.events import Allocate, Event, EventStream, Free
 

@@ -1,7 +1,7 @@
 import pytest
 
 from lowtide.errors import LowtideError
-from lowtide.memory.cards import CARDS, cublas_workspace_bytes, parse_card
+from lowtide.memory.gpu_specs import CARDS, cublas_workspace_bytes, parse_card
 
 GIB, MIB = 2**30, 2**20
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
-from lowtide.memory.cpu import CpuRecorder
+from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark, Timeline
 
 

@@ -5,9 +5,9 @@ import torch
 
 from lowtide import _torch
 from lowtide.errors import RehearsalError
-from lowtide.memory.cuda import CudaRecorder, PlacedMark, parse_trace
+from lowtide.memory.cuda_recorder import CudaRecorder, PlacedMark, parse_trace
 from lowtide.memory.events import Allocate, Free, Mark
-from lowtide.memory.measuring import measure
+from lowtide.memory.measure import measure
 
 KEY = "lowtide 123"
 MAIN, BACKWARD = 7001, 7002  # threads

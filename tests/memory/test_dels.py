@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide import _torch
-from lowtide.memory.cpu import CpuRecorder
-from lowtide.memory.dels import Del, Moment
-from lowtide.memory.measuring import Memory, measure
+from lowtide.memory.cpu_recorder import CpuRecorder
+from lowtide.memory.del_savings import Del, Moment
+from lowtide.memory.measure import Memory, measure
 
 B, I, H, O = 6, 10, 14, 3  # noqa: E741  batch, inputs, hidden and outputs
 F32 = 4  # bytes

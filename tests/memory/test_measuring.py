@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowtide.errors import RehearsalError
-from lowtide.memory.cpu import CpuRecorder
-from lowtide.memory.cuda import CudaRecorder
+from lowtide.memory.cpu_recorder import CpuRecorder
+from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.events import Allocate, Mark
-from lowtide.memory.measuring import Memory, measure, recorder_for
+from lowtide.memory.measure import Memory, measure, recorder_for
 
 # Batch, inputs, hidden and outputs of the network below, so chosen that no two of its tensors have the same size.
 B, I, H, O = 6, 10, 14, 3  # noqa: E741

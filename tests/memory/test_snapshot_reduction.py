@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.traces import Trace, replay
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Timeline
-from lowtide.memory.snapshots.reading import Snapshot
+from lowtide.memory.snapshots.read import Snapshot
 from lowtide.memory.snapshots.reduction import reduce_snapshot
-from lowtide.memory.snapshots.writing import snapshot_of
+from lowtide.memory.snapshots.write import snapshot_of
 
 MIB = 2**20
 

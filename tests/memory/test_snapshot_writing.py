@@ -14,9 +14,9 @@ from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark, Timeline
-from lowtide.memory.snapshots.reading import Snapshot
+from lowtide.memory.snapshots.read import Snapshot
 from lowtide.memory.snapshots.summary import summarize
-from lowtide.memory.snapshots.writing import snapshot_of, write_snapshot
+from lowtide.memory.snapshots.write import snapshot_of, write_snapshot
 
 MIB = 2**20
 
@@ -97,7 +97,7 @@ def test_a_step_measured_on_cpu_becomes_a_snapshot(tmp_path: Path) -> None:
     import torch
     from torch import nn
 
-    from lowtide.memory.measuring import measure
+    from lowtide.memory.measure import measure
 
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     batch = torch.randn(32, 64)

@@ -13,10 +13,10 @@ from lowtide.cli import main
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, Free, Mark, Timeline
-from lowtide.memory.snapshots.frames import operator, place
 from lowtide.memory.snapshots.history import ANNOTATION
-from lowtide.memory.snapshots.plain import load_plain
-from lowtide.memory.snapshots.reading import Snapshot
+from lowtide.memory.snapshots.plain_pickle import load_plain
+from lowtide.memory.snapshots.read import Snapshot
+from lowtide.memory.snapshots.stack_frames import operator, place
 from lowtide.memory.snapshots.summary import BEFORE, Share, State, summarize
 
 MIB = 2**20

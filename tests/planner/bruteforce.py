@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
-from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Prediction, Profile
+from lowtide.planner.simulate.simulator import Simulator
 
 
 def n_decisions(profile: Profile) -> int:

@@ -13,8 +13,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Call, Decisions, Fingerprint, Profile, Slot, Static, Storage, Value
+from lowtide.planner.simulate.simulator import Simulator
 from planner.reference_fates import remakeable
 
 FINGERPRINT = Fingerprint(torch="2.13.0", model="model", batch="x [2, 3] float32", device="cpu")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from lowtide.errors import Infeasible
 from lowtide.planner import plan, predict
-from lowtide.planner.bound import lower_bound
-from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.lower_bound import lower_bound
 from planner import bruteforce
 from planner.profiles import chain, profiles, random_profile, transformer
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from lowtide.errors import Infeasible
 from lowtide.planner import plan, predict, smallest_peak
-from lowtide.planner.bound import lower_bound
-from lowtide.planner.exact import Exact
-from lowtide.planner.greedy import Search
-from lowtide.planner.moves import Moves
-from lowtide.planner.pool import Found, Pool, Span, staircase
-from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Profile
-from lowtide.planner.solve import solve_greedily
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.exact import Exact
+from lowtide.planner.solve.greedy import Search
+from lowtide.planner.solve.ladder import solve_greedily
+from lowtide.planner.solve.lower_bound import lower_bound
+from lowtide.planner.solve.moves import Moves
+from lowtide.planner.solve.pareto_pool import Found, Pool, Span, staircase
 from planner import bruteforce
 from planner.profiles import chain, profiles, random_profile, transformer
 

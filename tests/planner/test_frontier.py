@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict, smallest_peak
-from lowtide.planner.frontier import Frontier, frontier, read_points
+from lowtide.planner.budget_frontier import Frontier, frontier, read_points
 from lowtide.planner.records import Decisions, Profile
 from planner.profiles import chain, profiles
 

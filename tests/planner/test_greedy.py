@@ -1,8 +1,8 @@
 """Greedy searches: what they find, and how much they look at for it."""
 
-from lowtide.planner.greedy import Search
-from lowtide.planner.moves import Moves
-from lowtide.planner.predict import Simulator
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.greedy import Search
+from lowtide.planner.solve.moves import Moves
 from planner.profiles import chain
 
 

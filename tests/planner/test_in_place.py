@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowtide.api.shape_buckets.interpolate import alike, between
 from lowtide.errors import Infeasible
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.planning import in_place_peak_bytes
 from lowtide.planner.records import Decisions, InPlace, Plan, Profile
-from lowtide.shapes.between import alike, between
 from planner.profiles import FINGERPRINT, chain, random_profile, transformer
 
 FREE, SLOW = frozenset({"ReluBackward0"}), frozenset({"ReluBackward0", "NativeBatchNormBackward0"})

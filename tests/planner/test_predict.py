@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.planner import predict
-from lowtide.planner.fates import KEPT, REPLAYED, fates_of
-from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.simulate.assignment import KEPT, REPLAYED, fates_of
+from lowtide.planner.simulate.simulator import Simulator
 from planner import reference
 from planner.profiles import Tape, chain, profiles, random_decisions
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from conftest import RunPython
 from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict
-from lowtide.planner.frozen import Record
 from lowtide.planner.records import Decisions, Fingerprint, Plan, Prediction, Profile, Static
+from lowtide.planner.serialization import Record
 from planner.profiles import FINGERPRINT, chain, profiles
 
 PLAN = plan(chain(3), "80%")
@@ -97,7 +97,8 @@ def test_a_plan_with_another_value_somewhere_is_read_or_refused(field: str, valu
 
 
 def test_who_only_reads_records_does_not_wait_for_scipy(run_python: RunPython) -> None:
-    code = "import sys, lowtide.planner.frontier, lowtide.report.plans; print({'scipy', 'torch'} & {*sys.modules})"
+    code = "import sys, lowtide.planner.budget_frontier, lowtide.report.plan_text as _\n"
+    code += "print({'scipy', 'torch'} & {*sys.modules})"
     assert run_python("-c", code).stdout.strip() == "set()"
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError, Infeasible
 from lowtide.planner import plan, predict, smallest_peak
-from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.planner.solve import Ladder
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.ladder import Ladder
 from lowtide.units import format_bytes
 from planner import bruteforce
 from planner.profiles import chain, profiles, random_profile, transformer

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from lowtide.script.callers import at_hand, optimizers_at_hand
+from lowtide.script.calling_code import at_hand, optimizers_at_hand
 
 
 def test_variables_are_found_from_the_inside_out() -> None:

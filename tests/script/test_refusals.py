@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowtide.errors import RehearsalError
-from lowtide.script.fitting import Fitting
-from lowtide.script.running import Script
-from lowtide.script.watching import run_watched
+from lowtide.script.fit_steps import Fitting
+from lowtide.script.run_listened import run_watched
+from lowtide.script.runner import Script
 
 BEGIN = """
 import torch, torch.nn as nn

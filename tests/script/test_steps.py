@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lowtide.errors import RehearsalError
-from lowtide.script.by_hand import MOST
-from lowtide.script.crew import Crew, Enough
-from lowtide.script.parts import Parts
-from lowtide.script.rehearsing import Rehearsing
-from lowtide.script.running import Script
-from lowtide.script.steps import Steps
-from lowtide.script.turns import PATIENCE
-from lowtide.script.watching import run_watched
+from lowtide.script.alternating_models import PATIENCE
+from lowtide.script.composite_model import Parts
+from lowtide.script.manual_updates import MOST
+from lowtide.script.rehearse_steps import Rehearsing
+from lowtide.script.run_listened import run_watched
+from lowtide.script.runner import Script
+from lowtide.script.step_detector import Steps
+from lowtide.script.step_listener import Crew, Enough
 
 Log = list[str]
 

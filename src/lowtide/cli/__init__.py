@@ -25,7 +25,7 @@ class Lazy:
 
     def load(self, name: str) -> click.Command:
         if self.needs_torch:
-            from lowtide._require import require_torch
+            from lowtide.utils.optional_deps import require_torch
 
             require_torch(f"lowtide {name}")
         module, _, attribute = self.target.partition(":")
@@ -36,7 +36,8 @@ class Lazy:
 
 COMMANDS = {
     "demo": Lazy(
-        target="lowtide.cli.demo:demo", summary="A real model on real text: its memory before and after, and the proof."
+        target="lowtide.cli.demo.command:demo",
+        summary="A real model on real text: its memory before and after, and the proof.",
     ),
     "rehearse": Lazy(
         target="lowtide.cli.rehearse:rehearse",
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
     except LowtideError as error:
-        from lowtide.cli.source import beside_bars, who
+        from lowtide.cli.script_or_profile import beside_bars, who
 
         with beside_bars():
             click.echo(f"{who(f'lowtide.{type(error).__name__}')}: {error}", err=True)

@@ -8,9 +8,9 @@ from typing import TextIO
 
 import click
 
+from lowtide.diagnostics.oom import explain as explain_text
+from lowtide.diagnostics.oom.text_stream import PIECE
 from lowtide.errors import LowtideError
-from lowtide.oom import explain as explain_text
-from lowtide.oom.stream import PIECE
 
 
 @click.command("explain")

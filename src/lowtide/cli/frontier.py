@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from lowtide._require import require_pictures
-from lowtide.cli.source import (
+from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
     output_option,
@@ -16,6 +15,7 @@ from lowtide.cli.source import (
     script_arguments,
     write,
 )
+from lowtide.utils.optional_deps import require_pictures
 
 
 @click.command("frontier", context_settings=OWN_OPTIONS_FIRST)
@@ -42,9 +42,9 @@ def frontier(
     """
     from rich.console import Console
 
-    from lowtide.planner.frontier import frontier as frontier_of
-    from lowtide.planner.frontier import read_points
-    from lowtide.report.frontier import table
+    from lowtide.planner.budget_frontier import frontier as frontier_of
+    from lowtide.planner.budget_frontier import read_points
+    from lowtide.report.frontier_table import table
 
     if picture_to is not None:
         _can_be_drawn(picture_to)  # before the work, not after it
@@ -57,7 +57,7 @@ def frontier(
     if json_to is not None:
         write(found.to_json(), json_to)
     if picture_to is not None:
-        from lowtide.report.picture import draw, save
+        from lowtide.report.plot import draw, save
 
         save(draw(found, others), picture_to)
         say(f"written: {picture_to}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.source import (
+from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
     lever_option,
@@ -82,7 +82,7 @@ def show_(file: str, as_json: bool) -> None:
 def diff(first: str, second: str, as_json: bool) -> int:
     """What is not the same in two plan files. Exit code 1: something is."""
     from lowtide.planner.records import Plan
-    from lowtide.report.plans import compare, show_diff
+    from lowtide.report.plan_text import compare, show_diff
 
     one, other = Plan.from_json(Path(first)), Plan.from_json(Path(second))
     found = compare(one, other)

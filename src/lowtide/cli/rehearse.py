@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.source import (
+from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
     is_profile,
@@ -22,7 +22,7 @@ from lowtide.cli.source import (
 )
 
 if TYPE_CHECKING:
-    from lowtide.foresight.device.outcome import CardForesight
+    from lowtide.estimator.cuda.gpu_estimate import CardForesight
 
 
 _STAND_INS = "from here on nothing is computed: numbers that the script prints stand in for true ones"
@@ -112,15 +112,15 @@ def _on_card(
     is_module: bool,
 ) -> int | list[CardForesight]:
     """Print and write what was foreseen, at each size; the exit code if nothing could be."""
-    from lowtide.memory.cards import parse_card
+    from lowtide.memory.gpu_specs import parse_card
 
     card = parse_card(device)  # nonsense is refused before torch is loaded
 
-    from lowtide._require import require_torch
+    from lowtide.utils.optional_deps import require_torch
 
     require_torch(f"lowtide, to rehearse {target},")
-    from lowtide.script.foreseeing import foresee_script
-    from lowtide.script.running import INTERRUPTED, Script
+    from lowtide.script.estimate_steps import foresee_script
+    from lowtide.script.runner import INTERRUPTED, Script
 
     script = Script(target=target, args=args, is_module=is_module)
     found: dict[int | None, CardForesight] = {}
@@ -137,11 +137,11 @@ def _on_card(
         if json_to != "-" and len(sizes) < 2:
             click.echo(str(foresight))
     if json_to != "-" and len(sizes) > 1:
-        from lowtide.cli.cards import sweep
+        from lowtide.cli.gpu_table import sweep
 
         click.echo(sweep({size: foresight for size, foresight in found.items() if size is not None}))
     if json_to is not None:
-        from lowtide.cli.cards import record
+        from lowtide.cli.gpu_table import record
 
         write(json.dumps([record(foresight, size) for size, foresight in found.items()], indent=1), json_to)
     return [*found.values()]

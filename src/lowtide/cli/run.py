@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.source import (
+from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
     lever_option,
@@ -69,10 +69,10 @@ def run(
 
     from lowtide.levers import in_script
     from lowtide.planner.records import Plan
-    from lowtide.script.applying import Applying
-    from lowtide.script.fitting import Fitting
-    from lowtide.script.running import Script
-    from lowtide.script.watching import run_watched
+    from lowtide.script.apply_plan import Applying
+    from lowtide.script.fit_steps import Fitting
+    from lowtide.script.run_listened import run_watched
+    from lowtide.script.runner import Script
 
     script = Script(target=target, args=args, is_module=is_module)
     if plan_file is not None:

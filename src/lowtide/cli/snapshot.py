@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.memory.files import in_one_line
+from lowtide.memory.untrusted_files import in_one_line
 from lowtide.units import format_bytes, format_ratio
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...]
     from anywhere.
     """
     from lowtide.memory.allocator.config import AllocatorConfig
-    from lowtide.memory.snapshots.reading import Snapshot
+    from lowtide.memory.snapshots.read import Snapshot
     from lowtide.memory.snapshots.summary import summarize
 
     others = [AllocatorConfig.parse(text) for text in settings]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.source import OWN_OPTIONS_FIRST, output_option, script_arguments, who, write
+from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, output_option, script_arguments, who, write
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
@@ -17,8 +17,8 @@ def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bo
     made them, and how to mend it. The findings go to stderr, also when the script is interrupted. Exit code 1: there
     are some; 2: the script failed.
     """
-    from lowtide.script.running import INTERRUPTED, Script
-    from lowtide.watching.watch import Watch
+    from lowtide.diagnostics.leaks.watcher import Watch
+    from lowtide.script.runner import INTERRUPTED, Script
 
     watched = Watch(None, None)
     exit_code = Script(target=target, args=args, is_module=is_module).run(within=watched)

@@ -1,7 +1,7 @@
 """Levers: changes of the training step itself that lower its peak, each with its bytes and its cost.
 
 What a lever does to memory is measured, not modelled: the step is rehearsed with the lever on, which gives another
-profile, and every plan made from that profile has the lever in it (`choosing.py`).
+profile, and every plan made from that profile has the lever in it (`selection.py`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lowtide._removable import Removable
 from lowtide.errors import LowtideError
+from lowtide.levers.chunked_loss import LossHead
 from lowtide.levers.fused_optimizer import FusedOptimizer
 from lowtide.levers.lever import Lever, NoUse, On
-from lowtide.levers.loss_head import LossHead
+from lowtide.levers.loss_only_outputs import Outputs
 from lowtide.levers.micro_batches import MicroBatches
-from lowtide.levers.outputs import Outputs
-from lowtide.levers.step_in_backward import StepInBackward
+from lowtide.levers.optimizer_in_backward import StepInBackward
 from lowtide.planner.records import Pulled
+from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _torch
-from lowtide._nodes import nodes_behind
 from lowtide._torch import in_backward
-from lowtide.accumulation.averages import SumOver
-from lowtide.accumulation.batches import rows_of
-from lowtide.accumulation.whole import accumulated
+from lowtide._torch.autograd_graph import nodes_behind
+from lowtide.diagnostics.graph.build_graph import is_leaf
 from lowtide.errors import LowtideError
-from lowtide.graphs.walk import is_leaf
-from lowtide.levers.gathering import gathering, hand_out
+from lowtide.levers.accumulation.accumulate import accumulated
+from lowtide.levers.accumulation.loss_reduction import SumOver
+from lowtide.levers.accumulation.split_batch import rows_of
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
-from lowtide.levers.outputs import is_model_output
-from lowtide.levers.released import only_loss
-from lowtide.remat.seam import Front
+from lowtide.levers.loss_only_outputs import is_model_output
+from lowtide.levers.partial_gradients import gathering, hand_out
+from lowtide.levers.released_fields import only_loss
+from lowtide.runtime.call_interceptor import Front
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

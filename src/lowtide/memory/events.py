@@ -3,7 +3,7 @@
 A stream is what one recording saw, in the order in which it happened: `Allocate`, `Free` and `Mark`. Levels are **bytes
 over entry**, the level when the recording began. A `Free` of a block that the stream did not allocate is of one that
 existed at entry: it lowers the level by its bytes, below zero if need be. How the sources know of those is said in
-`cpu.py` and `cuda.py`.
+`cpu_recorder.py` and `cuda_recorder.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from msgspec import convert
 
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.memory.files import check_numbers, in_one_line, unpacked
+from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 
 FORMAT = 1
 
@@ -172,7 +172,7 @@ class Timeline:
         return f"Timeline(peak_bytes={self.peak_bytes}, {len(self.stream)} events)"
 
     def __str__(self) -> str:
-        from lowtide.memory.text import table  # made when somebody looks
+        from lowtide.memory.timeline_table import table  # made when somebody looks
 
         return "\n".join(table(self))
 
@@ -219,7 +219,7 @@ class Timeline:
         Blocks lie where the simulated allocator of a CUDA card puts them. `at_entry` are the bytes of what was there
         before and stays.
         """
-        from lowtide.memory.snapshots.writing import write_snapshot
+        from lowtide.memory.snapshots.write import write_snapshot
 
         write_snapshot(self, path, at_entry=at_entry)
 
@@ -230,7 +230,7 @@ class Timeline:
         Only plain data is read from the file, so it may come from anybody. `device` may be left out where there is one.
         Raises LowtideError for a file that is no snapshot, or has no history of that device.
         """
-        from lowtide.memory.snapshots.reading import Snapshot
+        from lowtide.memory.snapshots.read import Snapshot
 
         return Snapshot.read(path).history(device).timeline
 

@@ -2,4 +2,4 @@
 
 from lowtide.planner.planning import plan as plan
 from lowtide.planner.planning import smallest_peak as smallest_peak
-from lowtide.planner.predict import predict as predict
+from lowtide.planner.simulate.simulator import predict as predict

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lowtide.errors import Infeasible
-from lowtide.planner.bound import lower_bound
-from lowtide.planner.in_place import extra_ms, nodes_of, number_of, numbers, with_in_place
-from lowtide.planner.nodes import names_at
+from lowtide.planner.address_nodes import names_at
+from lowtide.planner.inplace_savings import extra_ms, nodes_of, number_of, numbers, with_in_place
 from lowtide.planner.objectives import Objective, flops_first
-from lowtide.planner.predict import Simulator
 from lowtide.planner.records import Decided, Decisions, Plan, Prediction, Profile
-from lowtide.planner.solve import Solver, most_saving, solve
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.ladder import Solver, most_saving, solve
+from lowtide.planner.solve.lower_bound import lower_bound
 from lowtide.units import parse_budget
 
 Allowed = Literal["all", "cheap"]

@@ -2,7 +2,7 @@
 
 `Profile` is what a rehearsal found, `Plan` what to do about it. Bytes and positions are whole numbers. A **position**
 is an interval of the step, counted from 0, in which nothing that a slot holds begins or ends; all memory of the step is
-described on that one axis, so that the peak of any plan is a sweep over it (`predict.py`).
+described on that one axis, so that the peak of any plan is a sweep over it (`planner/simulate/simulator.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Final, Self, TypeVar
 
 import msgspec
 
-from lowtide.planner.folding import KINDS, Block, fold, unfold
-from lowtide.planner.frozen import FORMAT, Record
-from lowtide.planner.nodes import check_names
+from lowtide.planner.address_nodes import check_names
+from lowtide.planner.plan_format import KINDS, Block, fold, unfold
+from lowtide.planner.serialization import FORMAT, Record
 
 CHECKPOINTED: Final = "torch.utils.checkpoint"
 """In a profile's note on calls that checkpoint themselves, which is repeated where no plan fits."""
@@ -51,7 +51,7 @@ class Static(Record):
     others: int = 0
     """All else: other models, averages of weights, data; on a CPU of each tensor that is alive in the process."""
     margin: int = 0
-    """How much more than predicted a step was measured to need (`rehearsal/margin.py`)."""
+    """How much more than predicted a step was measured to need (`profiler/peak_margin.py`)."""
 
     @property
     def total(self) -> int:
@@ -174,7 +174,7 @@ class Pulled(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlace(Record):
-    """Gradients that can be written over those that they are computed from (`remat/in_place.py`): all these or none."""
+    """Gradients that can be written over their inputs (`runtime/inplace_gradients.py`): all of these or none."""
 
     nodes: dict[str, int]
     """Kind of autograd node, `LogSoftmaxBackward0` -> bytes from which on its gradients are."""
@@ -223,7 +223,7 @@ class Profile(Record):
     format: int = FORMAT
 
     def __str__(self) -> str:
-        from lowtide.report.rehearsed import show  # made when somebody looks
+        from lowtide.report.profile_text import show  # made when somebody looks
 
         return show(self)
 
@@ -262,7 +262,7 @@ class Prediction(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Record):
-    """Decisions, with all that the engine has to know. In JSON text they are folded (`folding.py`)."""
+    """Decisions, with all that the engine has to know. In JSON text they are folded (`plan_format.py`)."""
 
     remake: dict[str, str]
     """Slot address -> autograd node whose recipe remakes it."""
@@ -346,7 +346,7 @@ class Plan(Decided):
     format: int = FORMAT
 
     def __str__(self) -> str:
-        from lowtide.report.plans import show  # made when somebody looks
+        from lowtide.report.plan_text import show  # made when somebody looks
 
         return show(self)
 

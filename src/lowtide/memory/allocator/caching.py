@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from lowtide.errors import LowtideError
+from lowtide.memory.allocator.block_sizes import MIN_BLOCK_SIZE, ROUND_LARGE, SMALL_SIZE, round_size, segment_size
 from lowtide.memory.allocator.blocks import ADDRESS_BITS, Block, FreeBlocks
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
-from lowtide.memory.allocator.sizes import MIN_BLOCK_SIZE, ROUND_LARGE, SMALL_SIZE, round_size, segment_size
 from lowtide.units import format_bytes
 
 _FIRST_ADDRESS = 0x7F00_0000_0000

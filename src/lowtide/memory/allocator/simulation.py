@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.memory.allocator.caching import Addresses, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable import allocator_for
+from lowtide.memory.allocator.expandable_segments import allocator_for
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 
 ALLOCATOR = "allocator"

@@ -19,8 +19,8 @@ from lowtide.errors import LowtideError
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable import allocator_for
-from lowtide.memory.files import check_numbers, in_one_line, unpacked
+from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 
 FORMAT = 1
 _APART = 2**40

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from lowtide.errors import LowtideError
 from lowtide.memory.events import CATEGORIES, PHASE, Allocate, Category, Event, EventStream, Free, Label, Mark, Timeline
-from lowtide.memory.snapshots.frames import Frames, operator, place
+from lowtide.memory.snapshots.stack_frames import Frames, operator, place
 
 ANNOTATION = "annotation"
 """Label of the marks where a `record_function` of the recorded program began; their data is its name."""

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lowtide.memory.allocator.block_sizes import SMALL_SEGMENT, SMALL_SIZE, round_size
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.sizes import SMALL_SEGMENT, SMALL_SIZE, round_size
 from lowtide.memory.allocator.traces import FORMAT
 from lowtide.memory.snapshots.history import GROWTH, Entry, Held, held_at_start
-from lowtide.memory.snapshots.reading import Snapshot
+from lowtide.memory.snapshots.read import Snapshot
 
 
 class _Base(NamedTuple):

@@ -12,7 +12,7 @@ from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.events import Block, Mark
 from lowtide.memory.snapshots.history import ANNOTATION, History
-from lowtide.memory.snapshots.reading import Snapshot
+from lowtide.memory.snapshots.read import Snapshot
 
 BEFORE = "(before the recording)"
 """Where blocks come from whose allocation was not recorded."""

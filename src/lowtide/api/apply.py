@@ -1,0 +1,82 @@
+"""A plan put in force on a model: its levers, and the engine that remakes and replays."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from lowtide.levers import of_plan
+from lowtide.planner.records import Plan
+from lowtide.profiler.replay_check import Checked
+from lowtide.runtime.fingerprint import check_made_for
+from lowtide.runtime.guards import Lookout, more_state, passed_by
+from lowtide.runtime.planned_engine import Planned
+from lowtide.utils.interrupts import hold_back
+from lowtide.utils.removable import Removable
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class Applied(Removable):
+    """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None, say: Callable[[str], None]) -> None:
+        self.plan = plan
+        self._engine = Planned(model, plan)
+        self._engine.tell = say
+        with contextlib.ExitStack() as undo:
+            give_back = weakref.finalize(self._engine, hold_back())  # a plan may stay in force until its model is gone
+            give_back.atexit = False
+            undo.callback(give_back)
+            lookout = Lookout(model, plan, say)  # behind the levers, as the rehearsal was
+            undo.callback(lookout.remove)
+            self._engine.of_a_part = lookout.look
+            undo.callback(of_plan(plan, model, optimizer).remove)
+            undo.callback(more_state(model, plan, say).remove)
+            if self._engine.does_anything:
+                undo.callback(self._engine.remove)
+                self._engine.install()
+                undo.callback(passed_by(self._engine, say).remove)
+            self._undo = undo.pop_all()
+
+    @property
+    def drifted(self) -> frozenset[str]:
+        """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
+        return frozenset(self._engine.drifted)
+
+    def checked(self) -> AbstractContextManager[None]:
+        """A block for one step, in which ReplayMismatch is raised where backward reads other bits than were saved."""
+        return Checked(self._engine).running()
+
+    def remove(self) -> None:
+        """Give the model, and the optimizer, back as they were. May be called again."""
+        self._undo.close()
+
+
+def warn(what: str) -> None:
+    """What is said of a plan in force, where nobody else says it."""
+    warnings.warn(what, stacklevel=2)
+
+
+def apply(
+    model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None, say: Callable[[str], None] = warn
+) -> Applied:
+    """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
+
+    `optimizer` is needed where one of the plan's levers changes it. Batches that are larger than those it is for get
+    the most saving plan. `say` is called, once each, when one comes, when more parameters are trained, when optimizers
+    make state that the plan does not count, when compiled code runs past the plan, and when the step does not save what
+    the rehearsed one did.
+
+    Raises StalePlan if the plan was made for another model, device or version of torch, and LowtideError for a lever
+    that can't be put on; then nothing is in force.
+    """
+    Plan.expect(plan, "apply")
+    check_made_for(plan.fingerprint, model)
+    return Applied(model, plan, optimizer, say)

@@ -1,0 +1,79 @@
+"""`lowtide.rehearse`: on the machine at hand, or for a card that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, overload
+
+from lowtide import profiler as rehearsal
+from lowtide.estimator import foresee
+from lowtide.state.observed_changes import not_put_back
+from lowtide.state.reachable_objects import looking_on
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.estimator.cuda.gpu_estimate import CardForesight
+    from lowtide.memory.gpu_specs import Card
+    from lowtide.planner.records import Profile
+
+
+@overload
+def rehearse(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    in_place: bool = True,
+) -> Profile: ...
+
+
+@overload
+def rehearse(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    device: str | Card,
+    optimizer: Optimizer | None = None,
+) -> CardForesight: ...
+
+
+def rehearse(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    device: str | Card | None = None,
+    optimizer: Optimizer | None = None,
+    in_place: bool = True,
+) -> Profile | CardForesight:
+    """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
+
+    `step` runs forward and backward of `model`, and the optimizer if it likes. It is run four times, for real, on the
+    device that the model is on, and gives the Profile that plans are made of. Afterwards parameters, gradients,
+    buffers, optimizer state, batch and random numbers are as they were, also if it raises; so are other modules,
+    tensors, schedulers and gradient scalers that its code refers to, and numbers, words and containers of its own. How
+    far iterators, files and data sets have gone on is noted in the profile. Optimizers that step are noticed, and those
+    of `model` that don't update it after the step, which is undone; name one only if it has stepped on parameters
+    outside of `model` before. If the step runs out of memory it is tried again under the most saving plan, and the peak
+    of the plain step is then a prediction.
+
+    Unless `in_place`, no plan that is made of the profile writes a gradient over the one that it is computed from, and
+    no kernel is put where torch would look for it (docs/process.md).
+
+    With `device`, the name of a CUDA card that need not be there ("rtx 4090", "a100-40", "cuda:24GiB"), the step is
+    run on fake tensors instead, and the result says what it needs there and whether it fits: the same as
+    `lowtide.foresee(..., device=...)`.
+
+    Raises RehearsalError for a step that can't be planned or foreseen, with the reason.
+    """
+    if device is not None:
+        return foresee(model, step, batch, device=device, optimizer=optimizer)
+    changes = looking_on(model, step, batch)
+    profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+    found = changes()
+    return replace(profile, notes=(*profile.notes, not_put_back(found))) if found else profile

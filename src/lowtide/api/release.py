@@ -1,0 +1,217 @@
+"""Lets go of graphs that backward left behind: `release` for tensors at hand, `step` around a step, `loss_only`.
+
+What is dropped is a tensor's reference to its graph. Values stay as they are, and so does whatever another tensor still
+refers to: a trunk that a second loss shares stays for that loss. After an ordinary `backward()` there is nothing to let
+go of but empty nodes; after `retain_graph=True`, a partial backward or `create_graph=True` there is a whole graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _torch
+from lowtide._torch.autograd_graph import nodes_from
+from lowtide._torch.patching import around_calls, stand_in
+from lowtide.errors import LowtideError
+from lowtide.utils.object_slots import in_slots
+from lowtide.utils.removable import Removable
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+_REACHED = "lowtide.release"  # key in the metadata of nodes that a backward pass came to in a step
+
+
+def release(*finished: Any) -> int:
+    """Let go of the graphs behind these tensors; gives how many there were.
+
+    Takes tensors, tuples, lists, dicts and objects such as the outputs of transformers, and modules: of a module, the
+    graphs that `create_graph=True` left in its parameters' `.grad`. Tensors become what `.detach()` would give, in
+    place: same values, same memory, no `grad_fn`. Call it when backward is done with them; a backward pass from them
+    is refused by torch afterwards.
+
+    Raises LowtideError for a view that something of torch's own refers to, which cannot be detached in place.
+    """
+    return sum(map(_let_go, _tensors_in(finished)))
+
+
+def step() -> AbstractContextManager[Step]:
+    """At the end of the `with` block, let go of the graphs that backward passes inside it came to and left behind.
+
+    Those of the tensors that backward started from, and of outputs of models that it came to; graphs in the `.grad` of
+    parameters too, if `create_graph=True` was asked for. Graphs that no backward pass came to stay: the step may not be
+    done with them. What is remembered are weak references. In the thread that enters it only.
+    """
+    return Step()
+
+
+class Step(AbstractContextManager["Step"]):
+    """One step's block; `n_released` are the tensors whose graph was let go of at its end."""
+
+    def __init__(self) -> None:
+        self.n_released = 0
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._depth = 0
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if self._undo:
+            raise LowtideError("this step has begun already. Write a new `with lowtide.step():`.")
+
+        def make(engine: Callable[..., Any]) -> Callable[..., Any]:
+            def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if self._is_here() and not _torch.in_backward():
+                    self._backward_begins(outputs, creates_graph=bool((*args, None, None, None)[2]))
+                return engine(outputs, *args, **kwargs)
+
+            return run_backward
+
+        self._undo = [around_calls(self._begins, self._ends), stand_in(torch.autograd, _torch.ENGINE, make)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+        for reference in self._tensors:
+            tensor = reference()
+            if tensor is not None and tensor.grad_fn is not None and _is_reached(tensor.grad_fn):
+                self.n_released += _let_go(tensor, must=False)
+        for reference in self._leaves:
+            leaf = reference()
+            if leaf is not None and leaf.grad is not None and leaf.grad.grad_fn is not None:
+                self.n_released += _let_go(leaf.grad, must=False)
+
+    def _is_here(self) -> bool:
+        """Whether this is the thread whose step it is."""
+        return threading.get_ident() == self._thread
+
+    def _begins(self, module: nn.Module) -> None:
+        self._depth += self._is_here()
+
+    def _ends(self, module: nn.Module, output: Any) -> None:
+        if not self._is_here():
+            return
+        self._depth -= 1
+        if self._depth or _torch.in_backward() or torch.compiler.is_compiling():
+            return
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(_Reached(tensor.grad_fn))
+                self._tensors.append(weakref.ref(tensor))
+
+    def _backward_begins(self, outputs: Iterable[Any], *, creates_graph: bool) -> None:
+        for output in outputs:
+            node = output.grad_fn if isinstance(output, Tensor) else None
+            if node is None:
+                continue
+            _torch.node_metadata(node)[_REACHED] = True
+            self._tensors.append(weakref.ref(output))
+            if creates_graph:
+                self._leaves += [weakref.ref(leaf) for leaf in _leaves_behind(node)]
+
+
+class _Reached:
+    """Notes on a node that backward came to it. Refers to the node's dict alone, which has no way back to the node."""
+
+    __slots__ = ("_metadata",)
+
+    def __init__(self, node: Node) -> None:
+        self._metadata = _torch.node_metadata(node)
+
+    def __call__(self, gradients: Any) -> None:
+        self._metadata[_REACHED] = True
+
+
+class LossOnly(Removable):
+    """The hook of `loss_only`; `remove()`, or the end of a `with` block, takes it away."""
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self._handle = handle
+
+    def remove(self) -> None:
+        """The model gives all its outputs again."""
+        self._handle.remove()
+
+
+def loss_only(model: nn.Module) -> LossOnly:
+    """Have a model of transformers give nothing but its loss while it trains, so that its logits go before backward.
+
+    A training loop that writes `outputs = model(**batch)` holds the logits through backward, at the step's peak: 15 %
+    of it for a small GPT-2, 19 % with checkpointing (bench/retention.py). With this hook `outputs` has a `loss` and
+    None elsewhere, in training and with gradients on; otherwise, and without labels, it is as ever. Loss, gradients and
+    names do not change.
+    """
+    return LossOnly(model.register_forward_hook(_only_the_loss))
+
+
+def _only_the_loss(model: nn.Module, args: Any, output: Any) -> Any:
+    if not (model.training and torch.is_grad_enabled()):
+        return None  # as it is
+    kind: Any = type(output)
+    if isinstance(output, dict) and hasattr(kind, "__dataclass_fields__") and isinstance(output.get("loss"), Tensor):
+        return kind(loss=output["loss"])
+    return None
+
+
+def _let_go(tensor: Tensor, *, must: bool = True) -> bool:
+    """Detach in place; gives whether there was a graph."""
+    if tensor.grad_fn is None:
+        return False
+    if _torch.base_of(tensor) is None:
+        tensor.detach_()
+        return True
+    # torch refuses to detach views in place, since the base would not know. Another tensor can take the view's place.
+    detached = tensor.detach()
+    try:
+        torch.utils.swap_tensors(tensor, detached)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if must:
+            raise LowtideError(
+                f"a view of shape {tuple(tensor.shape)} cannot be detached in place: {error}.\n"
+                "  Drop it instead (`del`), or keep `view.detach()` of it."
+            ) from error
+        return False
+    return True
+
+
+def _tensors_in(thing: Any) -> Iterator[Tensor]:
+    pending, seen = [thing], {}
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, Tensor):
+            yield thing
+        elif isinstance(thing, nn.Module):
+            yield from (p.grad for p in thing.parameters() if p.grad is not None)
+        elif isinstance(thing, list | tuple | set | frozenset | deque):
+            pending += thing
+        elif not isinstance(thing, type):
+            if isinstance(thing, dict):
+                pending += thing.values()
+            pending += (*getattr(thing, "__dict__", {}).values(), *in_slots(thing))
+
+
+def _is_reached(node: Node) -> bool:
+    return bool(_torch.node_metadata(node).get(_REACHED))
+
+
+def _leaves_behind(node: Node) -> list[Tensor]:
+    """The leaves that gather gradients in this graph."""
+    found = (getattr(behind, "variable", None) for behind in nodes_from([node]))
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]

@@ -1,0 +1,91 @@
+"""Several plans in force on one model: each run of its forward takes that of the smallest bucket which holds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_of, within
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.guards import passed_by
+from lowtide.runtime.planned_engine import table_of
+from lowtide.utils.removable import Removable
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from lowtide.api.shape_buckets.fit_buckets import Bucket
+    from lowtide.runtime.call_interceptor import Seam
+
+
+class Switching(Engine):
+    """An engine with a plan for each of `buckets`, smallest first, and one for larger batches still."""
+
+    def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
+        plans = [bucket.plan for bucket in buckets]
+        decided = [*plans, plans[-1].larger or plans[-1]]
+        super().__init__(model, *map(table_of, decided), in_place=[each.in_place for each in decided])
+        self.left_alone = frozenset(path for plan in plans for path in plan.left_alone)
+        self.mixed = frozenset(address for plan in plans for address in plan.mixed)
+        self._shapes = [bucket.shapes for bucket in buckets]
+        first, last = self._shapes[0], self._shapes[-1]
+        self._telling = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
+        """Paths of calls that tell how large a batch is."""
+        self._largest = buckets[-1].size
+        self._was_larger = False
+
+    @property
+    def does_anything(self) -> bool:
+        """Whether there is anything to do for a batch that was rehearsed."""
+        return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
+
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """By the shapes of what the outermost call is given: a few comparisons."""
+        chosen = len(self._shapes) - 1
+        if seam.path in self._telling:
+            found, last = shapes_of(args, kwargs), self._shapes[-1]
+            for number, shapes in enumerate(self._shapes):
+                if seam.path in shapes and within(found, shapes[seam.path]):
+                    chosen = number
+                    break
+            else:
+                most = last.get(seam.path)
+                chosen += int(most is None or elements(found) > elements(most))
+                if most is None or not no_larger(found, most):
+                    self.larger(seam, found)
+        return chosen
+
+    def keeps_all(self, plan: int) -> bool:
+        return not self.tables[plan]
+
+    def larger(self, seam: Seam, found: Shapes) -> None:
+        """Say, once, that a batch is beyond what is known."""
+        if not self._was_larger:
+            self._was_larger = True
+            shapes = [list(shape) for shape in found]
+            self.say(
+                f"{seam} is given {shapes}, more than for the largest batch that was rehearsed ({self._largest}): "
+                "larger batches get the most saving plan and may need more than the budget. Fit with the largest."
+            )
+
+
+class Switched(Removable):
+    """Plans in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
+
+    def __init__(self, engine: Switching) -> None:
+        self._engine = engine
+        self._passed_by: RemovableHandle | None = None
+        if engine.does_anything:
+            engine.install()
+            self._passed_by = passed_by(engine, engine.say)
+
+    @property
+    def drifted(self) -> frozenset[str]:
+        """Addresses of slots that were not what the rehearsals saw, and were kept instead."""
+        return frozenset(self._engine.drifted)
+
+    def remove(self) -> None:
+        """Give the model back as it was. May be called again."""
+        self._engine.remove()
+        if self._passed_by is not None:
+            self._passed_by.remove()

@@ -1,0 +1,134 @@
+"""A plan for each bucket of sizes, so that small batches pay nothing and the largest keep to the budget.
+
+Sizes go from a small batch to the large one along one line. The first bucket ends with the largest batch that fits
+without any plan; the sizes beyond it are cut into BUCKETS parts of about the same width. Each has the plan of its
+largest size: a plan holds for all smaller ones, too. (Mimose, arXiv 2209.02478, plans for each input size in the same
+manner, from sizes that it has seen.)
+
+Cost: two rehearsals, and for each bucket a plan and its proof; a third rehearsal and more only where the two sizes do
+different work, or a plan's proof fails. Not yet: sizes that vary in several directions. A batch that is small in one
+of them only gets the plan for its size in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowtide.api.shape_buckets.interpolate import PREDICTED, alike, between
+from lowtide.api.shape_buckets.shape_range import Calls, Range, shapes_between
+from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
+from lowtide.planner.planning import plain_peak_bytes
+from lowtide.planner.records import Plan, Profile
+from lowtide.profiler import rehearse
+from lowtide.runtime.call_shapes import Shapes
+from lowtide.runtime.fingerprint import fingerprint
+from lowtide.state.step_outcome import is_out_of_memory
+from lowtide.state.step_snapshot import Unchanged
+from lowtide.units import parse_budget
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.api.verify import Verdict
+
+BUCKETS = 3
+"""Of sizes that do not fit without a plan."""
+
+FitOne = Callable[[Any, int, Profile], tuple[Plan, "Verdict"]]
+"""Fits one batch into the budget: its plan and the proof. Raises Infeasible or OverBudget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Sizes with one plan."""
+
+    size: str
+    """Of the largest batch in it, in words."""
+    shapes: dict[str, Shapes]
+    """What calls of the model, by path, may be given at most to be in it."""
+    profile: Profile
+    plan: Plan
+    verdict: Verdict
+
+
+def buckets_for(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    sizes: Range,
+    budget: int | str,
+    fit_one: FitOne,
+    *,
+    optimizer: Optimizer | None = None,
+    large: Profile,
+) -> list[Bucket]:
+    """The buckets, smallest first. `large` is the profile of the largest batch.
+
+    Raises Infeasible, OverBudget or RehearsalError as `fit` does.
+    """
+    in_place = large.allows_in_place
+    small = _small(model, step, sizes, optimizer, in_place)
+    budget_bytes = parse_budget(budget, of=plain_peak_bytes(large))
+    few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
+    same_work = alike(small, large)
+    found: list[Bucket] = []
+    for end in reversed(_ends(sizes, small, large, budget_bytes)):  # what can't be done can't be for the largest
+        share = sizes.share(end)
+        batch = sizes.batch(share)
+        known = large if share == 1 else small if share == 0 else None
+        if known is None and same_work:
+            known = between(small, large, share, fingerprint(model, batch))
+        profile = known or rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+        try:
+            plan, verdict = fit_one(batch, budget_bytes, profile)
+            holds = not verdict.drifted
+        except (Infeasible, OverBudget):
+            if PREDICTED not in profile.notes:
+                raise
+            holds = False
+        if not holds and PREDICTED in profile.notes:
+            profile = rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
+            plan, verdict = fit_one(batch, budget_bytes, profile)
+        shapes = shapes_between(few, many, share)
+        found.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
+    return found[::-1]
+
+
+def _small(
+    model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizer | None, in_place: bool
+) -> Profile:
+    """The profile for the smallest batch. Raises RehearsalError where a step on a part of the large one fails."""
+    try:
+        return rehearse(model, step, sizes.batch(0.0), optimizer=optimizer, in_place=in_place)
+    except Exception as error:
+        if isinstance(error, LowtideError) or is_out_of_memory(error):
+            raise
+        raise RehearsalError(
+            f"the step fails on a smaller batch, of {sizes.say(0.0)} instead of {sizes.say(1.0)}: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+            "  Give a smaller batch that the step takes, as shapes=batch."
+        ) from error
+
+
+def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:
+    """The largest size of each bucket. The plain peak lies below the straight line between the two that are known."""
+    least, most = plain_peak_bytes(small), plain_peak_bytes(large)
+    if most <= budget_bytes:
+        return [sizes.steps]
+    free = 0 if least >= budget_bytes else int(sizes.steps * (budget_bytes - least) / (most - least))
+    beyond = sizes.steps - free
+    return sorted({free, *(free + -(-beyond * n // BUCKETS) for n in range(1, BUCKETS + 1))})
+
+
+def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizer | None) -> dict[str, Shapes]:
+    """How the step calls the model."""
+    calls = Calls(model)
+    with Unchanged(model, batch, optimizer, step):
+        calls.install()
+        try:
+            step(batch)
+        finally:
+            calls.remove()
+    return calls.shapes

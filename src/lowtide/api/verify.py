@@ -1,0 +1,232 @@
+"""The proof: a step is run under its plan and without it, from the same state, and both are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lowtide._torch.device_timing import now_ms
+from lowtide.api.apply import apply
+from lowtide.levers import named, put_on
+from lowtide.planner.records import Plan
+from lowtide.planner.serialization import Record
+from lowtide.profiler.peak_margin import recorded_peak
+from lowtide.profiler.preconditions import check
+from lowtide.profiler.trial_updates import Updates
+from lowtide.report.text_table import listed
+from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.state.observed_changes import not_put_back
+from lowtide.state.process_group import check_waits_for_nobody, n_sent
+from lowtide.state.step_outcome import Outcome, is_out_of_memory
+from lowtide.state.step_snapshot import Unchanged
+from lowtide.units import format_apart
+from lowtide.utils.interrupts import held_back
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+REPEATED = 5
+"""Plain steps that are run at most to see whether what differs under the plan differs without it, too: some kernels of
+CUDA add up in another order only now and then."""
+
+DRAWN = "random numbers"
+"""The kind that every step has; a step that draws none leaves them the same whatever else it does."""
+
+_FOLLOWING = {
+    "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
+    "gradients": ("parameters", "optimizer state"),
+}
+"""What is not the same either where these are not, although rounding may hide it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict(Record):
+    """What a step under a plan needs and gives, beside the plain step."""
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    """Static memory included."""
+    planned_ms: float
+    plain_ms: float | None
+    """None where the plain step does not fit in memory."""
+    differences: dict[str, tuple[str, ...]] | None
+    """For random numbers and what the step has made or changed out of loss (what it returns), gradients, parameters,
+    buffers, optimizer state and counters (whole numbers and words that Python holds): the names whose bits are not
+    those of the plain step. None where the plain step does not fit: then the audit of each recipe is the proof."""
+    levers: tuple[str, ...] = ()
+    """Levers of the plan that are not exact. Then `differences` are those to the step with these levers alone."""
+    relative_differences: dict[str, float] | None = None
+    """With such levers, how far loss, gradients and parameters are from the plain step's: the Euclidean norm of what
+    all of a kind differ by, over that of what the plain step has. None where there are none, or it does not fit."""
+    unsteady: tuple[str, ...] = ()
+    """Kinds in which plain steps from the same state differ from each other, too: kernels that add up in any order, as
+    some of CUDA's do. There nothing can be compared; what was remade is as audited."""
+    drifted: tuple[str, ...] = ()
+    """Addresses of saved tensors that were not what the plan expects, and were kept."""
+    changes: tuple[str, ...] = ()
+    """What the steps that were run for this have changed and nothing can put back, such as how far an iterator is."""
+
+    @property
+    def within_budget(self) -> bool:
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing differs from the plain step, or that with inexact levers alone; what is unsteady aside."""
+        return not self.differing
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """The kinds that speak against `identical`."""
+        found = self.differences or {}
+        return tuple(kind for kind, names in found.items() if names and kind not in self.unsteady)
+
+    @property
+    def proven(self) -> bool:
+        """Whether something that the step makes was compared with the plain step, and all of that is the same.
+
+        Where the plain step does not fit, the audit is the proof.
+        """
+        return self.differences is None or bool(self.identical and {*self._same} - {DRAWN})
+
+    @property
+    def _same(self) -> list[str]:
+        """The kinds that were compared and are the same, if none differs."""
+        return [kind for kind in self.differences or {} if kind not in self.unsteady]
+
+    @property
+    def proof(self) -> str:
+        """What was compared with the plain step, and how it came out; and what is not as it was before."""
+        return f"{self._compared}; {not_put_back(self.changes)}" if self.changes else self._compared
+
+    @property
+    def _compared(self) -> str:
+        base, apart = "the plain step", ""
+        if self.levers:
+            base = f"the step with {'that lever' if len(self.levers) == 1 else 'those levers'} alone"
+            found = (self.relative_differences or {}).items()
+            apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in found)
+            apart = f"; relative differences from the plain step: {apart}" if apart else ""
+        audited = "every recipe and replay was compared with the true tensors, bit by bit"
+        if self.differences is None:
+            return f"the plain step does not fit; {audited}"
+        if self.differing:
+            return f"NOT bit-identical to {base}: {listed(self.differing)}"
+        if not self.proven:
+            nothing = f"{base} is not deterministic, so that nothing can be compared with it"
+            if not self.unsteady:
+                nothing = "the step gives nothing that could be compared: no loss, no gradients, no update"
+            return f"NOT PROVEN: {nothing}; {audited}"
+        unsteady = f"; it is not deterministic in its {listed(self.unsteady)}" if self.unsteady else ""
+        return f"bit-identical to {base}: {listed(self._same)}{unsteady}{apart}"
+
+    def __str__(self) -> str:
+        budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
+        kept = "within" if self.within_budget else "OVER"
+        return f"{measured} peak measured: {kept} the budget of {budget}\n{self.proof}"
+
+
+@held_back()
+def verify(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, plan: Plan, *, optimizer: Optimizer | None = None
+) -> Verdict:
+    """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
+
+    The peak is of a second step, when the optimizer has its state, with the random numbers of the first, and of the
+    updates that follow it; where the work is drawn at random, the largest of several steps. Everything is as it was
+    afterwards. `model` must not have a plan applied. `optimizer` is needed where one of the plan's levers changes it.
+    Where some are not exact, the step is also run with these levers and without the rest of the plan.
+
+    Raises StalePlan if the plan is for another model, batch or device; RehearsalError for a step that can't be
+    rehearsed; LowtideError if a plan is in force already, or a lever of this one can't be put on.
+    """
+    Plan.expect(plan, "verify")
+    check(model, step, batch)
+    check_made_for(plan.fingerprint, model, batch)
+    inexact = tuple(lever for lever in plan.levers if not lever.exact)
+    with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+        step = updates.step
+        outcome = partial(Outcome.of, model, counts=unchanged.counts)
+        untouched = outcome(lambda _: None, batch)
+        with apply(model, plan, optimizer=optimizer) as applied:
+            planned = outcome(step, batch, copies=bool(inexact))
+            updates.follow()
+            updates.undo()
+            sent = n_sent()
+            unchanged.rewind()
+            peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + plan.draws)]
+            check_waits_for_nobody(sent)
+            unchanged.rewind()
+            planned_ms = _timed(model, step, batch)  # by itself, as the plain step: recording takes time
+        unchanged.restore()
+        plain, plain_ms = _plain(model, step, batch, unchanged, copies=bool(inexact))
+        compare_with = plain
+        if inexact:
+            unchanged.restore()
+            with put_on(model, inexact, optimizer):
+                compare_with, _ = _plain(model, step, batch, unchanged)
+        found = None
+        if compare_with is not None:
+            made = {*planned.made(untouched), *compare_with.made(untouched), DRAWN}
+            hidden = {kind for lever in plan.levers for kind in named(lever.name).hides}
+            found = {kind: names for kind, names in compare_with.differences(planned).items() if kind in made - hidden}
+
+        def once_more() -> Outcome:
+            unchanged.restore()
+            with put_on(model, inexact, optimizer):
+                return outcome(step, batch)
+
+        unsteady = _unsteady(found or {}, compare_with, once_more)
+    return Verdict(
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=max(peaks),
+        planned_ms=planned_ms,
+        plain_ms=plain_ms,
+        differences=found,
+        levers=tuple(lever.name for lever in inexact),
+        relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,
+        unsteady=unsteady,
+        drifted=tuple(sorted(applied.drifted)),
+        changes=unchanged.changes,
+    )
+
+
+def _unsteady(
+    found: dict[str, tuple[str, ...]], plain: Outcome | None, once_more: Callable[[], Outcome]
+) -> tuple[str, ...]:
+    """Kinds that differ between `plain` and what `once_more` gives, and those computed from them.
+
+    Nothing is run for what is not `found` to differ under the plan.
+    """
+    unsteady: set[str] = set()
+    for _ in range(REPEATED):
+        if plain is None or not any(names for kind, names in found.items() if kind not in unsteady):
+            break
+        differing = {kind for kind, names in plain.differences(once_more()).items() if names}
+        unsteady |= differing.union(*(_FOLLOWING.get(kind, ()) for kind in differing))
+    return tuple(kind for kind in found if kind in unsteady)
+
+
+def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:
+    place = place_of(model)
+    began = now_ms(place)
+    step(batch)
+    return now_ms(place) - began
+
+
+def _plain(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: Unchanged, *, copies: bool = False
+) -> tuple[Outcome | None, float | None]:
+    try:
+        outcome = Outcome.of(model, step, batch, copies=copies, counts=unchanged.counts)
+        unchanged.rewind()
+        return outcome, _timed(model, step, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None, None

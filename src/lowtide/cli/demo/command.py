@@ -1,0 +1,100 @@
+"""`lowtide demo`: a real model on real text, its memory before and after, and the proof."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from lowtide.cli.script_or_profile import output_option, write
+from lowtide.units import check_budget
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from lowtide.cli.demo.results import Comparison
+
+MODELS = ("gpt2", "bert", "llama", "resnet")
+BUDGETS = ("70 %", "50 %", "35 %")
+
+
+@click.command("demo")
+@click.option("--model", type=click.Choice(MODELS), default="gpt2", show_default=True, help="What is trained.")
+@click.option(
+    "--budget",
+    "budgets",
+    multiple=True,
+    metavar="AMOUNT",
+    help='Peak to stay within, for all memory of the step: "700MB", "0.5GiB" or "60%" of the plain peak. May be given '
+    f"several times.  [default: {', '.join(BUDGETS)}]",
+)
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps of each run.  [default: 5; 3 if slow]")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="Blocks of the model (resnet: of each stage).")
+@click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Rows of a batch.")
+@click.option("--length", type=click.IntRange(8), metavar="N", help="Tokens of a row (resnet: pixels of a side).")
+@output_option("--json", "json_to", 'Write all that was found to FILE; "-": print that alone.')
+def demo(
+    model: str,
+    budgets: tuple[str, ...],
+    steps: int | None,
+    layers: int | None,
+    batch_size: int | None,
+    length: int | None,
+    json_to: str | None,
+) -> int:
+    """A real model on real text: its memory before and after, and the proof.
+
+    Trains it plainly, then within each budget, then with every block checkpointed, and compares what each run needs and
+    leaves behind. Takes some minutes and downloads nothing. Exit code 1: a run broke its budget or gave other bits, or
+    no plan fits a --budget.
+    """
+    for budget in budgets:
+        check_budget(budget)
+
+    from lowtide.cli.demo.compare import compare
+    from lowtide.cli.demo.workloads import workload
+
+    with _progress(quiet=json_to == "-") as progress:
+        bar = progress.add_task(f"building {model}", total=None)
+
+        def watch(doing: str, done: int, total: int) -> None:
+            progress.update(bar, description=doing, completed=done, total=total)
+
+        try:
+            work, plain = (workload(model, layers=layers, batch_size=batch_size, length=length) for _ in range(2))
+        except ValueError as error:  # a size that this model or its data does not have
+            raise click.UsageError(f"{error}.") from error
+        found = compare(work, plain, budgets or BUDGETS, steps=steps, watch=watch)
+    _report(found, json_to)
+    return 1 if found.wrong or (budgets and found.unreached) else 0
+
+
+def _progress(*, quiet: bool) -> Progress:
+    """A bar on stderr, gone at the end; nothing where no person watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        refresh_per_second=4,
+        disable=quiet or not console.is_terminal,
+    )
+
+
+def _report(found: Comparison, json_to: str | None) -> None:
+    if json_to == "-":
+        write(found.to_json(), json_to)
+        return
+    from rich.console import Console
+
+    from lowtide.cli.demo.results_table import show
+
+    show(found, Console())
+    if json_to is not None:
+        write(found.to_json(), json_to)

@@ -1,0 +1,242 @@
+"""`compare(work, ["70%"])`: the plain loop, the same loop within each budget, and checkpointing every block.
+
+Each run trains from the same first bit for the same number of steps, and all that it leaves behind is compared with
+what the plain loop leaves. The two take turns, step by step, on two copies of the model: the speed of a machine drifts,
+and so both see the same weather. Times are taken without a recorder; a peak is recorded over one more step.
+"""
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide import __version__
+from lowtide.api.fit import fit
+from lowtide.cli.demo.results import Comparison, Run, Same
+from lowtide.cli.demo.training import Loop
+from lowtide.cli.demo.workloads import Workload
+from lowtide.errors import Infeasible, OverBudget
+from lowtide.memory.events import Timeline
+from lowtide.memory.measure import recorder_for
+from lowtide.planner.records import Profile
+from lowtide.profiler import rehearse
+from lowtide.profiler.other_memory import with_others
+from lowtide.runtime.fingerprint import device_of, place_of, static_bytes
+from lowtide.units import format_bytes, format_time
+
+STEPS = 5
+"""Steps of a run. They keep the demo below three minutes on two cores."""
+FEW_STEPS = 3
+"""Steps of a run where a plain step takes more than SLOW_MS."""
+SLOW_MS = 2000.0
+
+_REHEARSING, _FITTING = 5, 5  # how many plain steps they take, about
+
+Watch = Callable[[str, int, int], None]
+"""Told what is being done now, how many steps are through, and about how many there will be."""
+
+
+def compare(
+    work: Workload,
+    plain: Workload,
+    budgets: Sequence[str],
+    *,
+    steps: int | None = None,
+    watch: Watch = lambda doing, done, total: None,
+) -> Comparison:
+    """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, beside `plain`.
+
+    Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run: by default
+    STEPS, or FEW_STEPS on a slow machine. A budget that is not reached becomes a run with a `refusal`, and then the
+    smallest one that is reached is run too. Raises BudgetError for one that is not an amount of memory, and
+    RehearsalError if the step can't be rehearsed or is not the same twice.
+    """
+    pace = _Pace(work, watch, runs=len(budgets) + 1, steps=STEPS if steps is None else steps)
+    with pace.stage("rehearsing", _REHEARSING):
+        profile = rehearse(work.model, pace.step, work.batches[0])
+    notes = list(profile.notes)
+    if steps is None and profile.step_ms > SLOW_MS:
+        pace.steps = FEW_STEPS
+        notes.append(f"{FEW_STEPS} steps a run, not {STEPS}: a plain step takes {format_time(profile.step_ms)} here")
+
+    duel = _Duel(work, plain, pace)
+    runs = [duel.plain(), *(_within(budget, budget.strip(), duel, profile) for budget in budgets)]
+    smallest = min((run.smallest_peak_bytes for run in runs if run.smallest_peak_bytes is not None), default=None)
+    if smallest is not None:
+        pace.runs += 1
+        runs.append(_within(format_bytes(smallest, round_up=True), "smallest", duel, profile))
+    runs.append(_checkpointed(duel))
+    return Comparison(
+        versions={
+            "lowtide": __version__,
+            "torch": str(torch.__version__),
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+        model=work.name,
+        description=work.description,
+        batch=profile.fingerprint.batch,
+        device=device_of(work.model),
+        threads=torch.get_num_threads(),
+        steps=pace.steps,
+        items=work.items,
+        items_per_step=work.items_per_step,
+        static=profile.static,
+        runs=tuple(runs),
+        notes=tuple(notes),
+    )
+
+
+def _within(budget: str, name: str, duel: "_Duel", profile: Profile) -> Run:
+    pace, batch = duel.pace, duel.work.batches[0]
+    try:
+        with pace.stage(f"planning and verifying {name}", _FITTING):
+            fitted = fit(duel.work.model, pace.step, batch, budget=budget, profile=profile)
+    except (Infeasible, OverBudget) as error:
+        duel.skip()
+        return _refused(name, error)
+    with fitted:
+        run = Run(
+            kind="budget",
+            name=name,
+            budget_bytes=fitted.plan.budget_bytes,
+            predicted_peak_bytes=fitted.plan.predicted.peak_bytes,
+            plan=fitted.plan,
+        )
+        run = duel.run(run, f"training within {name}")
+        return replace(run, drifted=tuple(sorted(fitted.applied.drifted)))
+
+
+def _refused(name: str, error: Infeasible | OverBudget) -> Run:
+    if isinstance(error, OverBudget):
+        measured = format_bytes(error.measured_peak_bytes, round_up=True)
+        why, smallest = f"no plan kept to it; the best was measured at {measured}", None
+    else:
+        smallest = error.smallest_peak_bytes
+        why = f"no plan fits; the smallest peak of any is {format_bytes(smallest, round_up=True)}"
+    return Run(kind="budget", name=name, budget_bytes=error.budget_bytes, smallest_peak_bytes=smallest, refusal=why)
+
+
+def _checkpointed(duel: "_Duel") -> Run:
+    run = Run(kind="checkpoint", name="checkpointing")
+    if duel.work.checkpoint_refused is not None:
+        duel.skip()
+        return replace(run, refusal=duel.work.checkpoint_refused)
+    with duel.work.checkpoint_every_block():
+        return duel.run(run, "training with every block checkpointed")
+
+
+class _Duel:
+    """Trains one copy of the workload plainly, and another one as each run asks."""
+
+    def __init__(self, work: Workload, plain: Workload, pace: "_Pace") -> None:
+        self.work, self.pace = work, pace
+        self._plain = plain
+
+    def plain(self) -> Run:
+        loop = Loop(self._plain)
+        with self.pace.stage("training plainly", self.pace.steps + 1):
+            for _ in range(self.pace.steps):
+                loop.step()
+                self.pace.through()
+            trained = loop.result()
+            peak_bytes = _peak_of_next(loop)
+        return Run(
+            kind="plain",
+            name="plain",
+            measured_peak_bytes=peak_bytes,
+            losses=trained.losses,
+            step_ms=trained.step_ms,
+        )
+
+    def run(self, run: Run, doing: str) -> Run:
+        """`run`, with the peak, the times and the bits of the loop under whatever is in force on `work`."""
+        plain, loop = Loop(self._plain), Loop(self.work)
+        with self.pace.stage(doing, self._steps_of_a_run):
+            for pair in range(self.pace.steps):
+                for one in (plain, loop) if pair % 2 == 0 else (loop, plain):
+                    one.step()
+                    self.pace.through()
+            expected, trained = plain.result(), loop.result()
+            peak_bytes = _peak_of_next(loop)
+        return replace(
+            run,
+            measured_peak_bytes=peak_bytes,
+            losses=trained.losses,
+            step_ms=trained.step_ms,
+            plain_step_ms=expected.step_ms,
+            time_ratio=trained.fastest_ms / expected.fastest_ms,
+            same=Same(
+                losses=[loss.hex() for loss in trained.losses] == [loss.hex() for loss in expected.losses],
+                gradients=trained.gradients == expected.gradients,
+                state=trained.state == expected.state,
+            ),
+            differences=trained.differences(expected),
+        )
+
+    def skip(self) -> None:
+        """One run will not be made."""
+        self.pace.skip(self._steps_of_a_run)
+
+    @property
+    def _steps_of_a_run(self) -> int:
+        return 2 * self.pace.steps + 1
+
+
+def _peak_of_next(loop: Loop) -> int:
+    """The peak of the step that the loop would do next, static memory included, bytes. It is not part of the loop."""
+    work, batch = loop.work, loop.batch
+    static, addresses = static_bytes(work.model, batch, (work.optimizer,))
+    with recorder_for(place_of(work.model)) as recorder:
+        work.step(batch)
+    return with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
+
+
+class _Pace:
+    """Counts steps, and tells how far it all is."""
+
+    def __init__(self, work: Workload, watch: Watch, *, runs: int, steps: int) -> None:
+        self.work, self.watch = work, watch
+        self.steps = steps
+        """Of each run."""
+        self.runs = runs
+        """Beside the plain one."""
+        self._skipped = 0
+        self._doing = ""
+        self._done, self._stop = 0, 0
+
+    def step(self, batch: Any) -> Tensor:
+        """A step of the workload that counts."""
+        loss = self.work.step(batch)
+        self.through()
+        return loss
+
+    def through(self, *_: object) -> None:
+        """A step is through. Never more than the stage was to take, so that the whole stays true."""
+        self._done = min(self._done + 1, self._stop)
+        self._tell()
+
+    def skip(self, steps: int) -> None:
+        self._skipped += steps
+        self._tell()
+
+    @contextmanager
+    def stage(self, doing: str, steps: int) -> Iterator[None]:
+        """What happens inside takes about `steps` steps."""
+        self._doing, self._stop = doing, self._done + steps
+        self._tell()
+        try:
+            yield
+        finally:
+            self._done = self._stop
+            self._tell()
+
+    def _tell(self) -> None:
+        each = 2 * self.steps + 1
+        total = _REHEARSING + self.steps + 1 + self.runs * each + (self.runs - 1) * _FITTING - self._skipped
+        self.watch(self._doing, self._done, total)

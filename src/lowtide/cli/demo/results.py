@@ -1,0 +1,89 @@
+"""What the demo found: one record for each way to train, beside the plain loop."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lowtide.planner.records import Plan, Static
+from lowtide.planner.serialization import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Same(Record):
+    """Which bits of a run are those of the plain loop."""
+
+    losses: bool
+    gradients: bool
+    """All gradients of every step."""
+    state: bool
+    """Parameters, buffers, optimizer state and random numbers after the last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Record):
+    """One way to train. What was not trained has a `refusal`, and neither peak nor times."""
+
+    kind: Literal["plain", "budget", "checkpoint"]
+    name: str
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    """Static memory included, as in the budget."""
+    losses: tuple[float, ...] = ()
+    step_ms: tuple[float, ...] = ()
+    plain_step_ms: tuple[float, ...] = ()
+    """Of the plain loop, which took turns with this one."""
+    time_ratio: float | None = None
+    """The fastest step's time over the fastest plain one's."""
+    same: Same | None = None
+    """None for the plain run, which is what the others are compared with."""
+    differences: tuple[str, ...] = ()
+    drifted: tuple[str, ...] = ()
+    """Addresses of saved tensors that were not what the plan expects, and were kept."""
+    plan: Plan | None = None
+    refusal: str | None = None
+    smallest_peak_bytes: int | None = None
+    """Of any plan; known where no plan fits the budget."""
+
+    @property
+    def identical(self) -> bool:
+        return self.same is not None and self.same.losses and self.same.gradients and self.same.state
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether it trained, and its peak was not above its budget, if it has one."""
+        if self.measured_peak_bytes is None:
+            return False
+        return self.budget_bytes is None or self.measured_peak_bytes <= self.budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Record):
+    """Everything that the demo found. `runs` begins with the plain loop."""
+
+    versions: dict[str, str]
+    model: str
+    description: str
+    batch: str
+    """Shapes and dtypes."""
+    device: str
+    threads: int
+    steps: int
+    items: str
+    items_per_step: int
+    static: Static
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plain(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def wrong(self) -> tuple[Run, ...]:
+        """Runs that trained and broke a promise: other bits than the plain loop's, or a peak above the budget."""
+        return tuple(run for run in self.runs if run.same is not None and not (run.identical and run.within_budget))
+
+    @property
+    def unreached(self) -> tuple[Run, ...]:
+        """Budgets that no plan fits."""
+        return tuple(run for run in self.runs if run.kind == "budget" and run.refusal is not None)

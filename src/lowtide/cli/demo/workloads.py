@@ -1,0 +1,154 @@
+"""`workload("gpt2")`: model, data and optimizer as one training step that can be set back to its first bit."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.cli.demo.models import BUILDERS, Size
+from lowtide.cli.demo.text_batches import Batch
+
+MODELS = tuple(BUILDERS)
+"""The names that `workload` knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """A training loop in parts: `for batch in work.batches: work.step(batch)`.
+
+    The model is in training mode, all batches have one shape and own their storage, and no state exists yet in the
+    optimizer. `items_per_step` counts `items` ("tokens" or "images").
+    """
+
+    name: str
+    description: str
+    model: nn.Module = field(repr=False)
+    batches: tuple[Batch, ...] = field(repr=False)
+    loss: Callable[[nn.Module, Batch], Tensor] = field(repr=False)
+    optimizer: torch.optim.Optimizer = field(repr=False)
+    items: str
+    items_per_step: int
+    seed: int
+    _first: dict[str, Tensor] = field(init=False, repr=False)
+    _first_optimizer: dict[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        first = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors().items()}
+        object.__setattr__(self, "_first", first)
+        object.__setattr__(self, "_first_optimizer", copy.deepcopy(self.optimizer.state_dict()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers by name, also the buffers that its `state_dict` leaves out."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def step(self, batch: Batch) -> Tensor:
+        """One plain step: forward, backward, update, gradients dropped. Returns the loss, detached."""
+        loss = self.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def reset(self) -> None:
+        """Set everything back, bit by bit: parameters and buffers (in place), gradients, optimizer, random numbers."""
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                tensor.copy_(self._first[name])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.optimizer.load_state_dict(copy.deepcopy(self._first_optimizer))
+        self.model.train()
+        torch.manual_seed(self.seed)
+
+    @property
+    def checkpoint_refused(self) -> str | None:
+        """Why there is no `checkpoint_every_block` for this model, or None."""
+        model = self._of_transformers()
+        if getattr(model, "supports_gradient_checkpointing", False):
+            return None
+        return f"transformers does not support checkpointing for {type(model).__name__}"
+
+    def _of_transformers(self) -> nn.Module:
+        """The outermost module that transformers made, which has its switches; `model` may wrap it."""
+        return next(m for m in self.model.modules() if hasattr(m, "supports_gradient_checkpointing"))
+
+    @contextmanager
+    def checkpoint_every_block(self) -> Iterator[None]:
+        """Inside, transformers' own switch is on: each block is a non-reentrant `torch.utils.checkpoint`.
+
+        The switch turned off leaves attributes on the modules and a hook on the embedding; here they are gone too.
+        Raises ValueError where `checkpoint_refused`.
+        """
+        if self.checkpoint_refused is not None:
+            raise ValueError(self.checkpoint_refused)
+        model: Any = self._of_transformers()
+        before = [
+            (attributes, {name: attributes[name] for name in _SWITCHED if name in attributes})
+            for attributes in (module.__dict__ for module in model.modules())
+        ]
+        # transformers 5.23 renames the switch; the old name goes with version 6.
+        switch_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        try:
+            switch_on({"use_reentrant": False})
+            yield
+        finally:
+            model.disable_input_require_grads()
+            for attributes, values in before:
+                for name in _SWITCHED:
+                    attributes.pop(name, None)
+                attributes.update(values)
+
+
+# What the switch sets on the model and its blocks.
+_SWITCHED = (
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_require_grads_hook",
+    "_require_grads_hooks",
+)
+
+
+def workload(
+    name: str,
+    *,
+    batch_size: int | None = None,
+    length: int | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> Workload:
+    """Build one of MODELS: "gpt2", "bert", "llama" or "resnet". Two builds with equal arguments are equal bit by bit.
+
+    The sizes are those of the demo unless given: rows of a batch, tokens a row (or pixels a side), and layers (ResNet:
+    a stage). torch's generators are left as they were. Needs the packages of `lowtide[demo]` (else PackageMissing).
+    """
+    if name not in BUILDERS:
+        raise ValueError(f"there is no workload {name!r}: take one of {', '.join(MODELS)}")
+    build, usual = BUILDERS[name]
+    size = Size(
+        batch_size=usual.batch_size if batch_size is None else batch_size,
+        length=usual.length if length is None else length,
+        layers=usual.layers if layers is None else layers,
+    )
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        parts = build(size)
+    finally:
+        torch.default_generator.set_state(before)
+    model = parts.model.to(device).train()
+    return Workload(
+        name=name,
+        description=parts.description,
+        model=model,
+        batches=tuple({key: value.to(device) for key, value in batch.items()} for batch in parts.batches),
+        loss=parts.loss,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=parts.learning_rate),
+        items=parts.items,
+        items_per_step=parts.items_per_step,
+        seed=seed,
+    )

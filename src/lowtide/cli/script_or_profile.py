@@ -1,0 +1,176 @@
+"""What several subcommands take: a script with its arguments, or the profile of one that was rehearsed before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.errors import LowtideError
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Profile
+
+OWN_OPTIONS_FIRST = dict(allow_interspersed_args=False)
+"""Context setting for commands that take a script: what follows the script belongs to the script."""
+
+
+def script_arguments(metavar: str = "SCRIPT") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds `-m`, the script and its arguments to a command."""
+
+    def add(body: Callable[..., Any]) -> Callable[..., Any]:
+        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_told_apart)(body)
+        body = click.argument("target", metavar=metavar)(body)
+        return click.option("-m", "is_module", is_flag=True, help=f"{metavar} is a module, as in `python -m`.")(body)
+
+    return add
+
+
+def _told_apart(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
+    """The script's arguments. Options of this command among them are said, unless the script names them itself."""
+    script = Path(ctx.params.get("target", ""))
+    ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
+    given = [name for name in (arg.partition("=")[0] for arg in args) if name in ours]
+    if given and script.is_file():
+        source = script.read_text(encoding="utf-8", errors="replace")
+        for name in given:
+            if name not in source:
+                say(f"{name} stands after {script}, so the script has it. Options of lowtide's own come before it.")
+    return args
+
+
+def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option for a file to write; "-" is stdout."""
+    kind = click.Path(dir_okay=False, writable=True, allow_dash=True)
+    return click.option(flag, name, type=kind, metavar="FILE", callback=to_be_written, help=help_)
+
+
+def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """The path from the root on, as a script may change the current folder.
+
+    A file that could not be written after the work is refused before it.
+    """
+    if path is None or path == "-":
+        return path
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise click.BadParameter(f"{Path(path).parent} is not a folder to write to.")
+    return str(Path(path).absolute())
+
+
+def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--lever`, as often as wanted."""
+    return click.option(
+        "--lever",
+        "levers",
+        multiple=True,
+        metavar="NAME",
+        help='Change the step as well: "outputs", "loss head", "micro-batches=4". May be given several times.',
+    )(body)
+
+
+def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--no-in-place`."""
+    return click.option(
+        "--no-in-place",
+        is_flag=True,
+        help="Write no gradient over another: then no kernel is put where torch looks for them.",
+    )(body)
+
+
+def write(text: str, to: str) -> None:
+    """Write `text` to a file, or to stdout for "-": the first of several processes does.
+
+    Raises LowtideError where that can't be done, as on a full disk.
+    """
+    if rank():
+        return
+    try:
+        if to == "-":
+            click.echo(text.removesuffix("\n"))
+            return
+        Path(to).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LowtideError(
+            f"{'stdout' if to == '-' else to} can't be written: {error.strerror or error}. Make room, or name another "
+            "file."
+        ) from None
+    say(f"written: {to}")
+
+
+def say(text: str) -> None:
+    """A line of ours on stderr, in the middle of what a script writes, which goes on where stderr is full or closed."""
+    with contextlib.suppress(OSError, ValueError), beside_bars():
+        click.echo(f"{who()}: {text}", err=True)
+
+
+def who(name: str = "lowtide") -> str:
+    """Who says something, and which of several processes it is."""
+    return name if rank() is None else f"{name}, rank {rank()}"
+
+
+def beside_bars() -> AbstractContextManager[None]:
+    """A block that writes to stderr. Progress bars of the script's, by tqdm, end no line: they make room meanwhile."""
+    bars = sys.modules.get("tqdm.std")
+    return contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(file=sys.stderr)
+
+
+def rank() -> int | None:
+    """The number of this process among several that train together, as torchrun tells it; None for a single one."""
+    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def is_profile(target: str, *, is_module: bool) -> bool:
+    """Whether what is to be rehearsed was: it is a profile in a file, and no script."""
+    return target.endswith(".json") and not is_module
+
+
+def profile_of(
+    target: str,
+    args: tuple[str, ...],
+    *,
+    is_module: bool,
+    plain: bool = False,
+    quiet: bool = False,
+    levers: tuple[str, ...] = (),
+    no_in_place: bool = False,
+) -> Profile:
+    """The profile in a `.json` file, or of a script that is rehearsed now; what that prints goes to stderr if `quiet`.
+
+    Ends the command with exit code 2 and a word about it if the script fails: 1 would say something of its memory.
+    """
+    if is_profile(target, is_module=is_module):
+        from lowtide.planner.records import Profile as Record
+
+        if args:
+            raise click.UsageError(f"{target} is a profile: it takes no arguments, found {' '.join(args)}.")
+        if levers:
+            raise click.UsageError(f"{target} is a profile, made without --lever: give the script to rehearse it with.")
+        from lowtide.planner.inplace_savings import without_in_place
+
+        found = Record.from_json(Path(target))
+        return without_in_place(found) if no_in_place else found
+    from lowtide.utils.optional_deps import require_torch
+
+    require_torch(f"lowtide, to rehearse {target},")
+    from lowtide.levers import in_script
+    from lowtide.script.rehearse_steps import Rehearsing
+    from lowtide.script.run_listened import run_watched
+    from lowtide.script.runner import INTERRUPTED, Script
+
+    crew = Rehearsing(plain=plain, levers=tuple(map(in_script, levers)), in_place=not no_in_place)
+    script = Script(target=target, args=args, is_module=is_module)
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        code = run_watched(script, crew)
+    if code == INTERRUPTED:
+        click.get_current_context().exit(code)
+    if code or crew.profile is None:
+        say(f"{target} ended with exit code {code}, before a step of it was rehearsed.")
+        click.get_current_context().exit(2)
+    return crew.profile

@@ -1,0 +1,1 @@
+"""Why memory is held: `watch`, `explain` and `graph`."""

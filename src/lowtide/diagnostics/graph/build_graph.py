@@ -1,0 +1,199 @@
+"""From a tensor to the records of the graph behind it: two loops, no recursion, so depth does not matter.
+
+The first loop finds all nodes from the roots upstream; the second makes records in the order in which forward ran, so
+that the inputs of each are there already.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, cast
+
+from lowtide import _torch
+from lowtide._torch.autograd_graph import producer
+from lowtide.diagnostics.graph.graph_records import Graph, Node, Value
+from lowtide.diagnostics.graph.saved_tensors import Saved, arguments, output_index, saved_by, shape_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node as Function
+
+Key = tuple[object, ...]
+"""What makes a value the same value: its node and output, or for leaves and constants their memory and geometry."""
+
+
+class Walk:
+    """One look at the graph behind `roots`. `names` are tensors by name; `others` is memory that is there anyway."""
+
+    def __init__(self, roots: Iterable[Tensor], names: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
+        self._roots = list(roots)
+        self._names = {_place(tensor): name for name, tensor in reversed(list(names.items()))}
+        self._found = self._find()
+        leaves = [variable_of(function) for function in self._found if is_leaf(function)]
+        self._parameters = frozenset(_torch.storage_id(tensor) for tensor in (*leaves, *others)) - {0}
+        self._nodes: dict[Function, Node] = {}
+        self._values: dict[Key, Value] = {}
+
+    def graph(self) -> Graph:
+        """The records."""
+        for function in self._in_order():
+            self._nodes[function] = self._record(function)
+        roots = tuple(self._value_of(root) for root in self._roots)
+        return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
+
+    def _find(self) -> dict[Function, int]:
+        """All functions behind the roots, those that gather a leaf's gradient included, in order of discovery."""
+        pending = [root.grad_fn for root in self._roots if root.grad_fn is not None]
+        found = {function: number for number, function in enumerate(dict.fromkeys(pending))}
+        while pending:
+            for upstream, _ in pending.pop().next_functions:
+                if upstream is not None and upstream not in found:
+                    found[upstream] = len(found)
+                    pending.append(upstream)
+        return found
+
+    def _in_order(self) -> Iterable[Function]:
+        """The functions that compute something, each after those that it needs, else by the order of forward."""
+        waiting: dict[Function, int] = {}
+        consumers: dict[Function, list[Function]] = defaultdict(list)
+        ready: list[tuple[int, int, Function]] = []
+        for function, number in self._found.items():
+            if is_leaf(function):
+                continue
+            needs = {up for up, _ in function.next_functions if up is not None and not is_leaf(up)}
+            waiting[function] = len(needs)
+            for upstream in needs:
+                consumers[upstream].append(function)
+            if not needs:
+                heapq.heappush(ready, (_torch.sequence_number(function), number, function))
+        while ready:
+            function = heapq.heappop(ready)[2]
+            yield function
+            for consumer in consumers[function]:
+                waiting[consumer] -= 1
+                if not waiting[consumer]:
+                    heapq.heappush(ready, (_torch.sequence_number(consumer), self._found[consumer], consumer))
+
+    def _record(self, function: Function) -> Node:
+        edges = [None if up is None else self._output(up, output) for up, output in function.next_functions]
+        saved = list(saved_by(function))
+        constants = self._constants(function, saved)
+        inputs: list[Value] = []
+        unrecorded = 0
+        for edge, argument in zip(edges, _argument_names(function.name(), len(edges)), strict=True):
+            if edge is not None:
+                inputs.append(edge)
+            elif argument in constants:
+                inputs.append(constants.pop(argument))
+            else:
+                unrecorded += 1
+        rest = [value for value in constants.values() if not any(value is each for each in inputs)]
+        unrecorded = max(0, unrecorded - len(rest))  # a constant whose argument has no name here was one of those
+        kept = tuple(each.kept(self._parameters) for each in saved)
+        node = Node(function, index=len(self._nodes), inputs=(*inputs, *rest), kept=kept, unrecorded=unrecorded)
+        node.line = _line_of(function)
+        for each in saved:
+            self._locate(function, node, each)
+        return node
+
+    def _constants(self, function: Function, saved: list[Saved]) -> dict[str, Value]:
+        """Saved inputs that need no gradient, by the name of the argument."""
+        known = {name for overload in arguments(function.name()) for name in overload}
+        found = {}
+        for each in saved:
+            tensor, name = each.tensor, each.name.partition("[")[0]
+            if each.packed or each.name.startswith("ctx.") or tensor.requires_grad or name not in known:
+                continue
+            key = _place(tensor)
+            if key not in self._values:
+                self._values[key] = value = Value(
+                    len(self._values), name=self._names.get(key, name), requires_grad=False, **_looks(tensor)
+                )
+                value._places.append((function, each.name))
+            found[each.name] = self._values[key]
+        return found
+
+    def _locate(self, function: Function, node: Node, saved: Saved) -> None:
+        """Note with a value that computed data of it can be read off this node."""
+        if saved.packed or saved.name.startswith("ctx."):
+            return
+        maker = producer(saved.tensor)
+        if maker is not None and maker in self._nodes:
+            self._output(maker, saved.tensor.output_nr)._places.append((function, saved.name))
+        elif (output := output_index(saved.name)) is not None and not saved.tensor.requires_grad:
+            self._output(function, output, node)._places.append((function, saved.name))
+
+    def _output(self, function: Function, output: int, node: Node | None = None) -> Value:
+        if is_leaf(function):
+            variable = variable_of(function)
+            key = _place(variable)
+            if key not in self._values:
+                self._values[key] = value = Value(len(self._values), name=self._names.get(key, ""), **_looks(variable))
+                value._places.append((function, ""))
+            return self._values[key]
+        key = (function, output)
+        if key not in self._values:
+            self._values[key] = Value(
+                len(self._values), producer=node or self._nodes[function], output=output, **_recorded(function, output)
+            )
+        return self._values[key]
+
+    def _value_of(self, root: Tensor) -> Value:
+        if root.grad_fn is not None:
+            value = self._output(root.grad_fn, root.output_nr)
+            value.name = self._names.get(_place(root), value.name)
+            return value
+        key = _place(root)
+        if key not in self._values:
+            self._values[key] = Value(len(self._values), name=self._names.get(key, ""), **_looks(root))
+        return self._values[key]
+
+
+def is_leaf(function: Function) -> bool:
+    """Whether this is where a leaf's gradient is gathered, and no computation."""
+    return function.name() == _torch.ACCUMULATE_GRAD
+
+
+def variable_of(function: Function) -> Tensor:
+    """The leaf whose gradient is gathered there."""
+    return cast("Tensor", function.variable)  # type: ignore[attr-defined]
+
+
+def _argument_names(node_name: str, count: int) -> tuple[str, ...]:
+    """The op's tensor arguments where it is plain which they are: an overload has as many as the node has edges."""
+    return next((names for names in arguments(node_name) if len(names) == count), ("",) * count)
+
+
+def _place(tensor: Tensor) -> Key:
+    """Where a tensor is in memory, and its geometry there."""
+    storage = _torch.storage_id(tensor)
+    if not storage or tensor.is_nested:
+        return (id(tensor),)
+    return (storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def _looks(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": shape_of(tensor), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _recorded(function: Function, output: int) -> dict[str, Any]:
+    """Shape and dtype of a node's output, as autograd recorded them."""
+    try:
+        metadata = _torch.output_metadata(function, output)
+        return {"shape": tuple(metadata.shape), "dtype": str(metadata.dtype).removeprefix("torch.")}
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # an output that was never used, nested tensors
+        return {}
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _line_of(function: Function) -> str:
+    """The last frame outside of torch that anomaly detection noted."""
+    frames = [match for text in _torch.node_metadata(function).get("traceback_", ()) for match in _FRAME.finditer(text)]
+    outside = [f for f in frames if "torch" not in PurePath(f[1]).parts] or frames
+    return f"{PurePath(outside[-1][1]).name}:{outside[-1][2]}" if outside else ""

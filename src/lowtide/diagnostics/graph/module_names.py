@@ -1,0 +1,75 @@
+"""Which module a node ran in, as told from the parameters it was applied to.
+
+A node that takes a parameter, or a view or a cast of one, ran in the module that owns it. Any other node is put in the
+smallest module that encloses its neighbours of that kind in the order of forward: what ran between `h.3.mlp.fc1` and
+`h.3.mlp.fc2` ran in `h.3.mlp`. Before the first and after the last of them nothing is said. Debts: a module without
+parameters is not told from the one around it, nor one call of a module from the next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import takewhile
+
+from torch import Tensor, nn
+
+from lowtide.diagnostics.graph.graph_records import Graph, Node
+
+
+def parameter_names(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; one that has several names is there under each."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def name_modules(graph: Graph, model: nn.Module) -> None:
+    """Fill in `Node.module` as far as it can be told."""
+    owners: dict[str, list[str]] = defaultdict(list)
+    first_name: dict[Tensor, str] = {}
+    for name, tensor in parameter_names(model).items():
+        owners[first_name.setdefault(tensor, name)].append(name.rpartition(".")[0])
+
+    from_parameter: dict[int, str] = {}  # by index of a value: the parameter that it is, or is a view or cast of
+    for value in graph.leaves:
+        if value.name in owners:
+            from_parameter[value.index] = value.name
+    outputs: dict[int, list[int]] = defaultdict(list)
+    for value in graph.values:
+        if value.producer is not None:
+            outputs[value.producer.index].append(value.index)
+    owner: dict[int, str] = {}
+    for node in graph.nodes:
+        names = [from_parameter[value.index] for value in node.inputs if value.index in from_parameter]
+        if names:
+            owner[node.index] = _owner(node, owners[names[-1]], model)
+        if names and len(node.inputs) == 1:
+            from_parameter |= dict.fromkeys(outputs[node.index], names[0])
+    _enclose(graph, owner)
+
+
+def _owner(node: Node, paths: list[str], model: nn.Module) -> str:
+    """Of the modules that share a parameter the one that this node fits: an embedding looks up, the others do not."""
+    looks_up = "Embedding" in node.name
+    fitting = [path for path in paths if isinstance(model.get_submodule(path), nn.Embedding) == looks_up]
+    return (fitting or paths)[0]
+
+
+def _enclose(graph: Graph, owner: dict[int, str]) -> None:
+    known = sorted(owner)
+    if not known:
+        return
+    position = 0  # of the first known node that is not before the current one
+    for node in graph.nodes:
+        while position < len(known) and known[position] < node.index:
+            position += 1
+        if node.index in owner:
+            node.module = owner[node.index]
+        elif 0 < position < len(known):
+            node.module = _common(owner[known[position - 1]], owner[known[position]])
+
+
+def _common(one: str, other: str) -> str:
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

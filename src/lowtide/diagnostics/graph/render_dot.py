@@ -1,0 +1,36 @@
+"""A graph in the DOT language: boxes are functions, ellipses are values that no function of the graph computed."""
+
+from __future__ import annotations
+
+from lowtide.diagnostics.graph.graph_records import Graph, describe
+from lowtide.diagnostics.graph.render_text import called
+from lowtide.units import format_bytes
+
+
+def dot(graph: Graph) -> str:
+    """DOT text; edges lead from inputs to results and say the shape of what flows along them."""
+    lines = ["digraph {", '  node [fontname="sans-serif", fontsize=11]', '  edge [fontname="sans-serif", fontsize=9]']
+    for value in graph.values:
+        if value.producer is None:
+            style = ", style=bold" if value.requires_grad else ", style=dashed"
+            lines.append(f"  v{value.index} [label={_quoted(called(value))}, shape=ellipse{style}]")
+    for node in graph.nodes:
+        held = f"\nkeeps {format_bytes(node.held_bytes)}" if node.held_bytes else ""
+        module = f"\n{node.module}" if node.module else ""
+        lines.append(f"  n{node.index} [label={_quoted(node.name + held + module)}, shape=box]")
+    for node in graph.nodes:
+        for value in node.inputs:
+            if value.producer is None:
+                lines.append(f"  v{value.index} -> n{node.index}")
+            else:
+                lines.append(f"  n{value.producer.index} -> n{node.index} [label={_quoted(describe(value))}]")
+    for number, root in enumerate(graph.roots):
+        if root.producer is not None:
+            label = _quoted(f"{root.name or 'result'}  {describe(root)}")
+            lines += [f"  r{number} [label={label}, shape=ellipse]", f"  n{root.producer.index} -> r{number}"]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,115 @@
+"""A graph as text: from the results down to the leaves, each node once.
+
+A chain stays at one depth, so that a deep model does not run off the page: of a node's inputs the one with the longest
+way behind it goes on below, the others branch off. A value that is needed again further down is a reference there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowtide.diagnostics.graph.graph_records import Graph, Node, Value, describe
+from lowtide.units import format_bytes
+
+
+def tree(graph: Graph) -> str:
+    """The graph as an indented tree under a line that sums it up."""
+    return "\n".join([summary(graph), *_Tree(graph).lines()])
+
+
+def summary(graph: Graph) -> str:
+    """How large it is, and what it keeps."""
+    apart = f", and {format_bytes(graph.parameter_bytes)} of parameters" if graph.parameter_bytes else ""
+    return f"{_count(len(graph.nodes), 'node')} keep {format_bytes(graph.held_bytes)}{apart}"
+
+
+def what(node: Node) -> str:
+    """A node in a line: `AddmmBackward0  keeps 16 KiB  in h.0.mlp`."""
+    parts = [node.name]
+    if node.held_bytes or not node.kept:
+        parts.append(f"keeps {format_bytes(node.held_bytes)}" if node.held_bytes else "")
+    if node.parameter_bytes:
+        parts.append(f"({format_bytes(node.parameter_bytes)} of parameters)")
+    if packed := sorted({kept.packed for kept in node.kept if kept.packed}):
+        parts.append(f"packed as {', '.join(packed)}")
+    if node.unrecorded:
+        parts.append(f"+ {_count(node.unrecorded, 'input')} not recorded")
+    parts += [f"in {node.module}" if node.module else "", node.line]
+    return "  ".join(part for part in parts if part)
+
+
+def called(value: Value) -> str:
+    """A leaf or a constant in a line: `W  [3, 4] float32`."""
+    kind = "leaf" if value.requires_grad else "constant"
+    return "  ".join(part for part in (value.name or kind, describe(value), kind if value.name else "") if part)
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}{'s' * (n != 1)}"
+
+
+class _Tree:
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._depth = depths(graph)
+        self._main = {node.index: self._deepest(node) for node in graph.nodes}
+        self._reader = self._readers()
+
+    def _deepest(self, node: Node) -> int:
+        """The input of `node` that goes on below it at the same depth of indentation; -1 for none."""
+        producers = [value.producer.index for value in node.inputs if value.producer is not None]
+        return max(producers, key=lambda index: (self._depth[index], index), default=-1)
+
+    def _readers(self) -> dict[int, int]:
+        """For each node the one under which it is written out: of those that read it the least indented."""
+        indent = {root.producer.index: 0 for root in self._graph.roots if root.producer is not None}
+        reader: dict[int, int] = {}
+        for node in reversed(self._graph.nodes):
+            for value in node.inputs:
+                if value.producer is not None:
+                    index = value.producer.index
+                    deeper = indent[node.index] + (index != self._main[node.index])
+                    if deeper <= indent.get(index, deeper) and not (index in indent and index not in reader):
+                        indent[index], reader[index] = deeper, node.index
+        return reader
+
+    def lines(self) -> Iterator[str]:
+        written: set[int] = set()
+        for root in self._graph.roots:
+            yield ""
+            if root.producer is None:
+                yield called(root)
+                continue
+            yield f"{root.name or 'result'}  {describe(root)}"
+            if root.producer.index not in written:
+                yield from self._chain(root.producer, written)
+            else:
+                yield f"#{root.producer.index} (above)"
+
+    def _chain(self, start: Node, written: set[int]) -> Iterator[str]:
+        pending: list[tuple[Node, str, str]] = [(start, "", "")]  # node, prefix of its line, prefix of what is below it
+        while pending:
+            node, first, rest = pending.pop()
+            written.add(node.index)
+            yield f"{first}#{node.index} {what(node)}"
+            below: list[Node] = []
+            for value in node.inputs:
+                producer = value.producer
+                if producer is None:
+                    yield f"{rest}├─ {called(value)}"
+                elif self._reader.get(producer.index) != node.index or producer.index in written:
+                    yield f"{rest}├─ #{producer.index} {producer.name}  {describe(value)}"
+                elif all(producer is not each for each in below):
+                    below.append(producer)
+            written.update(producer.index for producer in below)
+            main = [(producer, rest, rest) for producer in below if producer.index == self._main[node.index]]
+            branches = [(p, f"{rest}├─ ", f"{rest}│  ") for p in below if p.index != self._main[node.index]]
+            pending += [*main, *reversed(branches)]  # a stack: the last to go in is the first to come out
+
+
+def depths(graph: Graph) -> list[int]:
+    """For each node how many nodes are on the longest way from it to a leaf."""
+    depth: list[int] = []
+    for node in graph.nodes:
+        depth.append(1 + max((depth[v.producer.index] for v in node.inputs if v.producer is not None), default=0))
+    return depth

@@ -1,0 +1,98 @@
+"""What a node keeps, read from its slots as they are: nothing is unpacked, so nothing is computed again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _torch
+from lowtide._torch import tree_leaves
+from lowtide.diagnostics.graph.graph_records import Kept
+from lowtide.runtime.saved_values import Handle
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node as Function
+
+_ATTRIBUTES = re.compile(r"[a-z_]\w*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor in the hands of a node: where it is, and the tensor itself (only while the walk looks at it)."""
+
+    name: str
+    tensor: Tensor
+    packed: str = ""
+
+    def kept(self, parameters: frozenset[int]) -> Kept:
+        storage = _torch.storage_id(self.tensor)
+        base = _torch.base_of(self.tensor)
+        is_parameter = isinstance(self.tensor if base is None else base, nn.Parameter) or storage in parameters
+        return Kept(
+            name=self.name,
+            shape=shape_of(self.tensor),
+            dtype=str(self.tensor.dtype).removeprefix("torch."),
+            bytes=storage_bytes(self.tensor),
+            storage=storage or id(self.tensor),
+            parameter=is_parameter,
+            packed=self.packed,
+        )
+
+
+def saved_by(function: Function) -> Iterator[Saved]:
+    """The tensors that a node of torch keeps: saved ones, packed ones, and attributes of a custom Function's ctx."""
+    for name, slot in _torch.saved_slots(function):
+        data = slot.data
+        if isinstance(data, Tensor) and slot.unpack_hook is None:
+            yield Saved(name, data)
+        elif data is not None:
+            for tensor in _within(data):
+                yield Saved(name, tensor, packed=type(data).__name__)
+    if issubclass(type(function), torch.autograd.function.BackwardCFunction):
+        for name, attribute in vars(function).items():
+            yield from (Saved(f"ctx.{name}", leaf) for leaf in tree_leaves(attribute) if isinstance(leaf, Tensor))
+
+
+def _within(packed: Any) -> Iterator[Tensor]:
+    """The tensors that can be seen in what a pack hook returned."""
+    if isinstance(packed, Handle):
+        packed = packed.value.tensor
+    yield from (leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor))
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """A tensor's shape; None for nested tensors, which have several."""
+    return None if tensor.is_nested else tuple(tensor.shape)
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's whole storage; for those without one (sparse), of the elements that are there."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return sum(part.untyped_storage().nbytes() for part in _torch.parts_of(tensor) if part is not tensor)
+
+
+_RESULT = re.compile(r"(?:result|output|out)(\d*)")
+
+
+def output_index(name: str) -> int | None:
+    """Which output of its node a saved tensor of this name is; None if it is none."""
+    found = _RESULT.fullmatch(name)
+    return None if found is None else int(found[1] or 0)
+
+
+@cache
+def arguments(node_name: str) -> tuple[tuple[str, ...], ...]:
+    """For each overload of the op behind a node's name (`AddmmBackward0`) the names of its tensor arguments."""
+    camel = re.sub(r"Backward\d*$", "", node_name)
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", camel).lower()
+    if not _ATTRIBUTES.fullmatch(snake):  # custom Functions and nodes of C++ may have any name
+        return ()
+    return (*_torch.tensor_arguments(snake), *_torch.tensor_arguments(f"_{snake}"))

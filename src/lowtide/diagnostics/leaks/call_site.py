@@ -1,0 +1,81 @@
+"""Where in the user's code something happens: a file and a line, and the chain of calls that led there."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from lowtide.state.introspection import origin
+
+DEPTH = 16
+"""Frames of the user's that tell one place from another."""
+
+_STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
+
+
+class Place(NamedTuple):
+    """A line of a file, printed as `train.py:42`: below the current folder its path from there, else its last part."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        try:
+            shown = path.relative_to(Path.cwd())
+        except (ValueError, OSError):
+            shown = Path(path.name)
+        return f"{shown}:{self.line}"
+
+
+class Site(NamedTuple):
+    """The line of the user's code that called, and a key that tells apart its calls, and the ways that led to it."""
+
+    place: Place
+    key: int
+
+
+def calling_site() -> Site:
+    """The user's innermost line that led here, outside torch and Lowtide; outside other libraries if there is one."""
+    frame: FrameType | None = sys._getframe(1)
+    place: Place | None = None
+    fallback: Place | None = None
+    key: list[tuple[str, str, int]] = []
+    while frame is not None and len(key) < DEPTH:
+        code = frame.f_code
+        kind = origin(code.co_filename)
+        if kind != "ours":
+            line = frame.f_lineno
+            key.append((code.co_filename, code.co_name, frame.f_lasti))
+            if fallback is None:
+                fallback = Place(code.co_filename, line)
+            if place is None and kind == "user":
+                place = Place(code.co_filename, line)
+        frame = frame.f_back
+    return Site(place or fallback or Place("<unknown>", 0), hash(tuple(key)))
+
+
+def line_of_store(code: CodeType, name: str, now: int) -> int:
+    """The line of `code` that gave variable `name` its value, as far as one can say while line `now` runs.
+
+    That line, if it does so itself; else the last one above it, else the last one below (the loop came round), else
+    `now`, for arguments.
+    """
+    lines = _stores(code).get(name, ())
+    above = [line for line in lines if line <= now]
+    return max(above or lines, default=now)
+
+
+@lru_cache(maxsize=256)
+def _stores(code: CodeType) -> dict[str, tuple[int, ...]]:
+    found: dict[str, set[int]] = {}
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.positions.lineno or line if instruction.positions else line
+        if instruction.opname in _STORES:
+            found.setdefault(str(instruction.argval), set()).add(line)
+    return {name: tuple(sorted(lines)) for name, lines in found.items()}

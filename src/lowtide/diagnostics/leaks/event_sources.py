@@ -1,0 +1,97 @@
+"""Where the watch gets its news from: hooks that torch offers to all, and two functions of torch that it stands in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide import _torch
+from lowtide._torch.patching import TOLD_CODE, around_calls, stand_in
+from lowtide.diagnostics.leaks.call_log import tensors_in
+from lowtide.errors import LowtideError
+from lowtide.memory.frame_locals import local_variables
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.leaks.watcher import Watch
+
+_watching: Watch | None = None
+
+
+class Events:
+    """Tells a watch of forwards, backward passes and optimizer steps in this process, from install to remove."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Begin. Raises LowtideError while another watch runs."""
+        global _watching
+        if _watching is not None:
+            raise LowtideError("a watch is running already: there is room for one. End it first.")
+        _watching = self._watch
+        step = register_optimizer_step_post_hook(self._stepped)
+        self._undo = [step.remove, around_calls(self._watch.forward_begins, self._watch.forward_ends)]
+        self._undo += [
+            stand_in(torch.autograd, _torch.ENGINE, self._engine),
+            stand_in(Optimizer, "zero_grad", self._zero_grad),
+            stand_in(nn.Module, "zero_grad", self._zero_grad),
+        ]
+
+    def remove(self) -> None:
+        """End. Everything is as it was."""
+        global _watching
+        _watching = None
+        while self._undo:
+            self._undo.pop()()
+
+    def arguments(self) -> list[Tensor]:
+        """The tensors that the module being called was given; none where no module is."""
+        frame: FrameType | None = sys._getframe(1)
+        found: list[Tensor] = []
+        while frame is not None:
+            if frame.f_code is TOLD_CODE:
+                with local_variables(frame) as variables:
+                    found = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
+            frame = frame.f_back
+        return found
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._watch.optimizer_stepped()
+
+    def _engine(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        watch = self._watch
+
+        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if _torch.in_backward():
+                return original(outputs, *args, **kwargs)
+            retain, create, inputs = (*args, None, None, None, None)[1:4]
+            watch.backward_begins(outputs, bool(retain), bool(create), bool(inputs))
+            try:
+                return original(outputs, *args, **kwargs)
+            finally:
+                watch.backward_ends()
+
+        return run_backward
+
+    def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
+        watch = self._watch
+
+        def zero_grad(of: nn.Module | Optimizer, set_to_none: bool = True) -> None:
+            watch.gradients_zeroed(_parameters(of), set_to_none)
+            original(of, set_to_none)
+
+        return zero_grad
+
+
+def _parameters(of: nn.Module | Optimizer) -> Iterable[Tensor]:
+    if isinstance(of, nn.Module):
+        return of.parameters()
+    return (parameter for group in of.param_groups for parameter in group["params"])

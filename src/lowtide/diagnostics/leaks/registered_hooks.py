@@ -1,0 +1,89 @@
+"""The hooks that modules carry: which function each one runs, and the line that registered it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from lowtide.diagnostics.leaks.call_site import Place
+from lowtide.state.introspection import origin
+
+_TABLES = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A function of the user's that some module runs as a hook."""
+
+    what: str
+    place: Place
+    is_registration: bool
+    """Whether `place` is the line that registered it, and not just where the function begins."""
+
+    def __str__(self) -> str:
+        return f"{self.what} {'registered' if self.is_registration else 'defined'} at {self.place}"
+
+
+class Hooks:
+    """The hooks of these modules. Refers to no function."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.by_function: dict[int, Hook] = {}
+        self._by_global: dict[tuple[int, str], Hook] = {}
+        for module in modules:
+            for table, what in _TABLES.items():
+                for function in list(module.__dict__.get(table, {}).values()):
+                    self._read(function, what)
+
+    def using_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
+        """A hook whose code uses the global variable `name` of that module."""
+        return self._by_global.get((id(namespace), name))
+
+    def _read(self, function: Any, what: str) -> None:
+        if isinstance(function, MethodType):
+            function = function.__func__
+        function = function if isinstance(function, FunctionType) else type(function).__dict__.get("__call__")
+        if not isinstance(function, FunctionType) or origin(function.__code__.co_filename) != "user":
+            return
+        code = function.__code__
+        line = _registration(code.co_filename, function.__qualname__, code.co_firstlineno)
+        hook = Hook(what, Place(code.co_filename, line or code.co_firstlineno), line is not None)
+        self.by_function[id(function)] = hook
+        for name in code.co_names:
+            if name in function.__globals__:
+                self._by_global[id(function.__globals__), name] = hook
+
+
+@lru_cache(maxsize=256)
+def _registration(file: str, qualified: str, defined: int) -> int | None:
+    """The line of `file` that registers the function of that name, what makes it, or the lambda of line `defined`."""
+    names = set(qualified.split(".")) - {"<locals>"}
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if not (node.func.attr.startswith("register_") and node.func.attr.endswith("_hook")):
+            continue
+        for argument in node.args:
+            inside = argument.func if isinstance(argument, ast.Call) else argument
+            if isinstance(inside, ast.Name | ast.Attribute):
+                if (inside.id if isinstance(inside, ast.Name) else inside.attr) in names:
+                    return node.lineno
+            elif isinstance(inside, ast.Lambda) and inside.lineno == defined:
+                return node.lineno
+    return None

@@ -1,0 +1,14 @@
+"""The batch, twice in memory."""
+
+from lowtide.diagnostics.leaks.finding import Rule
+
+BATCH_TWICE = Rule(
+    code="LT019",
+    name="batch kept twice",
+    what="The model's input has the same values as another tensor of the same shape on the same device that a "
+    "variable still holds: the batch before its cast or copy.",
+    why="The first copy is of no use any more, and lives through the whole step.",
+    bad="images = batch.float()\nmodel(images)",
+    good="batch = batch.float()\nmodel(batch)",
+    fix="give the copy the same name, or `del {name}`",
+)

@@ -1,0 +1,87 @@
+"""The variables of functions that are running now, by the objects that they refer to.
+
+The garbage collector does not see them: a frame shows what it holds only when its function has ended.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from types import FrameType
+from typing import Any, NamedTuple
+
+from lowtide.diagnostics.leaks.call_site import Place, line_of_store
+from lowtide.memory.frame_locals import local_variables
+from lowtide.state.introspection import origin
+
+_module_variables: dict[tuple[str, str], Place] = {}  # where they were set, for when the module has run
+
+
+class Variable(NamedTuple):
+    """`name` of a running function, or of a module (`is_global`), and the line that gave it its value."""
+
+    name: str
+    place: Place
+    is_global: bool
+
+
+class Variables:
+    """Of all running functions except torch's and Lowtide's: their variables by object, and who runs now.
+
+    Refers to no object of the user's; only valid until the user's code goes on.
+    """
+
+    def __init__(self) -> None:
+        self._by_object: dict[int, list[Variable]] = {}
+        self._running: set[int] = set()
+        self._module_lines: dict[int, FrameType] = {}
+        frames = sys._current_frames()
+        # A frame that refers to itself would outlive its function, with all its callers' and what these hold.
+        del frames[threading.get_ident()]
+        pending: list[FrameType | None] = [sys._getframe(1), *frames.values()]
+        del frames
+        while pending:
+            frame = pending.pop()
+            while frame is not None:
+                self._running.add(id(frame))
+                if origin(frame.f_code.co_filename) != "ours":
+                    self._read(frame)
+                frame = frame.f_back
+
+    def referring_to(self, thing: object) -> list[Variable]:
+        """The local variables that refer to exactly this object."""
+        return self._by_object.get(id(thing), [])
+
+    def is_running(self, frame: FrameType) -> bool:
+        return id(frame) in self._running
+
+    def of_module(self, namespace: dict[str, Any], name: str) -> Variable:
+        """The variable `name` of the module whose variables are `namespace`."""
+        frame = self._module_lines.get(id(namespace))
+        file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
+        if frame is None:
+            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)), True)
+        code = frame.f_code
+        place = Place(code.co_filename, line_of_store(code, name, frame.f_lineno))
+        _module_variables[str(file), name] = place
+        return Variable(name, place, True)
+
+    def _read(self, frame: FrameType) -> None:
+        code = frame.f_code
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # a module's or a class's: its variables are a dict of their own
+            self._module_lines.setdefault(id(frame.f_locals), frame)
+            return
+        with local_variables(frame) as variables:
+            for name, value in variables.items():
+                line = line_of_store(code, name, frame.f_lineno)
+                found = Variable(name, Place(code.co_filename, line), False)
+                self._by_object.setdefault(id(value), []).append(found)
+
+
+def name_in_frame(frame: FrameType, thing: object) -> str | None:
+    """The local variable of `frame` that refers to `thing`."""
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return next((name for name, value in frame.f_locals.items() if value is thing), None)
+    with local_variables(frame) as variables:
+        return next((name for name, value in variables.items() if value is thing), None)

@@ -1,0 +1,305 @@
+"""`lowtide.watch`: follows a training loop from outside and says what it leaves in memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _torch
+from lowtide.diagnostics.leaks.call_log import Backward, Call, Calls, Steps, mark_root, tensors_in
+from lowtide.diagnostics.leaks.call_site import calling_site
+from lowtide.diagnostics.leaks.event_sources import Events
+from lowtide.diagnostics.leaks.finding import Finding
+from lowtide.diagnostics.leaks.finding_log import Ledger
+from lowtide.diagnostics.leaks.inspection import View, inspect
+from lowtide.diagnostics.leaks.live_tensors import Heap, Known, storage_bytes
+from lowtide.diagnostics.leaks.output_checks import say_outputs_alive, say_twins
+from lowtide.diagnostics.leaks.step_boundaries import Boundaries
+from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
+from lowtide.diagnostics.leaks.zero_grad import Gradients
+from lowtide.errors import LowtideError
+
+LEAST_BYTES = 16 * 1024
+"""What is smaller is not worth a word, whatever its share."""
+
+LEAST_SHARE = 0.01
+"""Nor what is a smaller share of the largest forward's graph."""
+
+_MEASURED_CALLS = 2  # of each place in the code
+_FIRST_BACKWARDS = 3
+_SUSPICIONS = 3
+_log = logging.getLogger("lowtide")
+
+
+class Watch:
+    """A watch over a training loop: a context manager, or an iterable in the place of its batches.
+
+    `findings` and `print(watch)` say what was found, so far or when it has ended.
+    """
+
+    def __init__(self, model: nn.Module | None, batches: Iterable[Any] | None) -> None:
+        self._model, self._batches = model, batches
+        self._calls, self._steps, self._known = Calls(), Steps(), Known()
+        self._ledger, self._boundaries = Ledger(), Boundaries()
+        self._gradients = Gradients(self._ledger)
+        self._largest_graph_bytes = 0
+        self._n_backwards = 0
+        self._n_exceptions = 0
+        self._has_begun = False
+        self._root: int | None = None  # the module called from outside, by id, while it runs
+        self._nested = 0
+        self._at_boundary = False
+        self._call: Call | None = None
+        self._findings: tuple[Finding, ...] | None = None
+        self._failure: Exception | None = None
+        self._events = Events(self)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is sure by now, the largest first."""
+        if self._findings is not None:
+            return self._findings
+        return tuple(self._ledger.findings(self._calls.stats.values(), least_bytes=self._least_bytes))
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that were begun."""
+        return self._steps.now if self._has_begun else 0
+
+    def __enter__(self) -> Self:
+        if self._findings is not None:
+            raise LowtideError("a watch watches once. Make a new lowtide.watch().")
+        self._events.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._guarded(self._end)
+        finally:
+            self._events.remove()
+        self._calls.settle_all()
+        self._findings = self.findings
+        if self._batches is not None and self._findings:
+            _log.warning("%s", self)
+
+    def pause(self) -> None:
+        """Look away: what happens until `resume` costs nothing and is not seen."""
+        self._events.remove()
+
+    def resume(self) -> None:
+        """Look again."""
+        self._events.install()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            raise LowtideError("there is nothing to loop over: give the batches, as in lowtide.watch(model, loader).")
+        with self:
+            batches = iter(self._batches)
+            with suppress(StopIteration):
+                while True:
+                    yield next(batches)
+
+    def __str__(self) -> str:
+        found = self.findings
+        if self._failure is not None:
+            return f"the watch ended early, by a fault of its own: {self._failure!r}"
+        untold = ""
+        where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
+        if self._has_begun and not self._boundaries.has_optimizer:
+            where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
+            untold = "no optimizer has stepped, so steps are not told apart"
+        if not found:
+            return "; ".join(filter(None, (f"nothing found in {where}", untold)))
+        return "\n\n".join(filter(None, (*map(str, found), untold)))
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The findings as JSON text; also written to `path` if given."""
+        record = {"steps": self.n_steps, "findings": [finding.to_dict() for finding in self.findings]}
+        text = json.dumps(record, indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, module: nn.Module) -> None:
+        """A module is called."""
+        if self._root is not None:
+            self._nested += id(module) == self._root
+        elif not _torch.in_backward() and not torch.compiler.is_compiling():
+            self._root = id(module)
+            self._guarded(lambda: self._begin_call(module))
+
+    def forward_ends(self, module: nn.Module, output: Any) -> None:
+        """It has returned, or raised: then `output` is None."""
+        if self._root != id(module):
+            return
+        if self._nested:
+            self._nested -= 1
+            return
+        self._root = None
+        call, self._call = self._call, None
+        if call is not None:
+            self._guarded(lambda: self._end_call(call, module, output))
+
+    def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
+        """A backward pass begins at `roots`."""
+        backward = Backward(calling_site().place, self._steps.now, retain, create, partial)
+        self._calls.running_backward = backward
+        self._guarded(lambda: self._begin_backward(backward, list(roots)))
+
+    def backward_ends(self) -> None:
+        """It is through, or has raised."""
+        self._calls.running_backward = None
+        self._guarded(self._gradients.backward_ends)
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer has updated its parameters."""
+        self._boundaries.stepped(_torch.next_sequence_number())
+
+    def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
+        """`zero_grad` is about to run."""
+        last = self._calls.last
+        graph_is_waiting = last is not None and last.is_alive and not last.backwards
+        step, least_bytes = self._steps.now, self._least_bytes
+        self._guarded(
+            lambda: self._gradients.zeroed(
+                parameters, set_to_none, last if graph_is_waiting else None, step, least_bytes, calling_site().place
+            )
+        )
+
+    # --- what is done then ------------------------------------------------------------------------------------------
+
+    @property
+    def _least_bytes(self) -> int:
+        return max(LEAST_BYTES, int(LEAST_SHARE * self._largest_graph_bytes))
+
+    def _begin_call(self, module: nn.Module) -> None:
+        site = calling_site()
+        if torch.is_grad_enabled():
+            if not self._has_begun:
+                self._has_begun = True
+                self._known.note(Heap().tensors, 0)
+            elif self._boundaries.is_next_step(site.key):
+                self._steps.begin(self._boundaries.first_number)
+                if self._boundaries.is_due():
+                    self._at_boundary = True
+                    self._inspect(self._boundaries.first_number, is_later=True)
+                    self._at_boundary = False
+            else:
+                self._suspect(site.key, module)
+            self._boundaries.called(site.key)
+            if sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
+                self._n_exceptions += 1
+                self._inspect(_torch.next_sequence_number(), only=lambda s: s.is_by_exception)
+        self._call = self._calls.begin(site, module, self._steps.now)
+
+    def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
+        nodes = self._calls.end(call, output)
+        stats = call.stats
+        if not nodes or stats.n_measured >= _MEASURED_CALLS:
+            return
+        stats.n_measured += 1
+        inside = [n for n in computing(nodes) if call.first <= _torch.sequence_number(n) < call.stop]
+        self._calls.mark(call, min(inside, key=_torch.sequence_number), is_output=False)
+        kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), self._events.arguments())
+        call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
+        stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
+        self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
+
+    def _suspect(self, key: int, module: nn.Module) -> None:
+        """The same place calls again and no step has ended: look whether its last call's graph is in the way."""
+        stats = self._calls.stats.get((key, type(module).__name__))
+        if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
+            return
+        waiting = [c for c in self._calls.alive.values() if c.stats is stats and c.is_alive and not c.backwards]
+        if waiting:
+            ours = {call.number for call in waiting}
+            self._inspect(
+                _torch.next_sequence_number(),
+                only=lambda s: s.has_graph and not s.backwards and any(call.number in ours for call in s.calls),
+            )
+
+    def _begin_backward(self, backward: Backward, roots: list[Any]) -> None:
+        nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+        for node in nodes:
+            mark_root(node, backward)
+        if self._n_backwards < _FIRST_BACKWARDS:
+            self._n_backwards += 1
+            say_outputs_alive(self._view(0), nodes, backward, self._ledger)
+
+    def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None, *, is_later: bool = False) -> None:
+        """Look at all that is alive; `is_later` if a step has ended since the last look but for suspicions."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            heap = Heap()
+            view = self._view(new_from)
+            survivors = inspect(view, heap)
+            if only is None:
+                say_twins(view, heap, self._events.arguments(), self._ledger)
+        if is_later:
+            self._ledger.take_back(survivors)
+        chosen = survivors if only is None else [survivor for survivor in survivors if only(survivor)]
+        self._ledger.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
+        self._boundaries.inspected(time.perf_counter() - began)
+
+    def _view(self, new_from: int) -> View:
+        return View(
+            model=self._model,
+            calls=self._calls,
+            steps=self._steps,
+            known=self._known,
+            inputs=frozenset(_torch.storage_id(t) for t in self._events.arguments() if storage_bytes(t)),
+            new_from=new_from,
+            least_bytes=self._least_bytes,
+            last_step=max(1, self._steps.now - self._at_boundary),
+        )
+
+    def _end(self) -> None:
+        if self._has_begun:
+            self._calls.forget_old()
+            entries = self._ledger.entries
+            self._inspect(  # an output that is left over at the end is in no forward's way
+                _torch.next_sequence_number(),
+                only=lambda s: s.has_graph or (s.holder is not None and s.holder.key in entries),
+                is_later=True,
+            )
+
+    def _guarded(self, do: Callable[[], None]) -> None:
+        """A fault of the watch must not end somebody's training: it ends the watch, which says so."""
+        if self._failure is not None:
+            return
+        try:
+            do()
+        except Exception as error:
+            self._failure = error.with_traceback(None)
+            _log.exception("the watch has a fault and goes on no further; the training does")
+
+
+def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:
+    """Watch a training loop for tensors and graphs that stay in memory although nobody needs them.
+
+        with lowtide.watch(model) as watched:
+            for batch in loader: ...
+        print(watched)
+
+        for batch in lowtide.watch(model, loader): ...      # the findings are logged at the end
+
+    `model` gives its parts their names in the findings; models beside it are watched too. Nothing is kept alive: all
+    that is remembered are numbers and weak references. The first steps are looked at closely, later ones now and then,
+    and when memory grows. What is smaller than 16 KiB or 1 % of the forward's graph is not said.
+    """
+    return Watch(model, batches)

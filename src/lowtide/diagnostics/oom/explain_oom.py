@@ -1,0 +1,101 @@
+"""`lowtide.explain_oom`: the explanation as a note on the exception, at the moment when it happens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
+from dataclasses import replace
+from traceback import clear_frames
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from lowtide.diagnostics.oom.advice import advise
+from lowtide.diagnostics.oom.explanation import Explanation, explain
+from lowtide.diagnostics.oom.live_facts import facts_now
+from lowtide.errors import LowtideError
+from lowtide.planner import smallest_peak
+from lowtide.planner.planning import simulator_of
+from lowtide.planner.records import Decisions
+from lowtide.profiler import rehearse
+from lowtide.state.step_outcome import is_out_of_memory
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+Step = Callable[[Any], Any]
+
+
+class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator):
+    """Add a note to an out-of-memory error that leaves the block: why it happened, in numbers, and what to do.
+
+    The same exception goes on, always. Other exceptions pass untouched, and where nothing fails nothing is done, so it
+    may stay around a whole training run; it is also a decorator. Tracebacks and `logging` print notes by themselves.
+
+    `model` and `optimizer` are found in the traceback where they are not given. With `step` and `batch` (as for `fit`)
+    the note also says what plan would fit: the step is rehearsed then and there, which takes several steps' time, and
+    for that the local variables of the frames that failed are let go of, so a debugger finds none of them afterwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        step: Step | None = None,
+        batch: Any = None,
+    ) -> None:
+        if step is not None and model is None:
+            raise LowtideError("explain_oom was given a step and no model: name the model that the step trains, too.")
+        self._model, self._optimizer, self._step, self._batch = model, optimizer, step, batch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        if error is None or not is_out_of_memory(error):
+            return False
+        try:
+            note = self._note(error)
+        except Exception as failure:  # whatever it is: the user's own error matters, not ours
+            note = f"this could not be explained: {type(failure).__name__}: {failure}"
+        error.add_note(f"\nlowtide: {note}")
+        return False
+
+    def _note(self, error: BaseException) -> str:
+        text = f"{type(error).__name__}: {error}"
+        found = explain(text, facts_now(error, self._model, self._optimizer))
+        if found is None:
+            return "out of memory, in words that are not known. Please report them."
+        if self._step is None:
+            return str(found)
+        clear_frames(error.__traceback__)
+        gc.collect()
+        return str(self._with_plan(found))
+
+    def _with_plan(self, found: Explanation) -> Explanation:
+        assert self._model is not None
+        assert self._step is not None
+        try:
+            profile = rehearse(self._model, self._step, self._batch, optimizer=self._optimizer)
+        except Exception as failure:
+            if not (isinstance(failure, LowtideError) or is_out_of_memory(failure)):
+                raise
+            why = str(failure).partition("\n")[0]
+            return replace(found, facts=replace(found.facts, notes=(f"no plan could be looked for: {why}",)))
+        _, least = smallest_peak(profile)
+        plain = simulator_of(profile).predict(Decisions())
+        extra = f", {100 * least.extra_ms / profile.step_ms:+.0f} % time" if profile.step_ms else ""
+        facts = replace(
+            found.facts,
+            smallest_peak_bytes=least.peak_bytes,
+            plain_peak_bytes=plain.peak_bytes,
+            static_bytes=profile.static.total,
+            notes=(
+                f"a rehearsal says: {format_bytes(plain.peak_bytes)} as it is, "
+                f"{format_bytes(least.peak_bytes, round_up=True)} under the most saving plan{extra}; "
+                f"{format_bytes(profile.static.total)} are there before the step begins",
+            ),
+        )
+        return replace(found, facts=facts, actions=advise(found.message, facts, found.cause))

@@ -1,0 +1,110 @@
+"""A message, its cause and what to do, as one record and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lowtide.diagnostics.oom.advice import Action, advise
+from lowtide.diagnostics.oom.causes import Cause, find_cause
+from lowtide.diagnostics.oom.facts import Facts, FactsRead
+from lowtide.diagnostics.oom.message import Message
+from lowtide.diagnostics.oom.parse_messages import Messages, firsts, most_telling
+from lowtide.diagnostics.oom.text_stream import PIECE
+from lowtide.planner.serialization import Record
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation(Record):
+    """Why memory ran out, and what to do about it. `print` it."""
+
+    message: Message
+    cause: Cause
+    actions: tuple[Action, ...]
+    facts: Facts
+    further: int = 0
+    """Messages of other wordings in the same text: other ranks, or what came of the first. Of very many there are
+    fewer (`parse.MOST_KNOWN`)."""
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanation | None:
+    """The out-of-memory message in `text`, explained; None where there is none that is known.
+
+    A text that comes in pieces is never in memory as a whole. `facts` replaces what can be told from the text around
+    the message.
+    """
+    parts = (part for piece in ([text] if isinstance(text, str) else text) for part in _parts(piece))
+    found, read, further = Messages(), FactsRead(), -1
+    telling: list[Message] = []
+    for piece, is_last in _with_last(parts):
+        for message in found.read(piece, is_last=is_last):
+            telling, further = firsts([*telling, message]), further + 1
+        if facts is None:
+            read.read(piece, is_last=is_last)
+    if not telling:
+        return None
+    message = most_telling(telling)
+    known = read.facts() if facts is None else facts
+    cause = find_cause(message, known)
+    return Explanation(
+        message=message, cause=cause, actions=advise(message, known, cause), facts=known, further=further
+    )
+
+
+def _parts(piece: str) -> Iterator[str]:
+    return (piece[n : n + PIECE] for n in range(0, len(piece), PIECE))
+
+
+def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Each of them, and whether it is the last. That is an empty one."""
+    yield from ((part, False) for part in parts)
+    yield "", True
+
+
+def _lines(e: Explanation) -> Iterator[str]:
+    sure = "" if e.message.certain else " (this message often means memory, not always)"
+    yield f"out of memory: {e.cause.claim} [{e.cause.code}]{sure}"
+    yield from (f"  {line}" for line in e.cause.evidence)
+    if e.message.maybe_own:
+        among = ", ".join(e.message.maybe_own)
+        taken = "" if e.message.process_bytes is None else "; the one whose size is nearest is taken for it"
+        yield f"  the message does not say whether this process is among those named: it may be {among}{taken}"
+    numbers = list(_numbers(e.message))
+    if numbers:
+        where = f" of {e.message.kind} {e.message.device}" if e.message.device is not None else ""
+        yield f"the numbers{where}:"
+        width = max(len(format_bytes(amount)) for _, amount in numbers)
+        yield from (f"  {format_bytes(amount):>{width}}  {name}" for name, amount in numbers)
+    if e.facts.holders:
+        yield "largest holders:"
+        width = max(len(format_bytes(holder.bytes)) for holder in e.facts.holders)
+        yield from (f"  {format_bytes(holder.bytes):>{width}}  {holder.name}" for holder in e.facts.holders)
+    yield "what to do, best first:"
+    for number, action in enumerate(e.actions, 1):
+        amount = "" if action.bytes is None else f" [{format_bytes(action.bytes)}]"
+        yield f"  {number}. {action.text}{amount}"
+    yield from e.facts.notes
+    if e.further:
+        yield f"{e.further} more message{'s' * (e.further > 1)} of the kind in this text"
+
+
+def _numbers(m: Message) -> Iterator[tuple[str, int]]:
+    open_ = ", or this one" if m.maybe_own and m.process_bytes is None else ""
+    amounts = (
+        ("tried", m.tried_bytes),
+        ("capacity", m.total_bytes),
+        ("free", m.free_bytes),
+        ("limit", m.allowed_bytes),
+        ("this process", m.process_bytes),
+        ("in use by tensors", m.allocated_bytes),
+        ("  of that in private pools", m.private_pool_bytes),
+        ("held by PyTorch, not in use", m.unallocated_bytes),
+        ("this process, outside of PyTorch", m.outside_bytes),
+        ("other processes" + open_, m.others_bytes if m.others else None),
+        ("held by nobody named here", m.unnamed_bytes),
+    )
+    yield from ((name, amount) for name, amount in amounts if amount is not None)

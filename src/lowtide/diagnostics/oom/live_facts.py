@@ -1,0 +1,212 @@
+"""What can be known at the moment when memory runs out, beside the message: from the frames, the graphs, the system."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections import defaultdict
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from lowtide import _torch
+from lowtide.diagnostics.graph.saved_tensors import storage_bytes
+from lowtide.diagnostics.oom import host_limits as host
+from lowtide.diagnostics.oom.facts import Facts, Place
+from lowtide.diagnostics.oom.live_graphs import Alive, look, separate, tensors_with_graphs
+from lowtide.diagnostics.oom.message import Holder
+from lowtide.runtime.fingerprint import tensors_in
+
+_MOST_HOLDERS = 8
+
+
+def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimizer | None) -> Facts:
+    """The facts of this process. `model` and `optimizer` are found in the frames where they are not given."""
+    frames = list(_frames(error.__traceback__))
+    if model is None:
+        model = next((found for _, found in _selves(frames, nn.Module)), None)
+    if optimizer is None:
+        optimizer = next((found for _, found in _selves(frames, Optimizer)), None)
+    graphs = separate(tensors_with_graphs())
+    left, left_bytes = _leftover(graphs)
+    evaluated = _evaluated(graphs, model)
+    roots = [root for graph in evaluated for root in graph.roots]
+    limit = _limit()
+    machine = host.machine()
+    return Facts(
+        places=tuple(Place(file=f.f_code.co_filename, line=line, function=f.f_code.co_name) for f, line in frames),
+        expandable=_expandable(),
+        windows=os.name == "nt",
+        inside=_inside(frames, model),
+        evaluation_bytes=look(roots, None).held_bytes if roots else 0,
+        evaluation_graphs=len(evaluated),
+        leftover_graphs=left,
+        leftover_bytes=left_bytes,
+        new_state_bytes=_new_state_bytes(optimizer),
+        holders=_holders(graphs, model, optimizer),
+        limit_bytes=None if limit is None else limit[1],
+        limit_used_bytes=0 if limit is None else limit[2],
+        limit_name="" if limit is None else limit[0],
+        host_bytes=None if machine is None else machine[0],
+        host_free_bytes=None if machine is None else machine[1],
+    )
+
+
+def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """The frames that the error came through, outermost first, and the line that each was at."""
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found
+
+
+def _selves(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
+    """Frames of methods of such an object, outermost first."""
+    found = ((frame, _self(frame)) for frame, _ in frames)
+    return [(frame, each) for frame, each in found if isinstance(each, kind)]
+
+
+def _self(frame: FrameType) -> object:
+    """What `self` is in a frame."""
+    variables = frame.f_locals
+    found = variables.get("self")
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()  # a snapshot of a function's variables, which would hold them as long as the frame lives
+    return found
+
+
+def _inside(frames: list[tuple[FrameType, int]], model: nn.Module | None) -> str:
+    """Path of the innermost module whose method was running; "" for the model itself and where there is none."""
+    paths = {} if model is None else {module: path for path, module in model.named_modules()}
+    running = [paths[module] for _, module in _selves(frames, nn.Module) if module in paths]
+    return running[-1] if running else ""
+
+
+def _leftover(graphs: list[Alive]) -> tuple[int, int]:
+    """How many graphs beside the newest still hold something, and what they hold that the newest does not."""
+    if len(graphs) < 2:
+        return 0, 0
+    counted = set(_storages(graphs[-1]))
+    number = total = 0
+    for graph in graphs[:-1]:
+        held = {storage: n for storage, n in _storages(graph).items() if storage not in counted}
+        number += bool(held)
+        total += sum(held.values())
+        counted.update(held)
+    return number, total
+
+
+def _storages(graph: Alive) -> dict[int, int]:
+    """What a graph holds that is in memory for no other reason."""
+    kept = (kept for node in look(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
+    return {each.storage: each.bytes for each in kept}
+
+
+def _evaluated(graphs: list[Alive], model: nn.Module | None) -> list[Alive]:
+    """The graphs that hold something and go through a model in evaluation mode: the newest, and those of kept outputs.
+
+    Frozen parts of one do not count. What was trained holds nothing after its backward.
+    """
+    if model is None or any(module.training for module in model.modules()):
+        return []
+    own = {_torch.storage_id(parameter) for parameter in model.parameters()}
+    found = []
+    for graph in graphs:
+        seen = look(graph.roots, None)
+        through = any(leaf.tensor is not None and _torch.storage_id(leaf.tensor) in own for leaf in seen.leaves)
+        if through and seen.held_bytes:
+            found.append(graph)
+    return found if found and found[-1] is graphs[-1] else []
+
+
+def _new_state_bytes(optimizer: Optimizer | None) -> int:
+    """Bytes of the state that an optimizer of the Adam family has still to make: two of each parameter's size."""
+    if not isinstance(optimizer, Adam | AdamW):
+        return 0
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    missing = 0
+    for parameter in parameters:
+        if parameter.grad is not None:
+            state = optimizer.state.get(parameter, {})
+            there = sum(t.nbytes for t in tensors_in(state) if t.shape == parameter.shape)
+            missing += max(0, 2 * parameter.nbytes - there)
+    return missing
+
+
+def _holders(graphs: list[Alive], model: nn.Module | None, optimizer: Optimizer | None) -> tuple[Holder, ...]:
+    """The largest holders: kinds of tensors, and for activations the modules that their nodes ran in."""
+    totals: dict[str, int] = defaultdict(int)
+    seen: set[int] = set()
+
+    def count(name: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            storage = _torch.storage_id(tensor) or id(tensor)
+            if storage not in seen:
+                seen.add(storage)
+                totals[name] += storage_bytes(tensor)
+
+    if model is not None:
+        count("parameters", list(model.parameters()))
+        count("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+        count("buffers", list(model.buffers()))
+    if optimizer is not None:
+        count("optimizer state", [t for entry in optimizer.state.values() for t in tensors_in(entry)])
+    roots = [root for graph in graphs for root in graph.roots]
+    for node in look(roots, model).nodes if roots else ():
+        where = node.module or node.name
+        for kept in node.kept:
+            if not kept.parameter and kept.storage not in seen:
+                seen.add(kept.storage)
+                totals[f"activations of {where}"] += kept.bytes
+    largest = sorted(_merged(totals).items(), key=lambda item: -item[1])
+    return tuple(Holder(name=name, bytes=n_bytes) for name, n_bytes in largest[:_MOST_HOLDERS] if n_bytes)
+
+
+def _merged(totals: dict[str, int]) -> dict[str, int]:
+    """`of h.0.mlp` and `of h.1.mlp` as `of h.{0,1}.mlp`: the same part of every block is one line."""
+    families: dict[str, list[str]] = defaultdict(list)
+    for name in totals:
+        families[_NUMBER.sub("{}", name, count=1)].append(name)
+    merged = {}
+    for family, names in families.items():
+        numbers = sorted({int(m[0]) for name in names if (m := _NUMBER.search(name))})
+        label = names[0] if len(names) == 1 else family.replace("{}", _numbers(numbers), 1)
+        merged[label] = sum(totals[name] for name in names)
+    return merged
+
+
+_NUMBER = re.compile(r"(?<=[. ])\d+(?=\.|$)")
+"""A part of a path that is a number."""
+
+
+def _numbers(numbers: list[int]) -> str:
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}-{numbers[-1]}}}"
+    return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _limit() -> tuple[str, int, int] | None:
+    """The limit on main memory that is nearest to being reached: its name, its size, what is used of it."""
+    limits = []
+    if (space := host.address_space()) is not None:
+        limits.append(("limit on the address space (ulimit -v)", *space))
+    if (group := host.control_group()) is not None:
+        limits.append(("memory limit of the container", *group))
+    return min(limits, key=lambda limit: limit[1] - limit[2], default=None)
+
+
+def _expandable() -> bool | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        settings = _torch.snapshot().get("allocator_settings", {})
+    except RuntimeError:  # another allocator than torch's own
+        return None
+    found = settings.get("expandable_segments")
+    return None if found is None else bool(found)

@@ -1,0 +1,6 @@
+"""The memory of a training step before it runs: the real step on fake tensors, which have a shape and no memory."""
+
+from lowtide.estimator.estimate import Foresight, foresee
+from lowtide.estimator.largest_batch import Largest, largest
+
+__all__ = ["Foresight", "Largest", "foresee", "largest"]

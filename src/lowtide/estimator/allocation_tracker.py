@@ -1,0 +1,441 @@
+"""What a step of fake tensors would allocate: every storage from the operator that makes it to its last reference.
+
+Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it ends exactly
+when autograd, or whoever else, lets go of the memory. Views, in-place operators and results that are an argument again
+allocate nothing. What operators allocate and free inside is in `scratch.py`.
+
+Under a dispatch mode autograd does not write to the tensors that it accumulates, for it can't know what the mode does.
+Where it would write in place without one, the ledger hands the old memory on to the result (`INPLACE_OTHERWISE`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _torch
+from lowtide._torch import TorchDispatchMode, tree_map
+from lowtide.errors import RehearsalError
+from lowtide.estimator import sparse_tensors as sparse
+from lowtide.estimator.cpu.scratch import Scratch
+from lowtide.estimator.fake_tensors import Twins, is_real
+from lowtide.estimator.op_sets import BATCH_NORMED, CONTIGUOUS, GROUPED, IN_FORMULA, INPLACE_OTHERWISE, PACKING
+from lowtide.estimator.packed_sequences import copies
+from lowtide.estimator.values.assumptions import Answers, detached_real
+from lowtide.estimator.values.query_site import where
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
+from lowtide.runtime import inplace_gradients as in_place
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from torch import Tensor
+
+    from lowtide._torch import FakeTensorMode
+
+aten = torch.ops.aten
+
+_ASKED_OF_RESULTS = torch.ops.prim.device.default
+"""What autograd asks of what a node gave, while it still has what the node was given."""
+
+
+class _Living:
+    """A storage that lives: its block, and the weak reference that tells of its end."""
+
+    __slots__ = ("block", "bytes", "end")
+
+    def __init__(self, block: int, n_bytes: int) -> None:
+        self.block = block
+        self.bytes = n_bytes
+        self.end: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class Ledger(TorchDispatchMode, Recorder):
+    """While it is entered every operator runs on fake tensors, and what they would allocate on `device` is recorded.
+
+    Real tensors are replaced by their twins. `answers` knows what can be known of contents, `scratch` what operators
+    allocate inside.
+    """
+
+    def __init__(self, device: str, fakes: FakeTensorMode, answers: Answers, scratch: Scratch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self._fakes, self._twins = fakes, Twins(fakes)
+        self._answers, self._scratch = answers, scratch
+        self._living: dict[int, _Living] = {}
+        self._entered: list[Event] = []
+        self._earlier: list[Event] = []
+        self._events: list[Event] = []
+        self._n_blocks = 0
+        self._n_entry = 0
+        self._given: tuple[int, int, int] | None = None
+        """Memory that was perhaps handed on: number of the old storage, number of the new one, where in the events."""
+        self._formula = (-1, 0)
+        """The last node with a formula of `IN_FORMULA`, by its number, and the first block since it began."""
+        self._n_sharing: Counter[int] = Counter()
+        """By block, the other storages that have its memory."""
+        self.in_place: set[int] = set()
+        """Storages of which gradients are views that autograd adds to in place, by number."""
+        self._asked: set[int] = set()
+        """What autograd has just asked of its device: what a node gave, and is added to other gradients next."""
+        self._recording = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps each call in a guard against compilers, and imports one
+
+    # --- the recorder
+
+    def __enter__(self) -> Self:
+        self._recording = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._settle()
+        self._recording = False
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+
+    def mark(self, label: str, data: object = None) -> None:
+        if self._recording:
+            self._events.append(Mark(label, data))
+
+    @property
+    def stream(self) -> EventStream:
+        """What was recorded since the last `begin`."""
+        if self._recording:
+            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+        return EventStream(tuple(self._events), self.device)
+
+    @property
+    def whole(self) -> EventStream:
+        """All that was recorded; what existed at entry is allocated first, in the order of adoption."""
+        return EventStream((*self._entered, *self._earlier, *self.stream), self.device)
+
+    def begin(self) -> None:
+        """A new stream: what is alive now was there at its entry."""
+        self._settle()
+        self._earlier += self._events
+        self._events.clear()
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """The twin of a tensor that exists at entry, or itself if it is fake; its memory is no event."""
+        twin = tensor
+        if is_real(tensor):
+            twin = self._twins.of(tensor)
+            self._answers.introduce(twin, tensor)
+        for part in sparse.parts([twin]):
+            self._follow(part, entry=True)
+        return twin
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Tensors that are made in this block are fake, and no events."""
+        with _torch.without_modes(), self._fakes:
+            yield
+
+    def block(self, storage: int) -> int | None:
+        """The block of a storage, by its number; None for one without any."""
+        living = self._living.get(storage)
+        return None if living is None else living.block
+
+    def let_go(self, tensor: Tensor) -> None:
+        """A real tensor has other memory from here on: its twin's is there only as long as others have it."""
+        self._twins.let_go(tensor)
+
+    # --- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKED_OF_RESULTS:
+            self._asked.add(id(args[0]))
+        else:
+            self._settle()
+            if func is not aten.add.Tensor:
+                self._asked.clear()
+        kwargs = kwargs or {}
+        tensors, any_real = tensors_of(args, kwargs)
+        if any_real:
+            if (detached := detached_real(func, args)) is not None:
+                return detached
+            if _torch.changes_geometry(func):
+                raise self._answers.refusal(f"{_name(func)} changes the geometry of a tensor that exists already")
+            args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
+            tensors, _ = tensors_of(args, kwargs)
+        if len(tensors) > 1:
+            args, kwargs, tensors = self._together(func, args, kwargs, tensors)
+        places = self._answers.places_of_masks(func, args)
+        answered, out = self._answers.before(func, args, kwargs, tensors)
+        if not answered:
+            try:
+                out = self._run(func, args, kwargs)
+            except _torch.NO_FAKE_KERNEL as error:
+                raise _no_kernel(func) from error
+        made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
+        self._record(func, args, kwargs, tensors, sparse.parts(made))
+        self._inside(places, "aten::nonzero")
+        self._answers.after(func, args, kwargs, tensors, made)
+        return out
+
+    def _real(self, tensor: Tensor, func: Any) -> Tensor:
+        if func is aten.lift_fresh.default:  # `torch.tensor(...)`: it has just been allocated
+            is_torchs = not _torch.is_strided(tensor) or tensor.untyped_storage().resizable()
+            twin = self._twins.of_new(tensor)
+            self._answers.introduce(twin, tensor)
+            self._follow(twin, "aten::empty", n_bytes=None if is_torchs else 0)  # or of an array: it has NumPy's memory
+            return twin
+        return self.adopt(tensor)
+
+    def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+        """The arguments, where they have to be together on one device."""
+        return args, kwargs, tensors
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is GROUPED:
+            return self._grouped(*args, **kwargs)
+        if (assumed := sparse.assumed(func, args)) is not None:
+            self._answers.note(assumed)
+        if (kernel := sparse.kernel(func, args, self._answers, by_autograd=_taken_over)) is not None:
+            return kernel(*args, **kwargs)
+        try:
+            out: Any = self._fakes.dispatch(func, (), args, kwargs)
+        except _torch.DATA_DEPENDENT as error:
+            raise self._answers.refusal(f"the size of what {_name(func)} gives depends on contents") from error
+        if func in CONTIGUOUS and self.device == "cpu":
+            return tuple(None if t is None else _laid_out(t) for t in out)
+        if func in BATCH_NORMED and self.device == "cpu" and out[0] is not None:
+            return _laid_out(out[0], _format(args[BATCH_NORMED[func]])), *out[1:]
+        return out
+
+    def _grouped(
+        self, one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor:
+        """The result of grouped products, whose rows the kernels begin at multiples of 16 bytes."""
+        dtype = out_dtype or one.dtype
+        rows, columns = one.shape[-2], other.shape[-1]
+        padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+        shape, strides = (rows, columns), (padded, 1)
+        if one.dim() == other.dim():
+            groups = one.shape[0] if offs is None else offs.shape[0]
+            shape, strides = (groups, *shape), (rows * padded, *strides)  # type: ignore[assignment]
+        with self._fakes:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=one.device)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+        op = "aten::" + _name(func)
+        new = [tensor for tensor in made if _storage(tensor) not in self._living]
+        if len(new) == 1 and self._writes_otherwise(func, args):
+            if self._hand_on(args[0], new[0]):
+                return
+            if _torch.running_node_name() == _torch.ACCUMULATE_GRAD and _storage(args[0]) in self.in_place:
+                self._share(args[0], new[0])
+                return
+        if len(new) == 1 and self._is_written_over(func, args, new[0]):
+            self._share(args[0], new[0])
+            return
+        if new and in_place.wanted_from(func, args):
+            self._hand_on(args[0], made[0])
+        sizes, extra = self._scratch.of(func, args, kwargs, tensors, made)
+        for number, tensor in enumerate(made):
+            self._follow(tensor, op, n_bytes=sizes.get(number))
+        self._inside(extra, op)
+        if func is PACKING and (known := self._answers.value(args[1])) is not None:
+            with _torch.on_real_tensors():
+                lengths = known.tolist()
+            self._inside(copies(args[0], lengths, args[2]), op)
+
+    def _writes_otherwise(self, func: Any, args: Any) -> bool:
+        """Whether autograd writes to the first argument where it can: not for a sum in the formula of a node."""
+        if func is not aten.add.Tensor or _torch.running_node_name() == _torch.ACCUMULATE_GRAD:
+            return func in INPLACE_OTHERWISE
+        return any(id(arg) in self._asked for arg in args)
+
+    def _is_written_over(self, func: Any, args: Any, new: Tensor) -> bool:
+        """Whether the formula of a node writes to the first argument, which it has computed itself."""
+        if (writes := IN_FORMULA.get(_torch.running_node_name())) is None:
+            return False
+        if self._formula[0] != (node := _torch.running_node_number()):
+            self._formula = node, self._n_blocks
+        living = self._living.get(_storage(args[0])) if func in writes else None
+        if living is None or living.block < self._formula[1]:
+            return False
+        return living.bytes == new.untyped_storage().nbytes()
+
+    def _inside(self, sizes: Sequence[int], op: str) -> range:
+        """Blocks that an operator takes and gives back. Their numbers."""
+        blocks = range(self._n_blocks, self._n_blocks + len(sizes))
+        self._n_blocks = blocks.stop
+        self._events += [Allocate(*block, 0, op) for block in zip(blocks, sizes, strict=True)]
+        self._events += [Free(*block) for block in zip(reversed(blocks), reversed(sizes), strict=True)]
+        return blocks
+
+    # --- storages
+
+    def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
+        """Watch a tensor's storage from here to its end. With `n_bytes` 0 it is known, and is no event."""
+        if tensor.device.type != self.device or not _torch.is_strided(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = _torch.storage_number(storage)
+        if key in self._living:
+            return
+        size = storage.nbytes() if n_bytes is None else n_bytes
+        if not (size or storage.nbytes()):
+            return
+        if not size:
+            living = _Living(0, 0)
+        elif entry:
+            self._n_entry += 1
+            living = _Living(-self._n_entry, size)
+            self._entered.append(Allocate(living.block, size, key, op))
+        else:
+            living = _Living(self._n_blocks, size)
+            self._n_blocks += 1
+            self._events.append(Allocate(living.block, size, key, op))
+        living.end = weakref.ref(storage, _Ending(self, key, living))
+        self._living[key] = living
+
+    def _ended(self, key: int, living: _Living) -> None:
+        if self._living.get(key) is not living:
+            return
+        del self._living[key]
+        if self._given is not None and self._given[0] == key:
+            self._given = None  # handed on indeed: its block goes on as the new storage's
+            return
+        if self._n_sharing[living.block] > 0:
+            self._n_sharing[living.block] -= 1
+        elif self._recording and living.bytes:
+            self._events.append(Free(living.block, living.bytes))
+
+    def _hand_on(self, old: Any, new: Tensor) -> bool:
+        """Let `new` have the memory of `old`, if autograd would have written to `old` without this mode.
+
+        It does so for its own sums and gradients only, not for those that Python code computes in a backward pass, and
+        only if nobody else holds `old`: then `old` ends before the next operator. Else `_settle` takes it back. A view,
+        as the gradient of a weight that was transposed, holds what it is a view of.
+        """
+        if not _torch.in_backward() or not isinstance(old, torch.Tensor) or _torch.base_of(old) is not None:
+            return False
+        if not _called_by_autograd():
+            return False
+        key = _storage(old)
+        living = self._living.get(key)
+        if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
+            return False
+        self._given = key, self._inherit(living.block, new.untyped_storage()), len(self._events)
+        return True
+
+    def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
+        """Let a new storage have the memory of a block. Gives the storage's number."""
+        number = _torch.storage_number(storage)
+        heir = _Living(block, storage.nbytes())
+        heir.end = weakref.ref(storage, _Ending(self, number, heir))
+        self._living[number] = heir
+        return number
+
+    def _share(self, tensor: Tensor, new: Tensor) -> None:
+        """Let `new` have the memory of `tensor`, which has it, too."""
+        block = self._living[_storage(tensor)].block
+        self._n_sharing[block] += 1
+        self._inherit(block, new.untyped_storage())
+
+    def _settle(self) -> None:
+        """The old storage outlived its operator: the new one has memory of its own."""
+        if self._given is None:
+            return
+        _, new, index = self._given
+        self._given = None
+        heir = self._living.get(new)
+        if heir is not None:
+            heir.block = self._n_blocks
+            self._n_blocks += 1
+            self._events.insert(index, Allocate(heir.block, heir.bytes, new, "aten::add"))
+
+
+class _Ending:
+    """What a storage's weak reference calls."""
+
+    __slots__ = ("key", "ledger", "living")
+
+    def __init__(self, ledger: Ledger, key: int, living: _Living) -> None:
+        self.ledger, self.key, self.living = ledger, key, living
+
+    def __call__(self, _: object) -> None:
+        self.ledger._ended(self.key, self.living)
+
+
+def _laid_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_format) -> Tensor:
+    if tensor.is_contiguous(memory_format=form):
+        return tensor
+    return torch.empty_like(tensor, memory_format=form)
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    """Whether the channels are last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def _storage(tensor: Tensor) -> int:
+    return _torch.storage_id(tensor)
+
+
+def _name(func: Any) -> str:
+    return str(func.__name__).partition(".")[0]
+
+
+def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+    """The tensors that an operator is given, and whether any is a real one. Faster than torch's pytrees."""
+    found: list[Tensor] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, list | tuple):
+            found += [item for item in arg if isinstance(item, torch.Tensor)]
+    return found, any(is_real(tensor) for tensor in found)
+
+
+def _leaves(out: Any) -> Iterator[Any]:
+    if isinstance(out, tuple | list):
+        for item in out:
+            yield from _leaves(item)
+    else:
+        yield out
+
+
+def _no_kernel(func: Any) -> RehearsalError:
+    remedy = "Measure this step instead (lowtide.timeline), or do there without it"
+    if func.namespace not in _torch.OWN_OPERATORS:
+        remedy = "Say what its results look like (torch.library.register_fake), or measure this step (lowtide.timeline)"
+    return RehearsalError(
+        f"{where()}: {func.name()} is an operator that torch can't run on tensors without memory.\n  {remedy}."
+    )
+
+
+def _taken_over() -> bool:
+    return _torch.in_backward() and _called_by_autograd()
+
+
+def _called_by_autograd() -> bool:
+    """Whether the operator was called by autograd's C++ code, with no Python code of a user in between."""
+    frame = sys._getframe(3)  # _hand_on, _record, __torch_dispatch__
+    while frame.f_code.co_filename.endswith(_WRAPPERS):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_code is _torch.BACKWARD_CALL
+
+
+_WRAPPERS = (
+    *("torch/utils/_python_dispatch.py", "torch/_ops.py"),
+    *("lowtide/estimator/allocation_tracker.py", "lowtide/estimator/cuda/gpu_allocation_tracker.py"),
+)

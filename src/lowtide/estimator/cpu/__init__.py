@@ -1,0 +1,1 @@
+"""Scratch memory that CPU operators allocate."""

@@ -1,0 +1,255 @@
+"""What operators allocate and free inside, on the CPU: rules read off the kernels, checked against the CPU recorder.
+
+Each rule names bytes beyond the results, as the kernels of torch 2.13 take them. Operators that are known to take
+nothing are in `no_scratch_ops.py`. All others are tried out, see `scratch_trials.py`: those that are composed of others
+inside, and those that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on the
+threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _torch
+from lowtide.estimator.cpu import embedding_bag as bags
+from lowtide.estimator.cpu.no_scratch_ops import takes_nothing
+from lowtide.estimator.cpu.scratch_trials import Trials
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+Rule = Callable[[Any, Any, list["Tensor"]], list[int] | None]
+"""(args, kwargs, results) -> bytes of each block that is alive at the operator's peak and is no result.
+
+None says that it depends on more than that, and is to be tried out.
+"""
+
+
+_BY_CONTENTS = (aten.linalg_matrix_exp.default,)
+"""Operators that take as much as the numbers make them: the larger a matrix, the more of its powers."""
+
+
+class Scratch:
+    """What operators on `device` allocate inside. `unknown` says of which ones nothing is known."""
+
+    def __init__(self, device: str, trials: Trials) -> None:
+        self._device = device
+        self._trials = trials
+        self.unknown = () if device == "cpu" else (f"what kernels of {device} allocate and free inside",)
+
+    def of(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]
+    ) -> tuple[dict[int, int], list[int]]:
+        """Sizes of results that differ from what their fake storages say, by number, and the extra bytes."""
+        if func is aten._efficientzerotensor.default:
+            return {0: 0}, []
+        if self._device != "cpu":
+            return {}, []
+        if func in REDUCED_LATE and not made[0].dim():
+            return {0: args[0].numel() * args[0].element_size()}, []
+        if func in _BY_CONTENTS:
+            self._trials.leave(func, args, kwargs)  # and counted as on trial, where it is tried
+        if func.namespace not in _torch.OWN_OPERATORS:
+            self._trials.leave(func, args, kwargs)  # who knows what it does besides
+            return {}, []
+        rule = RULES.get(func)
+        if rule is None and takes_nothing(func, tensors, made):
+            return {}, []
+        found = None if rule is None else rule(args, kwargs, made)
+        return self._trials.of(func, args, kwargs) if found is None else ({}, [n for n in found if n])
+
+
+def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
+    """The kernel makes these arguments contiguous."""
+
+    def rule(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+        given = (args[place] for place in places if args[place] is not None)
+        return [_bytes(tensor) for tensor in given if not tensor.is_contiguous()]
+
+    return rule
+
+
+def _promoted(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """TensorIterator casts each tensor that is not of the common dtype, but for those of no dimension."""
+    one, other = args[:2]
+    dtype = torch.result_type(one, other)
+    if made[0].dtype.is_floating_point and not dtype.is_floating_point:  # a quotient of integers
+        dtype = made[0].dtype
+    return [
+        operand.numel() * dtype.itemsize
+        for operand in (one, other)
+        if isinstance(operand, torch.Tensor) and operand.dim() and operand.dtype != dtype
+    ]
+
+
+def _cast_input(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    return [] if args[0].dtype == made[0].dtype else [args[0].numel() * made[0].dtype.itemsize]
+
+
+def _safe_softmax(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Which elements are -inf, and in which rows all are; or a copy, which is gone by then."""
+    numel = args[0].numel()
+    masks = [numel, numel // max(args[0].shape[args[1]], 1)]
+    return max(masks, _copied(0)(args, kwargs, made), key=sum)
+
+
+def _roll(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+    """One dimension after the other, and all results so far. Without dimensions it is made flat."""
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    return [_bytes(made[0])] * (len(dims) - 1) if dims else None
+
+
+def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+    return [_bytes(args[1])] if args[1].is_contiguous() else None
+
+
+def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Copies, and for each thread the sums that the gradients of weight and bias are made of."""
+    normed = math.prod(args[2])
+    sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
+    return [*_copied(0, 1)(args, kwargs, made), sums]
+
+
+def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Two sums for each channel of each example, of their own dtype."""
+    examples, channels = args[5:7]
+    return [2 * examples * channels * made[0].element_size()]
+
+
+def _logsumexp(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """What was raised, and the largest of it."""
+    return [args[0].numel() * made[0].element_size(), _bytes(made[0])]
+
+
+def _upsample(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Both in the channels-last format, in which small images are enlarged (UpSampleKernel.cpp)."""
+    is_small = sum(made[0].shape[-2:]) <= _SMALL_IMAGE
+    if not is_small or args[0].is_contiguous(memory_format=torch.channels_last):
+        return []
+    return [_bytes(args[0]), _bytes(made[0])]
+
+
+_SMALL_IMAGE = 128
+"""Rows and columns together."""
+
+
+def _upsample_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """The gradient, if its elements lie in neither format."""
+    return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _copied(0)(args, kwargs, made)
+
+
+def _flash(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """For each thread a tile of scores, its rows' maxima and sums, a tile of the result (FlashAttentionKernel.cpp)."""
+    query, key, value = args[:3]
+    rows, columns = _tile(query, key)
+    floats = rows * (columns + 2 + value.shape[-1]) * torch.get_num_threads()
+    reduced = query.dtype in (torch.bfloat16, torch.float16)
+    return [floats * 4, rows * columns * query.element_size() * torch.get_num_threads() if reduced else 0]
+
+
+def _flash_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """Two tiles for each thread, and one row of sums."""
+    query, key = args[1:3]
+    rows, columns = _tile(query, key)
+    tiles = 2 * rows * columns * torch.get_num_threads()
+    reduced = query.dtype in (torch.bfloat16, torch.float16)
+    return [tiles * 4, rows * 4, tiles * query.element_size() if reduced else 0]
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
+    length = query.shape[2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[2])
+
+
+def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
+    """BLAS multiplies with what has its rows or its columns one after the other; of all else copies are made.
+
+    Those are of whole matrices, and of one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). BLAS has no part
+    in products of a batch of small ones (bmm_out_or_baddbmm_).
+    """
+    factors, result = args[-2:], made[0]
+    is_reduced = any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors)
+    if is_reduced or not all(map(_torch.is_strided, factors)):  # for oneDNN, or for sparse matrices
+        return None
+    if result.dim() == 3 and factors[0].shape[2] * result.shape[1] * result.shape[2] < _SMALLEST_OF_BLAS:
+        return []
+    matrices = [t for t in factors if t.dim() > 1 and not blas_reads(t)]
+    return [matrix.shape[-2] * matrix.shape[-1] * matrix.element_size() for matrix in matrices]
+
+
+_SMALLEST_OF_BLAS = 400
+"""Multiplications in each product of a batch."""
+
+
+def blas_reads(factor: Tensor) -> bool:
+    """Whether the rows, or the columns, of a matrix or a batch of them lie one after the other and apart."""
+    (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def _sorted_indices(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
+    """One number for each element, sorted, with their places and what they are sorted in (SparseTensor.cpp)."""
+    indices, _ = _torch.parts_of(args[0])
+    n_bytes = indices.shape[1] * indices.element_size()
+    return [n_bytes] * (3 if indices.shape[0] == 1 else 4)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+REDUCED_LATE = frozenset(
+    {
+        *(aten.mse_loss.default, aten.smooth_l1_loss.default),
+        *(aten.binary_cross_entropy.default, aten.soft_margin_loss.default),
+    }
+)
+"""Losses whose kernels write all elements to the result and then make it one number, in the memory of all."""
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(
+        (
+            *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Tensor),
+            *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.maximum.default),
+        ),
+        _promoted,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+            *(aten.mv.default, aten.addmv.default),
+        ),
+        _factors,
+    ),
+    aten._coalesce.default: _sorted_indices,
+    aten.cumsum.default: _cast_input,
+    aten._safe_softmax.default: _safe_softmax,
+    aten._softmax.default: _copied(0),
+    aten._log_softmax.default: _copied(0),
+    aten._softmax_backward_data.default: _copied(0, 1),
+    aten._log_softmax_backward_data.default: _copied(0, 1),
+    aten.native_layer_norm.default: _copied(0, 2, 3),
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.logsumexp.default: _logsumexp,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.roll.default: _roll,
+    aten.embedding.default: _copied(1),
+    aten.embedding_dense_backward.default: _copied(0, 1),
+    **dict.fromkeys((aten._embedding_bag.default, aten._embedding_bag_forward_only.default), bags.forward),
+    bags.BACKWARD: bags.backward,
+    aten._embedding_bag_per_sample_weights_backward.default: bags.weights_backward,
+    aten.upsample_nearest2d.default: _upsample,
+    aten.upsample_bilinear2d.default: _upsample,
+    aten.upsample_nearest2d_backward.default: _upsample_backward,
+    aten.upsample_bilinear2d_backward.default: _upsample_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _flash,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
+}

@@ -1,0 +1,229 @@
+"""Scratch memory that is learned: an operator is run once by itself, on real tensors, and recorded.
+
+Each is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows of its
+batch and on twice as many, for its memory grows linearly with them; anything else that is larger stays unknown. What
+was learned is kept as long as the process lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _torch
+from lowtide._torch import tree_leaves, tree_map
+from lowtide.estimator.tensor_geometry import Geometry
+from lowtide.memory.cpu_recorder import CpuRecorder
+from lowtide.memory.events import Allocate, EventStream, Free, Mark
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+aten = torch.ops.aten
+
+LARGEST_TRIAL = 2**26
+"""Bytes of arguments up to which an operator is run as it is."""
+
+FEW_ROWS = 8
+
+
+_BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Operators whose first so many arguments have a batch as their first dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """What one run allocated (+bytes) and freed (-bytes), in order, and the bytes of each result, 0 for an argument."""
+
+    events: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def stretched(self, other: _Script, times: float) -> _Script:
+        """`self` plus so many times what `other`, of the same length, has more."""
+        events, results = (
+            tuple(round(a + (b - a) * times) for a, b in zip(mine, theirs, strict=True))
+            for mine, theirs in ((self.events, other.events), (self.results, other.results))
+        )
+        return _Script(events, results)
+
+    def beyond_results(self) -> int:
+        """Bytes at the peak that are no result."""
+        level = peak = 0
+        for n_bytes in self.events:
+            level += n_bytes
+            peak = max(peak, level)
+        return max(0, peak - sum(self.results))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One operator, with the geometry of its arguments in the place of tensors: what the scratch memory depends on."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any) -> _Call:
+        return cls(func, *tree_map(lambda leaf: Geometry.of(leaf) if _is_tensor(leaf) else leaf, (args, kwargs)))
+
+    @property
+    def geometries(self) -> list[Geometry]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Geometry)]
+
+    @property
+    def rows(self) -> int:
+        """Of the batch; 0 where there is none."""
+        return int(self.args[0].shape[0]) if self.func in _BATCHED else 0
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(geometry.n_bytes for geometry in self.geometries)
+
+    def key(self) -> Hashable:
+        return (self.func, torch.get_num_threads(), *tree_leaves((self.args, self.kwargs)))
+
+    def trials(self) -> list[Callable[[Callable[[str], None]], tuple[int, ...]]]:
+        """What is to be run: once as it is, twice on some of the rows, or nothing."""
+        if not all(geometry.whole for geometry in self.geometries):
+            return []
+        if self.n_bytes <= LARGEST_TRIAL:
+            return [partial(self._run, self.rows)]
+        if self.rows <= 2 * FEW_ROWS:
+            return []
+        return [partial(self._run, rows) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
+
+    def learned(self, scripts: list[_Script]) -> _Script | None:
+        """The script of this call from those of its trials."""
+        if len(scripts) < 2:
+            return scripts[0] if scripts else None
+        few, more = scripts
+        if (len(few.events), len(few.results)) != (len(more.events), len(more.results)):
+            return None
+        return few.stretched(more, (self.rows - FEW_ROWS) / FEW_ROWS)
+
+    def _real(self, rows: int) -> tuple[list[Any], Any]:
+        batched = _BATCHED.get(self.func, 0)
+        args = [tree_map(partial(_real, rows=rows if n < batched else 0), arg) for n, arg in enumerate(self.args)]
+        if self.func is aten.mkldnn_rnn_layer_backward.default:
+            args[_WORKSPACE] = _workspace(args)
+        return args, tree_map(_real, self.kwargs)
+
+    def _run(self, rows: int, mark: Callable[[str], None]) -> tuple[int, ...]:
+        args, kwargs = self._real(rows)
+        seen = {_torch.storage_id(tensor) for tensor in _memory(args, kwargs)}
+        mark("begin")
+        try:
+            out = self.func(*args, **kwargs)
+        finally:
+            mark("end")
+        sizes = []
+        for result in _memory(out):
+            sizes.append(0 if _torch.storage_id(result) in seen else result.untyped_storage().nbytes())
+            seen.add(_torch.storage_id(result))
+        return tuple(sizes)
+
+
+def _memory(*values: Any) -> Iterator[Any]:
+    """The tensors that have the memory of those in a structure."""
+    return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in _torch.parts_of(leaf))
+
+
+_table: dict[Hashable, _Script | None] = {}
+
+
+class Trials:
+    """Looks up what was learned, and collects what is to be learned next."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[Hashable, _Call] = {}
+        self._untried: dict[str, int] = {}
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
+        """Sizes of results that are no arguments, by number, and bytes beyond them at the peak; none before `learn`."""
+        call = _Call.of(func, args, kwargs)
+        key = call.key()
+        if key not in _table:
+            self._wanted.setdefault(key, call)
+            return {}, []
+        script = _table[key]
+        if script is None:
+            self._leave(call)
+            return {}, []
+        by_contents = torch.Tag.dynamic_output_shape in func.tags  # which the trial has not: all of a mask is taken
+        sizes = {} if by_contents else {number: n_bytes for number, n_bytes in enumerate(script.results) if n_bytes}
+        return sizes, [script.beyond_results()]
+
+    def leave(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Of this operator nothing will be known."""
+        self._leave(_Call.of(func, args, kwargs))
+
+    def _leave(self, call: _Call) -> None:
+        name = str(call.func)
+        self._untried[name] = max(call.n_bytes, self._untried.get(name, 0))
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Operators of which nothing is known, and the bytes of the largest one's arguments."""
+        found = dict(self._untried)
+        for call in self._wanted.values():
+            found[str(call.func)] = max(call.n_bytes, found.get(str(call.func), 0))
+        return found
+
+    def learn(self) -> None:
+        """Try what was wanted so far. Not inside a backward pass, and not while anything else records."""
+        wanted, self._wanted = self._wanted, {}
+        if not wanted:
+            return
+        results: list[tuple[Hashable, tuple[int, ...] | None]] = []
+        recorder = CpuRecorder(watch=())
+        with _torch.on_real_tensors(), torch.enable_grad(), torch.random.fork_rng(devices=()), recorder:
+            for key, call in wanted.items():
+                for run in call.trials():
+                    try:
+                        results.append((key, run(recorder.mark)))
+                    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+                        results.append((key, None))
+        scripts: dict[Hashable, list[_Script]] = {key: [] for key in wanted}
+        for (key, sizes), events in zip(results, _between_marks(recorder.stream), strict=True):
+            if sizes is not None:
+                scripts[key].append(_Script(events, sizes))
+        _table.update({key: call.learned(scripts[key]) for key, call in wanted.items()})
+
+
+def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
+    found: list[list[int]] = []
+    inside = False
+    for event in stream:
+        if type(event) is Mark:
+            inside = event.label == "begin"
+            if inside:
+                found.append([])
+        elif inside:
+            found[-1].append(event.bytes if type(event) is Allocate else -event.bytes if type(event) is Free else 0)
+    return [tuple(events) for events in found]
+
+
+def _real(leaf: Any, rows: int = 0) -> Any:
+    """A tensor for a geometry; and a generator that nobody else draws from."""
+    if isinstance(leaf, torch.Generator):
+        return leaf.clone_state()
+    return leaf.real(rows) if isinstance(leaf, Geometry) else leaf
+
+
+_WORKSPACE = 22
+
+
+def _workspace(args: list[Any]) -> Any:
+    """What the forward pass of a recurrent layer leaves for this backward pass: with another one that would crash."""
+    reverse, mode, hidden_size, layers, biases, _, bidirectional, batch_sizes, batch_first = args[13:_WORKSPACE]
+    settings = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, True)
+    return torch.ops.aten.mkldnn_rnn_layer(*args[:7], *settings)[3]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)

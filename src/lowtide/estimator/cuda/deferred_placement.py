@@ -1,0 +1,138 @@
+"""What a script has asked for on CUDA before there is a card: it stays on the CPU, and says that it is on CUDA.
+
+A tensor was asked for there, or was computed from one that was. When the card comes, those at hand are put on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, Self
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide import _torch
+from lowtide.estimator.cuda.current_gpu import CUDA, in_use
+from lowtide.estimator.cuda.redirect import CudaMeans
+from lowtide.estimator.cuda.tensor_types import as_move
+from lowtide.memory.events import Allocate, Event
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AskedForCuda(CudaMeans):
+    """In this block, as long as there is no card, "cuda" is the CPU, and it is remembered what was asked for there."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self._there = WeakIdKeyDictionary()
+
+    def __enter__(self) -> Self:
+        self._undo = contextlib.ExitStack()
+        for owner, make in ((nn.Parameter, nn.Parameter.__new__), (torch.autograd.Variable, _variable)):
+            self._undo.enter_context(patch.object(owner, "__new__", functools.partial(self._made, make)))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._undo.close()
+
+    def _made(self, make: Callable[..., Tensor], kind: type, data: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        """A parameter, which torch makes past function modes, is where its data are."""
+        made = make(kind, data, *args, **kwargs)
+        if self._holds(data):
+            self._there[made] = True
+        return made
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is on CUDA, or was asked for there."""
+        return super().has(tensor) or tensor in self._there
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if in_use:
+            return func(*args, **(kwargs or {}))
+        func, args, kwargs = as_move(func, args, kwargs or {})
+        given = [*args, *kwargs.values()]
+        is_there = bool(self._there) and any(map(self._holds, given))
+        if is_there and func in _ANSWERS:
+            is_torch = _torch.is_own(_asking(sys._getframe(1)))  # checkpoints compare these
+            return func(*args) if is_torch else _ANSWERS[func]
+        place = _place(func, args, kwargs)
+        goes_there = is_there if place is None else self._holds(place) or place == "cuda"
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func == _torch.SET_DATA and self._holds(args[1]):
+            self._there[args[0]] = True
+        if place is not None and args and out is args[0] and goes_there != self._holds(args[0]):
+            # What was given stays where it was. A piece of something larger comes alone.
+            out = _torch.alias(out) if _is_whole(out) else out.clone()
+        if goes_there:
+            for made in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(made, torch.Tensor) and not any(made is one for one in given):
+                    self._there[made] = True
+        return out
+
+    @property
+    def version(self) -> object:
+        """Another one each time: `since` gives what is there now."""
+        return object()
+
+    def since(self, position: int) -> Iterator[Event]:
+        """Each storage of tensors that were asked for, allocated."""
+        with _torch.without_function_modes():
+            parts = (part for tensor in list(self._there) for part in _torch.parts_of(tensor))
+            sizes = {_torch.storage_id(part): part.untyped_storage().nbytes() for part in parts}
+        return (Allocate(block, n_bytes, 0, "") for block, n_bytes in enumerate(sizes.values()) if block >= position)
+
+    def mark(self, label: str, data: object = None) -> None:
+        """Nothing is remembered of what is asked now."""
+
+    def _holds(self, thing: Any) -> bool:
+        if isinstance(thing, torch.Tensor):
+            return thing in self._there
+        return isinstance(thing, list | tuple) and any(map(self._holds, thing))
+
+
+def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatile: bool = False) -> Tensor:
+    """As `torch.autograd.Variable` makes one, without a mark where it was asked for."""
+    return (torch.empty(0) if data is None else data.detach()).requires_grad_(requires_grad)
+
+
+def _asking(frame: FrameType) -> FrameType:
+    """Frame that asks, behind function modes, as that of a default device, which ask in turn."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not _torch.is_strided(tensor) or tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor | None:
+    """Where the result is asked for: there, or where a tensor is; None if nothing was said."""
+    if func is torch.Tensor.cuda:
+        return "cuda"
+    if func is torch.Tensor.cpu:
+        return "cpu"
+    if func is torch.Tensor.type_as:
+        return args[1]  # type: ignore[no-any-return]
+    said = [_torch.default_device()] if _torch.on_default_device(func, kwargs) else [kwargs.get("device")]
+    if func is torch.Tensor.to:
+        said += [*args[1:], kwargs.get("other")]
+    for value in said:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, str | torch.device) or type(value) is int:
+            return "cuda" if type(value) is int or torch.device(value).type == "cuda" else "cpu"
+    return None
+
+
+_ANSWERS = {_torch.DEVICE: CUDA, _torch.IS_CUDA: True, torch.Tensor.get_device: 0}

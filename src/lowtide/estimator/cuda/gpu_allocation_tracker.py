@@ -1,0 +1,214 @@
+"""The ledger of a step on a card that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide import _torch
+from lowtide._torch import tree_map
+from lowtide.estimator import sparse_tensors as sparse
+from lowtide.estimator.allocation_tracker import Ledger, tensors_of
+from lowtide.estimator.cpu.scratch import Scratch
+from lowtide.estimator.cpu.scratch_trials import Trials
+from lowtide.estimator.cuda.current_gpu import NAME, standing_in
+from lowtide.estimator.cuda.ops.op_table import LAYOUTS, ON_HOST, ORDER, SHAPES
+from lowtide.estimator.fake_tensors import Twins, swap
+from lowtide.memory.events import Allocate, Event, Free
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide._torch import FakeTensorMode
+    from lowtide.estimator.cuda.op_workspace import Takes
+    from lowtide.estimator.cuda.ops.op_record import Inside
+    from lowtide.estimator.values.assumptions import Answers
+
+aten = torch.ops.aten
+
+_ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default, aten._pack_padded_sequence.default})
+"""Operators whose tensors may be on different devices."""
+
+_CPU = torch.device("cpu")
+
+
+class _AtHome(Twins):
+    """Twins where their tensors are, but for those on a CUDA card of this machine: they are on the rehearsed one."""
+
+    def _place(self, tensor: Tensor) -> torch.device | str:
+        return NAME if tensor.device.type == "cuda" else tensor.device
+
+
+class CardLedger(Ledger):
+    """A ledger that knows of a second device, the CPU, whose memory it does not count.
+
+    A script that was begun on a machine without a card has put its tensors on the CPU. Where one of them meets tensors
+    on the card it is taken to be there as well, as long as it lives.
+    """
+
+    def __init__(self, fakes: FakeTensorMode, answers: Answers, takes: Takes) -> None:
+        super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()))
+        self._takes, self._twins = takes, _AtHome(fakes)
+        self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self.bounds: dict[int, Inside] = {}
+        """Blocks of which only bounds are known, by number."""
+        self.unbounded: dict[str, str] = {}
+        """Operators of which nothing is known inside, in words, by name."""
+        self._n_corrected = 0
+        """How often events were changed that had been recorded."""
+        self.is_inside = False
+        """Whether an operator is just being run."""
+        self.lengths: tuple[int, int] | None = None
+        """What is as long as the first is to count as if it were as long as the second."""
+
+    @property
+    def version(self) -> object:
+        """Changes where `since` would give other events than before: at entry, or among those that were given."""
+        return len(self._entered), self._n_corrected
+
+    def since(self, position: int) -> Iterator[Event]:
+        """Events of the whole recording so far, from this position on."""
+        for part in (self._entered, self._earlier, self._events):
+            yield from part[position:]
+            position = max(position - len(part), 0)
+
+    def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
+        if self.lengths is not None and n_bytes is None and tensor.dim() and tensor.shape[0] == self.lengths[0]:
+            n_bytes = tensor.untyped_storage().nbytes() * self.lengths[1] // self.lengths[0]
+        super()._follow(tensor, standing_in[-1] if op and standing_in else op, entry=entry, n_bytes=n_bytes)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+        op = f"aten::{func.__name__.partition('.')[0]}"
+        if (host := ON_HOST.get(func)) is not None:
+            for place in host:
+                self._follow(made[place], op, n_bytes=0)
+            made = [tensor for place, tensor in enumerate(made) if place not in host]
+        found = self._takes.inside(func, args, kwargs, made)
+        held = [(self._open(inside, op), inside) for inside in found if inside.first]
+        super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
+        if made and func.namespace not in _torch.OWN_OPERATORS:
+            self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
+        self._take([inside for inside in found if not inside.first], op)
+        self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]
+        for library, n_bytes in self._takes.lasting(func, args, made):
+            self._events.append(Allocate(self._n_blocks, n_bytes, 0, library))
+            self._n_blocks += 1
+
+    def _take(self, found: list[Inside], op: str) -> None:
+        """Blocks that an operator takes inside, each given back when its time is over."""
+        held: list[tuple[int, int, Inside]] = []
+        for place, inside in enumerate(found):
+            for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
+                held.remove(ended)
+                self._events.append(Free(ended[1], ended[2].bytes))
+            held.append((place, self._open(inside, op), inside))
+        self._events += [Free(block, inside.bytes) for _, block, inside in reversed(held)]
+
+    def _open(self, inside: Inside, op: str) -> int:
+        """Take one of them. Its number."""
+        block = self._n_blocks
+        self._n_blocks += 1
+        self._events.append(Allocate(block, inside.bytes, 0, op))
+        if inside.least < inside.most:
+            self.bounds[block] = inside
+        return block
+
+    def _settle(self) -> None:
+        n_before = len(self._events)
+        super()._settle()
+        self._n_corrected += len(self._events) - n_before
+
+    def _together(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+        away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
+        if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
+            return args, kwargs, tensors
+        args, kwargs = tree_map(self.on_card, (args, kwargs))
+        return args, kwargs, tensors_of(args, kwargs)[0]
+
+    @contextlib.contextmanager
+    def corrected(self) -> Iterator[None]:
+        """The tensor that is made in this block was there from the beginning, and not the one that ends in it.
+
+        Nothing is corrected where it is not one each.
+        """
+        n_before = len(self._events)
+        yield
+        made = {event.block: event for event in self._events[n_before:] if isinstance(event, Allocate)}
+        ended = [event.block for event in self._events[n_before:] if isinstance(event, Free)]
+        left = [made[block] for block in made if block not in ended]
+        gone = [block for block in ended if block not in made]
+        if len(left) == len(gone) == 1:
+            for place, event in enumerate(self._events[:n_before]):
+                if isinstance(event, Allocate) and event.block == gone[0]:
+                    self._events[place : place + 1] = left
+                    del self._events[n_before:]
+                    self._n_corrected += 1
+                    return
+
+    def put_on_card(self, tensor: Tensor) -> None:
+        """Have a tensor that the step made on the CPU, and is no result of a graph, on the card from here on."""
+        if tensor.is_leaf and _torch.is_fake(tensor) and (there := self.on_card(tensor)) is not tensor:
+            del self._moved[tensor]
+            there.requires_grad_(tensor.requires_grad)
+            swap(tensor, there)
+
+    def on_card(self, leaf: Any) -> Any:
+        """A tensor on the CPU, as it is on the card as long as it lives; all else as it is."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
+            return leaf
+        found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
+        if found is None:
+            self._answers.note("a tensor on the CPU is taken to be on the card")
+            with _torch.without_modes(), self._fakes:
+                found = sparse.with_parts(leaf, self._empty) if sparse.is_sparse(leaf) else self._empty(leaf)
+            self._moved[leaf] = found
+            for part in sparse.parts([found]):
+                self._follow(part, "aten::_to_copy")
+        if _torch.is_strided(leaf):
+            self._answers.pass_on(leaf, found)  # each time: it may have been written to since
+        return found
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.is_inside, before = True, self.is_inside
+        try:
+            if func in SHAPES:
+                with self._fakes:
+                    return SHAPES[func](*args, **kwargs)
+            out = super()._run(func, args, kwargs)
+            return LAYOUTS[func](args, out) if func in LAYOUTS else out
+        except _torch.NO_FAKE_KERNEL:
+            return self._run_on_cpu(func, args, kwargs)
+        finally:
+            self.is_inside = before
+
+    def _run_on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator without a kernel for fake tensors: on the CPU, on zeros, to see the shapes of its results."""
+        back: dict[int, Tensor] = {}
+
+        def there(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return _CPU
+            if not isinstance(leaf, torch.Tensor) or leaf.device == _CPU:
+                return leaf
+            twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_CPU)
+            back[id(twin)] = leaf
+            return twin
+
+        def here(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in back:
+                return back.get(id(leaf), leaf)
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+
+        with self._fakes:
+            args, kwargs = tree_map(there, (args, kwargs))
+        with _torch.running_on_zeros(self._fakes):
+            out = self._fakes.dispatch(func, (), args, kwargs)
+        with self._fakes:
+            return tree_map(here, out)

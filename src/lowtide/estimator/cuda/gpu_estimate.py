@@ -1,0 +1,237 @@
+"""What a step needs on a card: requested, allocated and reserved, and whether that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
+from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
+from lowtide.estimator.cuda.ops.op_record import Inside
+from lowtide.estimator.estimate import Foresight
+from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
+from lowtide.memory.allocator.simulation import Reserved, simulate
+from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline
+from lowtide.memory.gpu_specs import CARDS, Card, context_bytes
+from lowtide.memory.snapshots.write import write_snapshot
+from lowtide.units import format_bytes
+
+Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardForesight(Foresight):
+    """A `Foresight` for a card, over both steps and what is there before them. `print` it for a table.
+
+    What is known only within bounds is counted as expected, unless a name says otherwise.
+    """
+
+    card: Card
+    whole: EventStream
+    """Both steps, what exists at entry being allocated first: all that the allocator sees."""
+    bounds: Mapping[int, Inside]
+    """Blocks of `whole` of which only bounds are known, by number."""
+    measured: tuple[str, ...]
+    """Lines of `unknown` for what is counted as measured on one GPU. No bounds are known."""
+    n_passes: int
+    """Forward and backward passes that were rehearsed where no optimizer stepped; 0 where one did."""
+    config: AllocatorConfig
+    needs: Reserved
+    """The peaks, on a card without end."""
+    interval: tuple[int, int]
+    """Bytes reserved at the peak, at least and at most: with other addresses of segments, and with all bounds."""
+    verdict: Verdict
+    """Whether it fits on `card` beside a CUDA context; "unknown" where what is not known could matter."""
+    smallest_card: Card | None
+    """The smallest card of the table, of its generation of kernels, on which `fits` would be true."""
+
+    def to_snapshot(self, path: str | Path) -> None:
+        """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
+        write_snapshot(Timeline(self.whole, self.timeline.labels), path, self.config)
+
+    @property
+    def peak_requested_bytes(self) -> int:
+        """The most bytes of tensors and workspaces at a time."""
+        return self.needs.peak_requested_bytes
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The same in the allocator's blocks: `torch.cuda.max_memory_allocated`."""
+        return self.needs.peak_allocated_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """What the allocator takes from the card: `torch.cuda.max_memory_reserved`."""
+        return self.needs.peak_reserved_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Return True if it fits, with what is `measured` counted so."""
+        return self.verdict == "fits"
+
+    @property
+    def is_sure(self) -> bool:
+        """Return True if it fits and nothing is counted as one GPU took it."""
+        return self.fits and not self.measured
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of the card that neither the allocator takes, at most, nor a context: for what is not known."""
+        return max(self.card.total_bytes - context_bytes(self.card)[1] - self.interval[1], 0)
+
+    def more(self) -> Iterator[str]:
+        """The allocator, and the answer."""
+        least, most = (format_bytes(n) for n in self.interval)
+        within = "" if least == most else f", within {least} and {most}"
+        answer = _IN_WORDS[self.verdict]
+        if self.verdict == "unknown" and self.left_bytes:
+            answer = f"it fits if what is not known takes no more than {format_bytes(self.left_bytes)}"
+        if self.measured:
+            answer += ", by one GPU's measurement of what is not known exactly"
+        yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {answer}"
+        peak = format_bytes(self.peak_requested_bytes)
+        yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
+        yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
+        yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
+        context = " to ".join(format_bytes(n) for n in context_bytes(self.card))
+        yield f"  {context}  the CUDA context, which is not the allocator's"
+        smallest = "none of the table" if self.smallest_card is None else self.smallest_card.name
+        sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
+        yield f"smallest card on which {sure}: {smallest}"
+
+    def _peak_in_words(self) -> str:
+        """Why it is not the peak of the step that was recorded last, which is shown."""
+        events, peak = self.whole.events, Timeline(self.whole).peak_index
+        before = (event for event in events[: peak + 1] if type(event) is Allocate)
+        workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
+        included = f", with {format_bytes(workspaces)} of cuBLAS's workspaces" if workspaces else ""
+        if self.n_passes:
+            passes = (
+                "1 forward and backward pass" if self.n_passes == 1 else f"{self.n_passes} forward and backward passes"
+            )
+            return f"{passes}, for no optimizer stepped{included}"
+        which = "second" if peak >= len(events) - len(self.timeline.stream.events) else "first"
+        return f"both steps, in the {which} one{included}"
+
+
+_IN_WORDS: dict[Verdict, str] = {
+    "fits": "it fits",
+    "does not fit": "it does not fit",
+    "unknown": "it fits or not by what is not known",
+}
+
+
+class Outcome:
+    """A recorded run on any card: one stream for what is expected and one for each bound, each with several addresses.
+
+    Where the driver puts segments decides between free blocks of equal size, and with that whether one more tensor has
+    room. Expected is what recorded snapshots show, `DriverAddresses`; other orders count as what may be.
+    """
+
+    def __init__(
+        self, whole: EventStream, bounds: Mapping[int, Inside], config: AllocatorConfig, *, is_bounded: bool
+    ) -> None:
+        self._config, self._is_bounded = config, is_bounded
+        self.whole = whole
+        self._streams = {"expected": whole}
+        for end in _ENDS if bounds else ():
+            self._streams[end] = _resized(whole, {block: getattr(bound, end) for block, bound in bounds.items()})
+        self._orders = _EXPANDABLE if config.expandable_segments else _ORDERS
+        self._endless: dict[tuple[str, int, int | None], Reserved] = {}
+
+    def needs(self) -> tuple[Reserved, tuple[int, int]]:
+        """The peaks expected, and the bounds of the reserved one, on a card without end."""
+        expected = self._without_end("expected", 0)
+        # every stream with the expected addresses, and what is expected with the others; also of the bounds that are
+        # expected themselves, as best fit does not promise that less needs less
+        runs = [(name, 0) for name in self._streams] + [("expected", order) for order in range(len(self._orders))]
+        peaks = [self._without_end(*run).peak_reserved_bytes for run in runs]
+        return expected, (min(peaks), max(peaks))
+
+    def on(self, card: Card) -> Verdict:
+        """Whether it fits there, whatever its context, what is not known, and the driver's addresses take."""
+        least, most = context_bytes(card)
+        orders = range(len(self._orders))
+        # all of them, as best fit does not promise that less needs less
+        if self._is_bounded and all(self._runs(name, order, card, most) for name in self._streams for order in orders):
+            return "fits"
+        possible = any(self._runs(name, order, card, least) for name in self._streams for order in orders)
+        return "unknown" if possible else "does not fit"
+
+    def smallest(self, like: Card) -> Card | None:
+        """The smallest card of the table on which it is sure to fit, of those whose kernels are those of `like`."""
+        return next((card for card in CARDS if _newer(card) == _newer(like) and self.on(card) == "fits"), None)
+
+    def _runs(self, name: str, order: int, card: Card, context: int) -> bool:
+        workspace, capacity = workspace_bytes(card), card.total_bytes - context
+        if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
+            endless = self._without_end(name, order, workspace)
+            if endless.peak_reserved_bytes <= capacity:
+                return True  # the card never refuses, so that it goes as on one without end
+            if endless.peak_requested_bytes > capacity:
+                return False
+        stream = self._on_card(name, workspace)
+        return simulate(stream, self._config, capacity, total=card.total_bytes, addresses=self._orders[order]()).fits
+
+    def _without_end(self, name: str, order: int, workspace: int | None = None) -> Reserved:
+        key = name, order, workspace
+        if key not in self._endless:
+            stream = self._streams[name] if workspace is None else self._on_card(name, workspace)
+            self._endless[key] = simulate(stream, self._config, addresses=self._orders[order]())
+        return self._endless[key]
+
+    def _on_card(self, name: str, workspace: int) -> EventStream:
+        stream = self._streams[name]
+        return _resized(stream, _workspaces(stream, workspace))
+
+
+_ORDERS: tuple[Order, ...] = (DriverAddresses, *OTHERS)
+"""The expected one first."""
+
+_EXPANDABLE: tuple[Order, ...] = (DriverAddresses,)
+"""Each pool is one segment: there is nothing to put in order."""
+
+
+def _newer(card: Card) -> bool:
+    """Whether it has the kernels and the data types that torch takes from compute capability 8.0 on."""
+    return (card.capability or CAPABILITY_ASSUMED) >= (8, 0)
+
+
+_ENDS = ("least", "most")
+
+
+def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
+    return {e.block: n_bytes for e in stream if type(e) is Allocate and e.op == WORKSPACE and e.bytes != n_bytes}
+
+
+def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
+    """The same with blocks of other sizes."""
+    if not sizes:
+        return stream
+
+    def resized(event: Event) -> Event:
+        if isinstance(event, Mark) or event.block not in sizes:
+            return event
+        return event._replace(bytes=sizes[event.block])
+
+    return replace(stream, events=tuple(resized(event) for event in stream))
+
+
+def known_within(whole: EventStream, bounds: Mapping[int, Inside]) -> tuple[str, ...]:
+    """A line for each operator of which only bounds are known, with its largest block."""
+    largest: dict[str, Inside] = {}
+    for event in whole:
+        if isinstance(event, Allocate) and event.block in bounds:
+            found = bounds[event.block]
+            if found.most > largest.get(event.op, _NONE).most:
+                largest[event.op] = found
+    return tuple(
+        f"{op}: takes {format_bytes(b.least)} to {format_bytes(b.most)} inside, counted as {format_bytes(b.bytes)}"
+        for op, b in sorted(largest.items(), key=lambda item: -item[1].most)
+    )
+
+
+_NONE = Inside(0, 0, 0)

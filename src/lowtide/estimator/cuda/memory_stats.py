@@ -1,0 +1,128 @@
+"""Numbers of the simulated allocator while a script runs: what `torch.cuda.memory_stats` says on a card."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from lowtide.memory.allocator.block_sizes import SMALL_SEGMENT
+from lowtide.memory.allocator.blocks import Block
+from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.allocator.segment_addresses import DriverAddresses
+from lowtide.memory.allocator.simulation import ALLOCATOR, EMPTY_CACHE
+from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline
+from lowtide.memory.snapshots.write import snapshot_of
+
+RESET_PEAKS, RESET_SUMS = "reset peaks", "reset sums"
+"""Data of marks ALLOCATOR: calls of the script that change what is counted, and nothing that is allocated."""
+
+_BYTES = ("allocated_bytes", "active_bytes", "requested_bytes")
+_KINDS = (*_BYTES, "reserved_bytes", "allocation", "active", "segment", "inactive_split", "inactive_split_bytes")
+_OF_EACH = ("current", "peak", "allocated", "freed")
+_POOLS = ("all", "large_pool", "small_pool")
+
+
+class Source(Protocol):
+    """Recorder of events that is still recording."""
+
+    @property
+    def version(self) -> object:
+        """A number that changes when events change that were given before."""
+
+    def since(self, position: int) -> Iterable[Event]:
+        """Events from this position on; what existed at entry is allocated first."""
+
+    def mark(self, label: str, data: object = None) -> None:
+        """Put a mark behind the last event."""
+
+
+class Usage:
+    """Statistics of the allocator after the last event of `source`, on a card without end."""
+
+    def __init__(self, source: Source, config: AllocatorConfig) -> None:
+        self._source, self._config = source, config
+        self._version: object = None
+
+    def stats(self) -> Counter[str]:
+        """Everything by torch's names; 0 for all that is not simulated."""
+        if self._version is None or self._version != self._source.version:
+            self._begin()
+        for event in self._source.since(self._position):
+            self._position += 1
+            self._follow(event)
+        self._look_for_gaps()
+        found = Counter({f"{kind}.{pool}.{what}": n for (kind, pool, what), n in self._counts.items()})
+        found["num_ooms"] = found["num_alloc_retries"] = 0
+        found["num_device_alloc"] = found["segment.all.allocated"]
+        found["num_device_free"] = found["segment.all.freed"]
+        return found
+
+    def level(self, name: str) -> int:
+        """One of them."""
+        return self.stats()[name]
+
+    def mark(self, what: str) -> None:
+        """Note a call of the script where it is made."""
+        self._source.mark(ALLOCATOR, what)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that happened so far, as `torch.cuda.memory._snapshot` gives it."""
+        events = tuple(self._source.since(0))
+        return snapshot_of(Timeline(EventStream(events, "cuda")), self._config)
+
+    def _begin(self) -> None:
+        self._version, self._position = self._source.version, 0
+        self._allocator = allocator_for(self._config, on_segment=self._segment, addresses=DriverAddresses())
+        self._blocks: dict[int, Block] = {}
+        self._counts = Counter(
+            dict.fromkeys(((kind, pool, what) for kind in _KINDS for pool in _POOLS for what in _OF_EACH), 0)
+        )
+
+    def _follow(self, event: Event) -> None:
+        if isinstance(event, Mark):
+            if event.label == ALLOCATOR:
+                self._asked(event.data)
+        elif event.bytes and type(event) is Allocate:
+            block = self._blocks[event.block] = self._allocator.malloc(event.bytes)
+            self._used(block, 1)
+        elif event.bytes:
+            block = self._blocks.pop(event.block)
+            self._used(block, -1)
+            self._allocator.free(block)
+
+    def _asked(self, what: object) -> None:
+        if what == EMPTY_CACHE:
+            self._allocator.empty_cache()
+        for kind, pool, part in self._counts:
+            if what == RESET_PEAKS and part == "peak":
+                self._counts[kind, pool, part] = self._counts[kind, pool, "current"]
+            elif what == RESET_SUMS and part in ("allocated", "freed"):
+                self._counts[kind, pool, part] = 0
+
+    def _used(self, block: Block, sign: int) -> None:
+        amounts = dict(zip(_BYTES, (block.size, block.size, block.requested), strict=True), allocation=1, active=1)
+        self._add(amounts, sign, is_small=block.free.is_small)
+
+    def _segment(self, event: str, address: int, n_bytes: int, stream: int) -> None:
+        sign = 1 if event in ("segment_alloc", "segment_map") else -1
+        self._add({"reserved_bytes": n_bytes, "segment": 1}, sign, is_small=n_bytes <= SMALL_SEGMENT)
+
+    def _look_for_gaps(self) -> None:
+        """Count the free parts of segments, of which the peak is the most that was found when it was looked."""
+        gaps = {(kind, pool): 0 for kind in ("inactive_split", "inactive_split_bytes") for pool in _POOLS}
+        for block in self._allocator.idle():
+            for pool in ("all", "small_pool" if block.free.is_small else "large_pool"):
+                gaps["inactive_split", pool] += block.is_split
+                gaps["inactive_split_bytes", pool] += block.size * block.is_split
+        for place, found in gaps.items():
+            self._counts[*place, "current"] = found
+            self._counts[*place, "peak"] = max(found, self._counts[*place, "peak"])
+
+    def _add(self, amounts: dict[str, int], sign: int, *, is_small: bool) -> None:
+        for kind, amount in amounts.items():
+            for pool in ("all", "small_pool" if is_small else "large_pool"):
+                current = self._counts[kind, pool, "current"] = self._counts[kind, pool, "current"] + sign * amount
+                self._counts[kind, pool, "allocated" if sign > 0 else "freed"] += amount
+                self._counts[kind, pool, "peak"] = max(current, self._counts[kind, pool, "peak"])

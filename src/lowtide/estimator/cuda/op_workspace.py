@@ -1,0 +1,52 @@
+"""What CUDA's kernels and libraries take from the allocator inside of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lowtide import _torch
+from lowtide.estimator.cuda.current_gpu import NAME
+from lowtide.estimator.cuda.ops.matmul import (
+    LT_WORKSPACE,
+    PRODUCTS,
+    WORKSPACE,
+    is_with_bias,
+    lt_workspace_bytes,
+    workspace_bytes,
+)
+from lowtide.estimator.cuda.ops.op_record import Inside
+from lowtide.estimator.cuda.ops.op_table import INSIDE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.memory.gpu_specs import Card
+
+
+class Takes:
+    """Answers for a card what `Scratch` answers for the machine at hand."""
+
+    def __init__(self, card: Card) -> None:
+        self._bytes = {WORKSPACE: workspace_bytes(card), LT_WORKSPACE: lt_workspace_bytes()}
+        self._taken: set[tuple[str, bool]] = set()
+
+    def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+        """The blocks that an operator on the card takes and gives back."""
+        rule = INSIDE.get(func)
+        return [] if rule is None or not _on_card(made) else rule(args, kwargs, made)
+
+    def lasting(self, func: Any, args: Any, made: list[Tensor]) -> Iterator[tuple[str, int]]:
+        """The workspaces that a thread's first products take, by library.
+
+        Backward runs in a thread of its own on CUDA.
+        """
+        if func in PRODUCTS and _on_card(made):
+            for library in (WORKSPACE, LT_WORKSPACE) if is_with_bias(func, args) else (WORKSPACE,):
+                if (which := (library, _torch.in_backward())) not in self._taken and self._bytes[library]:
+                    self._taken.add(which)
+                    yield library, self._bytes[library]
+
+
+def _on_card(made: list[Tensor]) -> bool:
+    return any(tensor.device.type == NAME for tensor in made)

@@ -1,0 +1,135 @@
+"""Flash attention and cuDNN's: what they take inside.
+
+A few products at a time are split over the keys, so that all multiprocessors have work. How many those are of a card
+is not in the table of cards: the parts are known within bounds, and counted as the most.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+_SOURCE = "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: {}, torch at commit ef3d5c9ebba1"
+
+ROWS = (
+    Behaviour(
+        name="flash attention",
+        does="without dropout, where there are few rows and many keys: results of parts of the keys, in single "
+        "precision; one number a row is kept",
+        source=_SOURCE.format("mha_fwd, set_params_splitkv, num_splits_heuristic"),
+        exact=False,
+    ),
+    Behaviour(
+        name="flash attention, backward",
+        does="gradients of queries are summed up in single precision, rows to 128 and heads to 32 (once for each wave "
+        "of multiprocessors if deterministic), beside one number a row; shared keys get a gradient for each head; the "
+        "result and its gradient are copied where rows do not lie before heads",
+        source=_SOURCE.format("mha_bwd") + "; attention_backward.cu: _flash_attention_backward",
+        exact=False,
+    ),
+    Behaviour(
+        name="cuDNN attention",
+        does="workspaces of cuDNN's choice (get_workspace_size): none counted in forward, gradients of queries in "
+        "single precision in backward; that it is at most thrice as much is assumed, no document says so",
+        source="aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_fprop, torch at commit c8d6fb3acbf7",
+        exact=False,
+    ),
+)
+
+_MULTIPROCESSORS = range(4, 193)
+"""Of any card that flash attention runs on."""
+
+_MOST_SPLITS = 128
+
+
+def _splits(blocks: int, parts: int, processors: int) -> int:
+    """Parts of the keys: the fewest that keep the multiprocessors nearly as busy as any number (num_splits_heuristic).
+
+    `blocks` are those of threads without a split, `parts` those that the keys can be split into.
+    """
+    slots = 2 * processors
+    if blocks >= 0.8 * slots:
+        return 1
+    eligible = [n for n in range(1, min(_MOST_SPLITS, slots, parts) + 1) if n == 1 or _differs(parts, n)]
+    busy = {n: (blocks * n / slots) / ceil(blocks * n / slots) for n in eligible}
+    return next(n for n in eligible if busy[n] >= 0.85 * max(busy.values()))
+
+
+def _differs(parts: int, n: int) -> bool:
+    return -(-parts // n) != -(-parts // (n - 1))
+
+
+@cache
+def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
+    if parts == 1:
+        return 1, 1
+    found = [_splits(blocks, parts, processors) for processors in _MULTIPROCESSORS]
+    return min(found), max(found)
+
+
+def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """For each part of the keys a number for each row, and the result."""
+    query, key = args[:2]
+    if len(args) > 3 and args[3] > 0:
+        return []
+    batch, heads, length, head = query.shape
+    if length == 1 and heads > key.shape[1]:  # groups of queries count as rows of their keys
+        heads, length = key.shape[1], heads // key.shape[1]
+    columns = 256 if head <= 64 else 128 if head <= 128 else 64
+    least, most = _bounds_of_splits(batch * heads * -(-length // 64), -(-key.shape[2] // columns))
+    rows = batch * heads * length * 4
+    widths = _widths(head)
+    found = []
+    for width in ((1, 1), widths):
+        least_bytes, most_bytes = (n * rows * w if n > 1 else 0 for n, w in zip((least, most), width, strict=True))
+        found.append(Inside(most_bytes, least_bytes, most_bytes))
+    return [inside for inside in found if inside.most]
+
+
+def _widths(head: int) -> tuple[int, int]:
+    """Numbers of a head in single precision, at least and at most: newer versions have no kernel for 224."""
+    width = -(-head // 32) * 32
+    return width, 256 if width == 224 else width
+
+
+def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """softmax_d and dq_accum; keys and values that groups of queries share get a gradient for each query's head."""
+    gradient, query, key = args[:3]
+    batch, heads, length, head = query.shape
+    rows = batch * heads * -(-length // 128) * 128 * 4
+    least, most = (rows * width for width in _widths(head))
+    expected = most
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        least *= -(-_MULTIPROCESSORS[0] // (batch * heads))
+        most *= -(-_MULTIPROCESSORS[-1] // (batch * heads))
+        expected = most
+    copied = [t for t in (gradient, args[4]) if not t.transpose(1, 2).is_contiguous()]
+    inside = [Inside.exactly(t.numel() * t.element_size()) for t in copied]
+    inside += [Inside.exactly(rows), Inside(expected, least, most)]
+    if key.shape[1] != heads:
+        inside += [Inside.exactly(batch * heads * key.shape[2] * head * query.element_size())] * 2
+    return inside
+
+
+def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """A workspace of cuDNN's choice."""
+    query = args[1]
+    n_bytes = query.numel() * 4
+    return [Inside(n_bytes, 0, 3 * n_bytes)]
+
+
+INSIDE = {
+    aten._scaled_dot_product_flash_attention.default: forward,
+    aten._scaled_dot_product_flash_attention_backward.default: backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+}

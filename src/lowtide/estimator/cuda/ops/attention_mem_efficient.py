@@ -1,0 +1,140 @@
+"""Memory-efficient attention: what its kernels take inside, by the tiles that they work in.
+
+The first kernel of a list is taken that can do the head size and fits into the card's shared memory. For heads of at
+most 64 numbers all that are left have the same tiles; beyond that the tiles are known within bounds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lowtide.estimator.cuda.current_gpu import capability
+from lowtide.estimator.cuda.ops.attention import HALF
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+_KERNELS = "torch/include/ATen/native/transformers/cuda/mem_eff_attention/{}, torch 2.13"
+
+ROWS = (
+    Behaviour(
+        name="memory-efficient attention",
+        does="for half precision and heads above 128 the result in single precision; one number a row is kept, to 32; "
+        "seed and offset stay on the CPU",
+        source=_KERNELS.format("kernel_forward.h: kNeedsOutputAccumulatorBuffer, kAlignLSE; kernels/cutlassF.h"),
+    ),
+    Behaviour(
+        name="memory-efficient attention, backward",
+        does="one number a row, in single precision made of a whole product; queries' gradients in whole tiles, with a "
+        "lock each, also in single precision; those of keys and values where they don't stay in registers",
+        source=_KERNELS.format("kernel_backward.h: workspace_size, kKernelComputesDelta; kernels/cutlassB.h")
+        + "; aten/src/ATen/native/transformers/cuda/attention_backward.cu: _efficient_attention_backward, "
+        "at the state with shared_storage_dqdkdv, as in torch 2.13",
+        exact=False,
+    ),
+)
+
+_HEAD_IN_REGISTERS = 128
+_LOCK = 16
+"""Bytes before each tile of the queries' gradients."""
+
+_MANY = 256
+_MOST_SPLITS = 200
+
+
+class Tiles(NamedTuple):
+    """Queries and keys that one block of threads works on; whether gradients of keys stay in registers meanwhile."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+
+def _tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
+    """Those of the kernels that can do this head size, up to the first that fits into any card's shared memory."""
+    generation = capability()
+    small = Tiles(64, 64, dtype in HALF and head <= 64)
+    if head <= 64:
+        return [small]
+    if dtype in HALF and generation >= (8, 0):
+        if head > 128:
+            return [Tiles(128, 64, False), small]
+        if head <= 96 and generation in ((8, 6), (8, 9)) and not dropout:
+            return [Tiles(128, 64, True)]
+        return [Tiles(128, 128, True), small]
+    if dtype in HALF and generation >= (7, 0):
+        return [Tiles(128, 64, head <= 128), small]
+    return [Tiles(128, 64, False), small] if dtype is torch.float32 and generation >= (8, 0) else [small]
+
+
+def _workspace(tiles: Tiles, query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Bytes of the partial sums of gradients."""
+    pairs = query.shape[0] * query.shape[1]
+    accumulates = query.dtype in HALF and not tiles.in_registers
+    splits = -(-key.shape[2] // tiles.keys)
+    if pairs >= _MANY and key.shape[2] <= 2 * tiles.keys:
+        splits = 1
+    if accumulates:
+        splits = min(splits, _MOST_SPLITS // pairs)
+    if splits < 1 or capability() < (7, 0) or _deterministic():
+        splits = 1
+    numbers = 0
+    if accumulates:
+        numbers += splits * tiles.keys * sum(_up(t.shape[-1], tiles.queries) for t in (key, value))
+    if query.dtype in HALF or capability() >= (7, 0):
+        n_tiles = -(-query.shape[2] // tiles.queries) * -(-query.shape[3] // tiles.keys)
+        numbers += n_tiles * (tiles.queries * tiles.keys + _LOCK // 4)
+    return pairs * _up(numbers, 4) * 4
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """The result in single precision, where it does not stay in registers."""
+    query, key, value = args[:3]
+    if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
+        return []
+    return [Inside.exactly(made[0].numel() * 4)]
+
+
+def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """Delta: the sum over a head of the result times its gradient; then the workspace.
+
+    A gradient that is not contiguous is copied before there is any other.
+    """
+    gradient, query, key, value = args[:4]
+    dropout = float(args[9]) > 0
+    rows = query.shape[0] * query.shape[1] * query.shape[2]
+    product = rows * value.shape[-1] * 4
+    tiles = _tiles(query.dtype, max(query.shape[-1], value.shape[-1]), dropout)
+    inside = []
+    if not gradient.transpose(1, 2).is_contiguous():
+        inside.append(Inside.exactly(gradient.numel() * gradient.element_size(), first=True))
+    if query.dtype not in HALF:
+        inside += [Inside.exactly(product, through=2), Inside.exactly(rows * 4, through=1)]
+    elif capability()[0] == 7 and capability()[1] < 5 and not tiles[0].in_registers:  # Volta's kernels don't
+        inside += [Inside.exactly(product, through=n) for n in (4, 3, 2)] + [Inside.exactly(rows * 4, through=1)]
+    inside.append(Inside.exactly(rows * 4))
+    found = [_workspace(each, query, key, value) for each in tiles]
+    inside.append(Inside(found[0], min(found), max(found)))
+    return [block for block in inside if block.most]
+
+
+ON_HOST = {aten._scaled_dot_product_efficient_attention.default: range(2, 4)}
+"""Results that are not on the card: where the random numbers begin."""
+
+INSIDE = {
+    aten._scaled_dot_product_efficient_attention.default: forward,
+    aten._scaled_dot_product_efficient_attention_backward.default: backward,
+}

@@ -1,0 +1,170 @@
+"""Autocast: which operators run in which precision on CUDA, and the cache of casts.
+
+The lists are those of torch's CUDA; on another maker's device torch has none. A cast of a parameter is kept until the
+outermost autocast ends, so that a parameter used twice is cast once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide import _torch
+from lowtide.estimator.cuda.current_gpu import NAME, there
+from lowtide.estimator.cuda.ops.op_record import Behaviour
+
+aten = torch.ops.aten
+
+_SOURCE = "torch/include/ATen/autocast_mode.h: AT_FORALL_{}, torch 2.13"
+
+ROWS = (
+    Behaviour(
+        name="autocast, lower precision",
+        does="convolutions, products, recurrent cells and attention",
+        source=_SOURCE.format("LOWER_PRECISION_FP"),
+    ),
+    Behaviour(
+        name="autocast, single precision",
+        does="norms, losses, exponentials, logarithms, resampling",
+        source=_SOURCE.format("FP32"),
+    ),
+    Behaviour(
+        name="autocast, results in single precision",
+        does="softmax, sums, products and norms along a dimension",
+        source=_SOURCE.format("FP32_SET_OPT_DTYPE"),
+    ),
+    Behaviour(name="autocast, widest", does="operators of several tensors", source=_SOURCE.format("PROMOTE")),
+    Behaviour(
+        name="autocast, cache",
+        does="casts of parameters that need a gradient are kept until the outermost autocast ends",
+        source="aten/src/ATen/autocast_mode.cpp: cached_cast, torch 2.13",
+    ),
+)
+
+_LOWER = """
+_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+"""
+_SINGLE = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+"""
+_SINGLE_RESULT = """
+prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+_WIDEST = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack
+"""
+
+_casts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The cache: casts by parameter."""
+
+
+def forget_casts() -> None:
+    """The outermost autocast has ended."""
+    _casts.clear()
+
+
+def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """A kernel for each operator of the lists."""
+    for names, make in ((_LOWER, _lower), (_SINGLE, _single), (_SINGLE_RESULT, _single_result), (_WIDEST, _widest)):
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            yield name, make(getattr(getattr(aten, packet), overload or "default"))
+
+
+def _lower(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(NAME)
+        with _torch.without_autocast():
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return kernel
+
+
+def _single(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _torch.without_autocast():
+            return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+
+    return kernel
+
+
+def _single_result(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _torch.without_autocast():
+            if _is_eligible(args[0]) and kwargs.get("dtype") is None and args[0].dtype is not torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float32}
+                n_positional = len(op._schema.arguments) - sum(a.kwarg_only for a in op._schema.arguments)
+                if any(a.name == "dtype" and not a.kwarg_only for a in op._schema.arguments):
+                    args = args[: n_positional - 1]
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _widest(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        lower = torch.get_autocast_dtype(NAME)
+        single = any(t.dtype is torch.float32 for t in _tensors(args))
+        with _torch.without_autocast():
+            dtype = torch.float32 if single else lower
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return kernel
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if _is_eligible(value):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = there(value) if value.is_floating_point() else value
+        return _cached_cast(value, dtype) if _is_eligible(value) and value.dtype is not dtype else value
+    if isinstance(value, dict):
+        return {name: _cast(item, dtype) for name, item in value.items()}
+    return type(value)(_cast(item, dtype) for item in value) if type(value) in (tuple, list) else value
+
+
+def _cached_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cached = (
+        torch.is_autocast_cache_enabled()
+        and dtype is torch.get_autocast_dtype(NAME)
+        and tensor.dtype is torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not torch.is_inference_mode_enabled()
+    )
+    if not cached:
+        return tensor.to(dtype)
+    found: Tensor | None = _casts.get(tensor)  # type: ignore[no-untyped-call]
+    if found is None:
+        found = _casts[tensor] = tensor.to(dtype)
+    return found
+
+
+def _is_eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == NAME
+    )

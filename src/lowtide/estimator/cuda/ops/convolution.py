@@ -1,0 +1,116 @@
+"""Convolutions: cuDNN chooses an algorithm, by heuristics that depend on the card, and that takes a workspace.
+
+What is known is the layout of the result, where no workspace is taken, and what the common algorithms need. Kernels for
+tensor cores work on channels-last tensors: others are converted, into the workspace. In single precision there are
+kernels for either layout (`..._f32_nchwkcrs_nchw_...`), so that it may be none. On Hopper, cuDNN 9.19 was seen to take
+those for channels-last tensors, in single precision, too, where TF32 is allowed, but for 1 x 1 kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.estimator.cuda.current_gpu import capability
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside, copies, is_channels_last
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+ROWS = (
+    Behaviour(
+        name="convolution, layout",
+        does="results and gradients are channels-last if the input or the weight is; what is not is copied for it",
+        source="torch/include/ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format, torch 2.13; "
+        "aten/src/ATen/native/Convolution.cpp: determine_backend_memory_format, use_cudnn_depthwise, "
+        "convolution_backward; aten/src/ATen/native/cudnn/ConvShared.cpp, torch at commit 02f095500106",
+    ),
+    Behaviour(
+        name="depthwise convolution",
+        does="a kernel of torch's own without a workspace, unless in half precision or channels-last",
+        source="aten/src/ATen/native/Convolution.cpp: use_cudnn_depthwise, torch 2.13",
+    ),
+    Behaviour(
+        name="convolution",
+        does="cuDNN's workspace: copies of what is not channels-last in half precision, in TF32 on 9.x; else perhaps",
+        source="NVIDIA, Convolutional Layers User's Guide: tensor layouts in memory, NCHW vs NHWC; "
+        "tests/estimator/data/cudnn_h200.json, measured on an H200 with cuDNN 9.19",
+        exact=False,
+    ),
+)
+
+HALF = (torch.float16, torch.bfloat16)
+
+MOST_TIMES, MOST_MORE = 3, 9 * 2**20
+"""A workspace is at most so many times input, weight and output, and so many bytes more: the most of 144 that were
+measured on an H200 is 2.8 times them, and of small convolutions, whose sums are split, 8.4 MB."""
+
+
+def _layout(x: Tensor, weight: Tensor) -> torch.memory_format | None:
+    if x.dtype is torch.float64:
+        return None
+    return is_channels_last(x) or is_channels_last(weight)
+
+
+def _laid_out(out: Any, layout: torch.memory_format | None) -> Any:
+    if layout is None or out is None or out.dim() not in (4, 5):
+        return out
+    return torch.empty_like(out, memory_format=layout)
+
+
+def _layout_forward(args: Any, out: Any) -> Any:
+    return _laid_out(out, _layout(*args[:2]))
+
+
+def _layout_backward(args: Any, out: Any) -> Any:
+    layout = _layout(*args[1:3])
+    return (*(_laid_out(each, layout) for each in out[:2]), out[2])
+
+
+def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """The input is copied before there is a result, the weight with it."""
+    x, weight = args[:2]
+    layout = _layout(x, weight) or torch.contiguous_format
+    copied = [*copies(x, layout=layout, first=True), *copies(weight, layout=layout)]
+    return [*copied, *_workspace(x, weight, made[0], groups=args[8])]
+
+
+def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """For the input's gradient, then for the weight's: one at a time, with the same three tensors.
+
+    The input is copied before there is one, and a gradient that has the other layout.
+    """
+    gradient, x, weight = args[:3]
+    layout = _layout(x, weight) or torch.contiguous_format
+    copied = copies(x, layout=layout, first=True) if args[10][1] else []
+    other = layout is not torch.contiguous_format or is_channels_last(gradient) is not None
+    copied += copies(gradient, layout=layout, first=other)
+    return [*copied, *copies(weight, layout=layout), *_workspace(x, weight, gradient, groups=args[9])]
+
+
+def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Inside]:
+    layout = _layout(x, weight)
+    if groups > 1 and groups == x.shape[1] and x.dtype is torch.float32 and layout is None:
+        return []
+    three = sum(_bytes(t) for t in (x, weight, out))
+    transposed = 0 if layout else sum(_bytes(t) for t in (x, weight, out) if is_channels_last(t) is None)
+    return [Inside(transposed if _on_tensor_cores(x, weight) else 0, 0, MOST_TIMES * three + MOST_MORE)]
+
+
+def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel is expected that works on channels-last tensors."""
+    if x.dtype in HALF:
+        return capability()[0] >= 7
+    in_tf32 = x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
+    return in_tf32 and capability()[0] >= 9 and any(size > 1 for size in weight.shape[2:])
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+INSIDE = {aten.convolution.default: _forward, aten.convolution_backward.default: _backward}
+LAYOUTS = {aten.convolution.default: _layout_forward, aten.convolution_backward.default: _layout_backward}

@@ -1,0 +1,118 @@
+"""Backward of embeddings and of indexing: indices are sorted, so that each row is written once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+ROWS = (
+    Behaviour(
+        name="embedding, backward",
+        does="beyond 3072 indices: these sorted, with their origins, where each row begins, and sums of up to ten "
+        "gradients of a row; into few rows, one more table instead, if in half precision",
+        source="aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda, EmbeddingBackwardKernel.cu: "
+        "embedding_backward_cuda_kernel, torch with pull request 172454 of January 2026",
+        exact=False,
+    ),
+    Behaviour(
+        name="sorting",
+        does="pairs of keys and values are sorted into a second pair of arrays, unless they are few",
+        source="torch/include/ATen/cuda/cub-RadixSortPairs.cuh: radix_sort_pairs_impl, torch 2.13",
+        exact=False,
+    ),
+    Behaviour(
+        name="indexing, backward",
+        does="linear, sorted and original indices; the values, where they are broadcast",
+        source="aten/src/ATen/native/cuda/Indexing.cu: index_put_with_sort_kernel, torch with BComplex32, of 2026",
+        exact=False,
+    ),
+)
+
+_UNSORTED = 3072
+"""Indices up to which the kernel does without sorting."""
+
+_ROWS_EACH = 10
+"""NROWS_PER_THREAD"""
+
+_WARP, _THREADS = 32, 1024
+"""Threads of a warp, and of a block at most (MAX_BLOCK_SIZE)."""
+
+_BLOCKS_EACH = 4
+"""Blocks for each multiprocessor below which all is added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
+
+_MULTIPROCESSORS = (4, 192)
+"""Of a card, at least and at most."""
+
+_COUNT = 8
+"""Bytes of a number that the kernels leave on the card."""
+
+_HISTOGRAMS = 64 * 2**10
+
+
+def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    gradient, indices, n_rows, _, by_frequency = args[:5]
+    n, width, each = indices.numel(), gradient.shape[-1], indices.element_size()
+    inside = [Inside.exactly(t.numel() * t.element_size()) for t in (indices, gradient) if not t.is_contiguous()]
+    if n <= _UNSORTED and not by_frequency:
+        return inside
+    listed, segments = Inside.exactly(n * each), min(n, n_rows)
+    partial = n // _ROWS_EACH + segments  # sums of up to ten gradients
+    inside += [listed, listed, Inside.exactly(n * each, through=1), _sorting(n, 2 * each)]
+    inside += [listed] * bool(by_frequency)
+    inside += [listed, Inside.exactly(_COUNT), Inside.exactly(n * each, through=0)]
+    inside += [Inside.exactly(segments * each)] * 2
+    inside += [Inside.exactly(_COUNT), Inside.exactly(partial * each)]
+    return [*inside, _sums(gradient, partial, segments, n_rows * width, each)]
+
+
+def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> Inside:
+    """A row for each partial sum; or all added up in one pass, where there are few rows for the multiprocessors."""
+    width = gradient.shape[-1]
+    accumulated = 8 if gradient.dtype is torch.float64 else 4
+    two_passes = partial * width * accumulated
+    one_pass = partial * each + (table * 4 if gradient.element_size() < 4 else 0)
+    warped = -(-width // _WARP) * _WARP
+    grid = -(-segments * warped // min(warped, _THREADS))
+    few = partial > 4 * grid and not torch.are_deterministic_algorithms_enabled()
+    fewest, most = (processors * _BLOCKS_EACH for processors in _MULTIPROCESSORS)
+    if not few or grid >= most:
+        return Inside.exactly(two_passes)
+    if grid < fewest:
+        return Inside.exactly(one_pass)
+    return Inside(max(one_pass, two_passes), min(one_pass, two_passes), max(one_pass, two_passes))
+
+
+def _sorting(n: int, each: int) -> Inside:
+    """The second arrays of `n` pairs, with histograms, for as long as they are sorted."""
+    return Inside(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
+
+
+def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    if len(args) < 4 or not args[3]:  # not accumulated: written as it comes
+        return []
+    into, indices, values = args[:3]
+    shapes = [index.shape for index in indices if index is not None]
+    n = torch.broadcast_shapes(*shapes).numel()  # type: ignore[no-untyped-call]
+    indexed = 1
+    for dim, index in enumerate(indices):
+        if index is not None and dim < into.dim():
+            indexed *= into.shape[dim]
+    full = n * into.numel() // max(indexed, 1)
+    inside = [Inside.exactly(n * 8)]
+    if values.numel() != full or not values.is_contiguous():
+        inside.append(Inside.exactly(full * values.element_size()))
+    return [*inside, *[Inside.exactly(n * 8)] * 2, Inside.exactly(n * 8, through=1), _sorting(n, 16)]
+
+
+INSIDE = {
+    aten.embedding_dense_backward.default: _embedding,
+    **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default), _index_put),
+}

@@ -1,0 +1,93 @@
+"""Matrix products: cuBLAS has a workspace for each thread, taken at its first product and never given back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _torch
+from lowtide.estimator.cpu.scratch import blas_reads
+from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+from lowtide.memory.gpu_specs import Card, cublas_workspace_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+ROWS = (
+    Behaviour(
+        name="cuBLAS workspace",
+        does="8.1 MiB for each thread that multiplies (forward and backward: two), 32 MiB on 9.x, 10.x and 12.x",
+        source="aten/src/ATen/cuda/CublasHandlePool.cpp: getChosenWorkspaceSize, torch 2.13",
+    ),
+    Behaviour(
+        name="cuBLASLt workspace",
+        does="that of cuBLAS is used; before torch 2.13 1 MiB more for each thread, at its first product with a bias",
+        source="torch/backends/cuda/__init__.py: cublaslt_workspace_size, torch 2.13; measured on an H200, torch 2.11",
+    ),
+    Behaviour(
+        name="factors",
+        does="copies of matrices in which neither rows nor columns lie one after the other",
+        source="torch/include/ATen/native/cuda/cuBlasCommonArgs.h: prepare_matrix_for_cublas, torch 2.13; "
+        "aten/src/ATen/native/cuda/Blas.cpp: prepare_batch_matrix_for_cublas, torch of 2022 and later",
+    ),
+)
+
+PRODUCTS = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default}
+)
+
+WORKSPACE = "cublas::workspace"
+"""The operator that those blocks are put down to."""
+
+LT_WORKSPACE = "cublaslt::workspace"
+"""The same for those of cuBLASLt."""
+
+
+def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """The last two of the arguments are multiplied."""
+    factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+    return [Inside.exactly(t.numel() * t.element_size()) for t in factors if _torch.is_strided(t) and not _is_taken(t)]
+
+
+def _is_taken(factor: Tensor) -> bool:
+    """Whether cuBLAS can read it as it lies, or the other way round."""
+    if factor.dim() == 2 and (factor.is_contiguous() or factor.t().is_contiguous()):
+        return True
+    return blas_reads(factor) or (factor.is_contiguous() and 0 not in factor.stride()[-2:])
+
+
+INSIDE = dict.fromkeys(
+    (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    _factors,
+)
+
+
+def workspace_bytes(card: Card) -> int:
+    """What each thread's first product takes."""
+    known = card.cublas_workspace_bytes()
+    return cublas_workspace_bytes(CAPABILITY_ASSUMED) if known is None else known
+
+
+_IS_SHARED = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
+"""Since torch 2.13, with which that came."""
+
+
+def lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
+    """What each thread's first product with a bias takes beside it."""
+    shared = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if _IS_SHARED else "0")
+    return 0 if shared == "1" else int(environment.get("CUBLASLT_WORKSPACE_SIZE", "1024")) * 1024
+
+
+def is_with_bias(func: Any, args: Any) -> bool:
+    """Whether cuBLASLt is asked for it: `addmm` with one number for each column (isInputCompliesAddmmCudaLt)."""
+    if func is not aten.addmm.default:
+        return False
+    bias, _, other = args[:3]
+    rows, columns = other.shape
+    return bool(bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == columns > 1 and rows > 1)

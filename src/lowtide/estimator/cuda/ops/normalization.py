@@ -1,0 +1,193 @@
+"""Norms: one kernel each, which keeps one or two numbers for a row."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.estimator.cuda.current_gpu import stands_in_for, there, unbounded
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside, copies, is_channels_last
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+_LAYER_NORM = "aten/src/ATen/native/cuda/layer_norm_kernel.cu: {}, torch of 2025, since 2.7"
+
+ROWS = (
+    Behaviour(
+        name="RMS norm",
+        does="one kernel that saves its input and one number a row; the CPU composes it of five operators",
+        source="aten/src/ATen/native/native_functions.yaml: _fused_rms_norm, torch 2.13",
+    ),
+    Behaviour(
+        name="layer norm",
+        does="mean and inverse deviation in single precision also for half precision",
+        source="torch/_decomp/decompositions.py: native_layer_norm, torch 2.13",
+    ),
+    Behaviour(
+        name="layer norm, layout",
+        does="copies of what is not contiguous, that of the input before there are results; results are contiguous",
+        source=_LAYER_NORM.format("layer_norm_cuda, layer_norm_backward_cuda, LayerNormBackwardKernelImpl"),
+    ),
+    Behaviour(
+        name="layer norm, backward",
+        does="beyond 65,536 short rows a partial sum of each 32 rows for the gradients of weight and bias",
+        source=_LAYER_NORM.format("LaunchGammaBetaBackwardCUDAKernel"),
+        exact=False,
+    ),
+    Behaviour(
+        name="group norm",
+        does="one or two numbers for each channel of an example, and in half precision for each group",
+        source="aten/src/ATen/native/cuda/group_norm_kernel.cu: GroupNormKernelImplInternal, "
+        "GroupNormBackwardKernelImplInternal, torch at commit 0081abf78c45",
+    ),
+    Behaviour(
+        name="batch norm",
+        does="cuDNN's kernel in training, but for bfloat16, rows and what has no weights: for channels-last batches "
+        "one that keeps a reserve of cuDNN's choice for backward, and takes a workspace; counted as none, and said",
+        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: getCudnnBatchNormMode, cudnn_batch_norm, "
+        "_get_cudnn_batch_norm_reserve_space_size, torch at commit d7572ba2e934",
+        exact=False,
+    ),
+    Behaviour(
+        name="batch norm, backward",
+        does="cuDNN's copies a gradient that has another layout than the input, torch's own does not; either gives the "
+        "input's layout",
+        source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward, torch at commit d7572ba2e934; "
+        "aten/src/ATen/native/Normalization.cpp: _select_batch_norm_backend, _batch_norm_impl_index_backward, "
+        "aten/src/ATen/native/cuda/Normalization.cu: batch_norm_backward_cuda, torch of 2025",
+    ),
+)
+
+_MANY_ROWS = 64 * 1024
+_ROWS_EACH = 32
+_COLUMNS_EACH = 32
+_MOST_BLOCKS = 64 * 1024 // 2
+_MOST_EXAMPLES = 880_801
+_MOST_MULTIPROCESSORS = 192
+"""Of any card: half as many groups of columns are few."""
+
+
+class _RmsNorm(torch.autograd.Function):
+    """aten::_fused_rms_norm."""
+
+    @staticmethod
+    @stands_in_for("aten::_fused_rms_norm")
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+    ) -> tuple[Tensor, Tensor]:
+        rows = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
+        dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        out, rstd = torch.empty_like(x), torch.empty(rows, dtype=dtype, device=x.device)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.mark_non_differentiable(rstd)
+        return out, rstd
+
+    @staticmethod
+    @stands_in_for("aten::_fused_rms_norm_backward")
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        for_input = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        for_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        return for_input, None, for_weight, None
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    return _RmsNorm.apply(there(x), shape, weight, eps)  # type: ignore[no-untyped-call]
+
+
+def _layer_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    return copies(args[0], first=True)
+
+
+def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    gradient, x, shape = args[:3]
+    return [*copies(x, first=True), *copies(gradient), *_partial_sums(x, prod(shape), sum(args[7][1:]))]
+
+
+def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[Inside]:
+    """Where rows are many and short: a card with few multiprocessors does without."""
+    rows, columns = x.numel() // max(width, 1), -(-width // _COLUMNS_EACH)
+    if rows <= _MANY_ROWS or width // _COLUMNS_EACH >= _MOST_MULTIPROCESSORS // 2:
+        return []
+    n_bytes = min(_MOST_BLOCKS // columns, -(-rows // _ROWS_EACH)) * width * x.element_size()
+    return [Inside(n_bytes, 0, n_bytes)] * n_gradients
+
+
+def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """Mean and deviation in single precision; the two numbers that a channel is scaled and moved by."""
+    x, weight, bias, examples, channels, pixels, groups = args[:7]
+    each = 8 if x.dtype is torch.float64 else 4
+    inside = [Inside.exactly(examples * groups * each)] * 2 if x.element_size() < each else []
+    if pixels > 1 and not (weight is None and bias is None):
+        inside += [Inside.exactly(examples * channels * each)] * 2
+    return inside
+
+
+def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """Two sums for each channel; for the input's gradient two numbers a group and one a channel."""
+    x, weight = args[1], args[4]
+    examples, channels, pixels, groups, wanted = args[5:10]
+    each = 8 if x.dtype is torch.float64 else 4
+    channel, group = (Inside.exactly(examples * n * each) for n in (channels, groups))
+    if pixels == 1:
+        return [group, group] if wanted[0] else []
+    return [channel, channel, *([group, group, *[channel] * (weight is not None)] if wanted[0] else [])]
+
+
+def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
+    """Whether cuDNN normalizes a batch, or gives the gradient: in training, what has weights and is not bfloat16."""
+    if weight is None or torch.bfloat16 in (x.dtype, weight.dtype) or not training:
+        return False
+    mixed = x.dtype is not torch.float16 or weight.dtype is torch.float32
+    return mixed and x.dim() >= 3 and x.shape[0] <= _MOST_EXAMPLES and x.numel() < 2**31 - 1
+
+
+def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """Nothing that is known; cuDNN says what it reserves on a card only, and documents no bound."""
+    x, weight, training = args[0], args[1], args[5]
+    if _is_cudnns(x, weight, training) and is_channels_last(x):
+        unbounded.setdefault(
+            "aten::cudnn_batch_norm", "aten::cudnn_batch_norm: what cuDNN reserves for channels-last batches"
+        )
+    return []
+
+
+def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    gradient, x, weight = args[:3]
+    if not _is_cudnns(x, weight, args[7]):
+        return []
+    return copies(gradient, layout=is_channels_last(x) or torch.contiguous_format, first=True)
+
+
+def _layer_normed(args: Any, out: Any) -> Any:
+    return tuple(None if t is None else t.contiguous() for t in out)
+
+
+def _batch_normed(args: Any, out: Any) -> Any:
+    x, weight, training = args[1], args[2], args[7]
+    if out[0] is None:
+        return out
+    if training and not _is_cudnns(x, weight, training):
+        return (torch.empty_like(x), *out[1:])
+    layout = (is_channels_last(x) if training else None) or torch.contiguous_format
+    return (out[0].contiguous(memory_format=layout), *out[1:])
+
+
+KERNELS = {"_fused_rms_norm": _rms_norm}
+LAYOUTS = {
+    aten.native_layer_norm_backward.default: _layer_normed,
+    aten.native_batch_norm_backward.default: _batch_normed,
+}
+INSIDE = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+}

@@ -1,0 +1,36 @@
+"""Sums over many rows: several blocks of threads write partial sums first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+ROWS = (
+    Behaviour(
+        name="reduction",
+        does="partial results of at most 8 MiB where few results are made of many elements",
+        source="aten/src/ATen/native/cuda/Reduce.cuh: ReduceConfig.global_memory_size, torch 2.13",
+        exact=False,
+    ),
+)
+
+_MOST = 8 * 2**20
+_FEW = 2**16
+
+
+def _reduction(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    elements, results = args[0].numel(), made[0].numel()
+    if results > _FEW or elements < 64 * results:
+        return []
+    return [Inside(0, 0, min(_MOST, elements * 4))]
+
+
+INSIDE = dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default), _reduction)

@@ -1,0 +1,58 @@
+"""Softmax: kernels for contiguous tensors, and in backward a product of the gradient with the result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside, copies
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+_SOURCE = "aten/src/ATen/native/cuda/SoftMax.cu: {}, torch at commit e9865f53f256"
+
+ROWS = (
+    Behaviour(
+        name="softmax",
+        does="copies of what is not contiguous; results are",
+        source=_SOURCE.format("host_softmax, host_softmax_backward")
+        + "; aten/src/ATen/native/SoftMax.cpp: TORCH_META_FUNC",
+    ),
+    Behaviour(
+        name="softmax, backward",
+        does="the gradient times the result, beside the gradient that it gives",
+        source=_SOURCE.format("softmax_backward_cuda_out"),
+    ),
+)
+
+
+def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    return copies(args[0])
+
+
+def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    """The product lies as the gradient does, and is copied like it."""
+    gradient, result = args[:2]
+    n_bytes = gradient.numel() * gradient.element_size()
+    return [Inside.exactly(n_bytes), *copies(gradient, result)]
+
+
+def _log_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    return copies(*args[:2])
+
+
+def _contiguous(args: Any, out: Any) -> Any:
+    return out.contiguous()
+
+
+INSIDE = {
+    aten._softmax.default: _forward,
+    aten._log_softmax.default: _forward,
+    aten._softmax_backward_data.default: _backward,
+    aten._log_softmax_backward_data.default: _log_backward,
+}
+LAYOUTS = {aten._log_softmax_backward_data.default: _contiguous}

@@ -1,0 +1,208 @@
+"""`torch.cuda`, as long as a card is rehearsed: the card is there, and "cuda" means it.
+
+Functions that ask are answered for the card (`torch_cuda_api.py`). Graphs of CUDA are not there: a step that records
+one is refused by torch itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Self
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lowtide import _torch
+from lowtide.estimator.cuda import tensor_types
+from lowtide.estimator.cuda import torch_cuda_api as about
+from lowtide.estimator.cuda import unsupported_api as refused
+from lowtide.estimator.cuda.current_gpu import CUDA, NAME
+from lowtide.estimator.cuda.ops.autocast import forget_casts
+from lowtide.estimator.cuda.tensor_types import as_move, type_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.estimator.cuda.gpu_allocation_tracker import CardLedger
+    from lowtide.estimator.cuda.memory_stats import Usage
+    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.memory.gpu_specs import Card
+
+
+class CudaMeans(TorchFunctionMode):
+    """In this block "cuda" in arguments is another device, and tensors there say that they are on CUDA.
+
+    `ledger` puts what is on the CPU on the card before it asks for gradients: autograd sends none across.
+    """
+
+    def __init__(self, device: str, ledger: CardLedger | None = None) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._device = torch.device(device, 0) if device == NAME else torch.device(device)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args, kwargs = as_move(func, args, kwargs or {})
+        if func in _IS_CUDA:
+            return self.has(args[0])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return type_name(func(*args)) if self.has(args[0]) else func(*args)
+        if func is torch.device and type((*args, kwargs.get("device"))[0]) is int:
+            return CUDA
+        if func in _TO_CUDA:
+            return args[0].to(self._device, **{name: given for name, given in kwargs.items() if name != "device"})
+        if func in _TO_PINNED or (func is torch.Tensor.share_memory_ and self.has(args[0])):
+            return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is _torch.PARSE_TO:
+            args = tuple(CUDA if type(arg) is int else arg for arg in args)
+        elif _torch.on_default_device(func, kwargs):  # its mode comes after this one
+            kwargs = {**kwargs, "device": _torch.default_device()}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
+        if func in _CELLS and self._ledger is not None:  # which choose their kernel by where the input is
+            args = _torch.tree_map(self._ledger.on_card, args)
+        if func is torch.Tensor.to:
+            args = tuple(self._translate(arg) for arg in args)
+        if self._ledger is None:
+            return func(*args, **kwargs)
+        asks_for_gradients = func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]
+        if asks_for_gradients or self._is_written_to(func, args):
+            self._ledger.put_on_card(args[0])
+        out = func(*args, **kwargs)
+        if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
+            self._ledger.put_on_card(out)
+        return out
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is on the card."""
+        return tensor.device.type in (NAME, "cuda")
+
+    def _is_written_to(self, func: Any, args: Any) -> bool:
+        """Whether something on the card is written to a tensor on the CPU: autograd sends no gradients across."""
+        name = getattr(func, "__name__", "")
+        if not (name in _WRITING or (name.endswith("_") and not name.endswith("__"))) or len(args) < 2:
+            return False
+        target, *others = args
+        return (
+            _torch.is_fake(target)
+            and target.device.type == "cpu"
+            and target.dim() > 0
+            and any(isinstance(other, torch.Tensor) and other.device.type == NAME for other in others)
+        )
+
+    def _translate(self, value: Any) -> Any:
+        is_cuda = (
+            type(value) is int  # the number of a card
+            or (isinstance(value, str) and value.partition(":")[0] == "cuda")
+            or (isinstance(value, torch.device) and value.type == "cuda")
+        )
+        return self._device if is_cuda else value
+
+
+_WRITING = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"}
+)
+"""Methods that write to what they are called of, besides those whose names end so."""
+
+CHECKPOINT = "torch.utils.checkpoint"
+
+_CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+_IS_CUDA = (_torch.IS_CUDA,)
+_TO_CUDA = (torch.Tensor.cuda,)
+_TO_PINNED = (torch.Tensor.pin_memory,)
+_ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, _torch.SET_REQUIRES_GRAD)
+
+
+class _Generator(torch.Generator):
+    """One for the card draws on the CPU, where the contents are that are known."""
+
+    def __new__(cls, device: Any = "cpu") -> Self:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+@contextlib.contextmanager
+def cuda_is_there(
+    card: Card, means: CudaMeans, usage: Usage, ledger: CardLedger | None = None, answers: Answers | None = None
+) -> Iterator[None]:
+    """In this block `torch.cuda` is that of the card, and so is `torch.autocast` with `answers`."""
+    importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
+    with contextlib.ExitStack() as stack:
+        for owner, name, thing in (*about.answers(card, usage), *refused.stand_ins(), *tensor_types.stand_ins()):
+            stack.enter_context(patch.object(owner, name, thing))
+        if answers is not None and ledger is not None:
+            shown = _torch.fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
+            stack.enter_context(shown)
+            stack.enter_context(patch.object(torch.utils, "swap_tensors", _torch.exchange))  # `Module.to` asks for it
+            stack.enter_context(_autocast_on_card(answers))
+        stack.enter_context(patch.object(torch, "Generator", _Generator))
+        stack.enter_context(means)
+        yield
+
+
+@contextlib.contextmanager
+def _autocast_on_card(answers: Answers) -> Iterator[None]:
+    """Autocast for CUDA is one for the card; one for the CPU as well, as a script without a card would ask for it."""
+    entered: dict[int, str] = {}
+    asked: list[str] = []
+    """For which device each was asked that is in force."""
+    is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
+
+    def follow(device: str) -> None:
+        """Autocast is on the card as it is on `device`."""
+        torch.set_autocast_enabled(NAME, is_on(device))
+        torch.set_autocast_dtype(NAME, dtype(device))
+
+    def on_enter(self: Any) -> Any:
+        entered[id(self)] = self.device
+        # Off for the CPU changes nothing if it is on for CUDA. Checkpoints enter both again, each as it was.
+        is_off = self.device == "cpu" and not self._enabled
+        if is_off and (asked[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
+            return enter(self)  # type: ignore[no-untyped-call]
+        if self.device == "cpu" and self._enabled:
+            answers.note("autocast for the CPU is taken to be for the card")
+        if self.device in ("cuda", "cpu", NAME):
+            asked.append(self.device)
+            self.device = NAME
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    def on_leave(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            if id(self) in entered:
+                if self.device == NAME:
+                    asked.pop()
+                self.device = entered.pop(id(self))
+            else:  # entered before this block
+                follow(self.device)
+
+    def on_clear() -> None:
+        clear()
+        forget_casts()
+
+    changed: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch, "is_autocast_enabled", lambda device="cuda": is_on(NAME if device == "cuda" else device)),
+        (torch, "get_autocast_dtype", lambda device: dtype(NAME if device == "cuda" else device)),
+        (torch, "get_autocast_gpu_dtype", lambda: dtype(NAME)),
+        (torch, "clear_autocast_cache", on_clear),
+        (torch.autocast, "__enter__", on_enter),
+        (torch.autocast, "__exit__", on_leave),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in changed:
+            stack.enter_context(patch.object(owner, name, function))
+        try:
+            for device in ("cpu", "cuda"):
+                if is_on(device):
+                    asked.append(device)
+                    follow(device)
+            yield
+        finally:
+            torch.set_autocast_enabled(NAME, False)
+            forget_casts()

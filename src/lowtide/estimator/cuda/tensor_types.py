@@ -1,0 +1,105 @@
+"""Tensor types such as `torch.cuda.FloatTensor`: one name for the card and a dtype.
+
+Torch's own are refused by C++ code where it is built without CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide.estimator.cuda.current_gpu import CUDA, NAME
+
+_KINDS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+
+
+_OWN = type(torch.FloatTensor)
+"""Class of torch's own types."""
+
+
+class TensorType(type):
+    """Class of the types. Calling one makes a tensor; tensors of its dtype on the card are its instances."""
+
+    dtype: torch.dtype
+    is_cuda, is_sparse = True, False
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a tensor of sizes, of numbers, of an array or of another tensor."""
+        is_tensor = len(args) == 1 and isinstance(args[0], torch.Tensor)
+        return (args[0] if is_tensor else getattr(torch, cls.__name__)(*args)).to("cuda", cls.dtype)
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, torch.Tensor) and thing.type() == _name(cls)
+
+
+class SparseType(TensorType):
+    """Class of those that are sparse."""
+
+    is_sparse = True
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a tensor of indices and values."""
+        return torch.sparse_coo_tensor(*args, dtype=cls.dtype, device="cuda")
+
+
+def _types(kind: type[TensorType], owner: str) -> dict[str, TensorType]:
+    dtypes = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _KINDS}
+    return {name: kind(name, (), {"__module__": owner, "dtype": dtype}) for name, dtype in dtypes.items()}
+
+
+DENSE, SPARSE = _types(TensorType, "torch.cuda"), _types(SparseType, "torch.cuda.sparse")
+
+
+def _name(kind: TensorType) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+_BY_NAME = {_name(kind): kind for kind in DENSE.values()}
+
+
+def place_and_dtype(kind: Any) -> tuple[torch.device, torch.dtype] | None:
+    """Device and dtype of a tensor type or its name; None for a dtype and for what is no dense tensor type."""
+    if found := kind if isinstance(kind, TensorType) else _BY_NAME.get(kind) if isinstance(kind, str) else None:
+        return CUDA, found.dtype
+    if isinstance(kind, _OWN) and not kind.is_cuda:
+        return torch.device("cpu"), kind.dtype
+    if isinstance(kind, str) and kind.startswith("torch.") and kind.count(".") == 1:
+        found = getattr(torch, kind.removeprefix("torch."), None)
+        return place_and_dtype(found) if isinstance(found, _OWN) else None
+    return None
+
+
+def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """`tensor.type(kind)` as the `tensor.to(device, dtype)` that it is; any other call as it is."""
+    if func is not torch.Tensor.type:
+        return func, args, kwargs
+    if (found := place_and_dtype(args[1] if len(args) > 1 else kwargs.get("dtype"))) is None:
+        return func, args, kwargs
+    return torch.Tensor.to, (args[0], *found), {}
+
+
+def type_name(name: str) -> str:
+    """The name of the type of a tensor on the card, by the one that torch gives."""
+    return name.replace("torch.", "torch.cuda.", 1).replace(f"cuda.{NAME}.", "cuda.", 1)
+
+
+def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """What stands where in torch: (owner, name, object)."""
+    for owner, kinds in ((torch.cuda, DENSE), (torch.cuda.sparse, SPARSE)):
+        yield from ((owner, name, kind) for name, kind in kinds.items() if hasattr(owner, name))
+    yield torch, "set_default_tensor_type", _by_default(torch.set_default_tensor_type)
+
+
+def _by_default(true: Callable[[Any], None]) -> Callable[[Any], None]:
+    def set_default_tensor_type(kind: Any) -> None:
+        found = place_and_dtype(kind)
+        if found is None or found[0] != CUDA:
+            true(kind)
+            torch.set_default_device(None)
+        else:
+            torch.set_default_dtype(found[1])
+            torch.set_default_device("cuda")
+
+    return set_default_tensor_type

@@ -1,0 +1,300 @@
+"""What `torch.cuda` and its like answer about a card that is not there, and do: nothing.
+
+Functions that wait, seed, empty the cache or mark ranges do nothing, nor do streams and events. What is not known of a
+card is taken to be: nothing of it changes what a step takes.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from lowtide import _torch
+from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, CUDA
+from lowtide.estimator.cuda.memory_stats import RESET_PEAKS, RESET_SUMS, Usage
+from lowtide.memory.allocator.simulation import EMPTY_CACHE
+from lowtide.memory.gpu_specs import Card, context_bytes
+
+MULTIPROCESSORS_ASSUMED, THREADS_ASSUMED, SHARED_BYTES_ASSUMED = 100, 1536, 100 * 2**10
+"""Of any card, and of each multiprocessor: nothing here depends on them."""
+
+CUDA_ASSUMED, CUDNN_ASSUMED, NCCL_ASSUMED = "13.0", 91900, (2, 27, 0)
+"""Versions that wheels of torch for CUDA come with."""
+
+
+class Idle:
+    """A stream or an event on which nothing happens."""
+
+    device, device_index, device_type, stream_id, event_id, cuda_stream, cuda_event, priority = CUDA, *[0] * 7
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def elapsed_time(self, end: object) -> float:
+        """One millisecond, whatever happened: rates are divided by it."""
+        return 1.0
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
+
+
+def properties(card: Card) -> SimpleNamespace:
+    """As `torch.cuda.get_device_properties` gives them.
+
+    Known are name, memory and capability. What code may divide by is assumed; clocks, caches, buses and the identity of
+    the card are 0.
+    """
+    major, minor = card.capability or CAPABILITY_ASSUMED
+    return SimpleNamespace(
+        name=card.name,
+        gcnArchName=card.name,
+        total_memory=card.total_bytes,
+        major=major,
+        minor=minor,
+        multi_processor_count=MULTIPROCESSORS_ASSUMED,
+        warp_size=32,
+        regs_per_multiprocessor=2**16,
+        max_threads_per_multi_processor=THREADS_ASSUMED,
+        max_threads_per_block=1024,
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_block_optin=SHARED_BYTES_ASSUMED,
+        shared_memory_per_multiprocessor=SHARED_BYTES_ASSUMED,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        uuid=uuid.UUID(int=0),
+        **dict.fromkeys(("L2_cache_size", "clock_rate", "memory_clock_rate", "memory_bus_width"), 0),
+        **dict.fromkeys(("pci_bus_id", "pci_device_id", "pci_domain_id"), 0),
+    )
+
+
+def answers(card: Card, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
+    """What stands where, as long as the card is rehearsed: (owner, name, function)."""
+    functions = {
+        **_asked(card, usage),
+        **_memory(card, usage),
+        **dict.fromkeys(_IDLE, _nothing),
+        **dict.fromkeys(_ZERO, lambda device=None: 0),
+        **dict.fromkeys(_STREAMS, Idle),
+    }
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+        yield from ((module, name, function) for name, function in functions.items() if hasattr(module, name))
+    for name, given in (("range_push", 0), ("range_pop", 0), ("range_start", 0), ("range_end", None), ("mark", None)):
+        yield torch.cuda.nvtx, name, lambda *args, given=given: given
+    for name in ("start", "stop"):
+        yield torch.cuda.profiler, name, _nothing
+    yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cuda, "is_flash_attention_available", lambda: True
+    yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cudnn, "version", lambda: CUDNN_ASSUMED
+    yield torch.version, "cuda", CUDA_ASSUMED
+    yield torch.cuda.nccl, "version", lambda: NCCL_ASSUMED
+    yield torch.cuda.nccl, "is_available", lambda tensors: False
+    yield torch.autograd.profiler.profile, "__init__", _without_card(torch.autograd.profiler.profile.__init__)
+    for name in ("__enter__", "__exit__"):
+        yield torch.autograd.profiler.emit_nvtx, name, lambda self, *error: None if error else self
+    for name in torch.cuda.tunable.__all__:
+        yield torch.cuda.tunable, name, _nothing
+    for name in ("Stream", "Event"):
+        yield torch, name, Idle
+    yield torch.serialization, "default_restore_location", _restored(torch.serialization.default_restore_location)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        yield storage, "cuda", lambda self, *args, **kwargs: self
+    yield torch.Tensor, "record_stream", _nothing
+    yield torch.nn.DataParallel, "forward", _alone
+    for name, function in _of_accelerator(card, usage).items():
+        if hasattr(torch.accelerator, name):
+            yield torch.accelerator, name, _unless_torch_asks(getattr(torch.accelerator, name), function)
+
+
+def _asked(card: Card, usage: Usage) -> dict[str, Any]:
+    """What there is to ask of a card."""
+    known = properties(card)
+    capability = known.major, known.minor
+    state = torch.zeros(16, dtype=torch.uint8, device="cpu")  # seed and offset
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: card.name,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: known,
+        "get_arch_list": lambda: [f"sm_{known.major}{known.minor}"],
+        "can_device_access_peer": lambda device, peer_device: False,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or known.major >= 8,
+        "is_tf32_supported": lambda: known.major >= 8,
+        "memory_stats_as_nested_dict": lambda device=None: _nested(usage.stats()),
+        "memory_snapshot": lambda *args, **kwargs: usage.snapshot()["segments"],
+        _torch.CUDA_SNAPSHOT: lambda *args, **kwargs: usage.snapshot(),
+        "list_gpu_processes": lambda device=None: "GPU:0\nno processes are running",
+        "get_rng_state": lambda device="cuda": state,
+        "get_rng_state_all": lambda: [state],
+        "initial_seed": lambda: torch.initial_seed(),
+        "default_generators": (torch.default_generator,),
+        "get_allocator_backend": lambda: "native",
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "cudart": lambda: _Runtime(card, usage),
+        **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), dict),
+        **dict.fromkeys(_torch.CUDA_EXCHANGES, lambda device: 0),
+    }
+
+
+class _Runtime:
+    """`torch.cuda.cudart()`: every call of the CUDA runtime succeeds, and does nothing."""
+
+    def __init__(self, card: Card, usage: Usage) -> None:
+        self.cudaMemGetInfo = lambda device=0: _memory(card, usage)["mem_get_info"](device)
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *args, **kwargs: 0
+
+
+_STREAMS = (
+    "Event",
+    "Stream",
+    "ExternalStream",
+    "stream",
+    "current_stream",
+    "default_stream",
+    "get_stream_from_external",
+)
+_LEVELS = {
+    "memory_allocated": "allocated_bytes.all.current",
+    "max_memory_allocated": "allocated_bytes.all.peak",
+    **dict.fromkeys(("memory_reserved", "memory_cached"), "reserved_bytes.all.current"),
+    **dict.fromkeys(("max_memory_reserved", "max_memory_cached"), "reserved_bytes.all.peak"),
+}
+_MARKS = {
+    "empty_cache": EMPTY_CACHE,
+    "reset_accumulated_memory_stats": RESET_SUMS,
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), RESET_PEAKS),
+}
+
+
+def _memory(card: Card, usage: Usage) -> dict[str, Callable[..., Any]]:
+    """Functions that `torch.cuda` and `torch.accelerator` have about the allocator."""
+
+    def taken() -> int:
+        """Bytes of the card that are not free, with those of the largest context."""
+        return min(usage.level("reserved_bytes.all.current") + context_bytes(card)[1], card.total_bytes)
+
+    return {
+        **{name: lambda device=None, of=of: usage.level(of) for name, of in _LEVELS.items()},
+        **{name: lambda device=None, what=what: usage.mark(what) for name, what in _MARKS.items()},
+        "memory_stats": lambda device=None: usage.stats(),
+        "device_memory_used": lambda device=None: taken(),
+        **dict.fromkeys(
+            ("mem_get_info", "get_memory_info"), lambda device=None: (card.total_bytes - taken(), card.total_bytes)
+        ),
+    }
+
+
+_IDLE = (
+    *("synchronize", "set_device", "set_stream", "ipc_collect", "init", "set_sync_debug_mode"),
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
+    *("set_per_process_memory_fraction", *_torch.CUDA_HISTORY, "check_error", _torch.CUDA_INIT),
+    *("reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "empty_host_cache"),
+)
+_ZERO = (
+    "current_blas_handle",
+    "current_solver_handle",
+    "utilization",
+    "memory_usage",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "get_sync_debug_mode",
+)
+
+
+_DTYPES = frozenset(dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _nested(stats: Counter[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in stats.items():
+        *kinds, last = name.split(".")
+        place = found
+        for kind in kinds:
+            place = place.setdefault(kind, {})
+        place[last] = value
+    return found
+
+
+def _without_card(profile: Callable[..., None]) -> Callable[..., None]:
+    """Profile what the CPU does, as there are no kernels on the card."""
+
+    def init(
+        self: Any, enabled: bool = True, *, use_cuda: Any = False, use_device: Any = None, **settings: Any
+    ) -> None:
+        if use_cuda or use_device == "cuda":
+            settings, use_device = {**settings, "use_cpu": True}, None
+        profile(self, enabled, use_device=use_device, **settings)
+
+    return init
+
+
+def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """What `torch.load` finds in a file for CUDA, or is to put there, is loaded on the CPU."""
+
+    def restored(storage: Any, location: str) -> Any:
+        return restore(storage, "cpu" if str(location).startswith("cuda") else location)
+
+    return restored
+
+
+def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+    """With one card the module itself is called, with its inputs there."""
+
+    def there(leaf: Any) -> Any:
+        return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
+
+    inputs, kwargs = _torch.tree_map(there, (inputs, kwargs))
+    return self.module(*inputs, **kwargs)
+
+
+def _of_accelerator(card: Card, usage: Usage) -> dict[str, Callable[..., Any]]:
+    return {
+        **_memory(card, usage),
+        "is_available": lambda: True,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "device_count": lambda: 1,
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "current_stream": Idle,
+        "device_index": Idle,
+        "get_device_capability": lambda device=None: {"supported_dtypes": _DTYPES},
+        **dict.fromkeys(("set_device_index", "set_device_idx", "set_stream", "synchronize"), _nothing),
+    }
+
+
+def _unless_torch_asks(true: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch itself goes on to pin memory and to set up threads for what it is told."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return (true if _torch.is_own(sys._getframe(1)) else told)(*args, **kwargs)
+
+    return ask

@@ -1,0 +1,220 @@
+"""Two steps on a card that is not there: what has to be so meanwhile, and what is known afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from lowtide import _torch
+from lowtide.errors import RehearsalError
+from lowtide.estimator.cuda.backend import card_in_use, take_place
+from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NAME, measured, taking, unbounded
+from lowtide.estimator.cuda.gpu_allocation_tracker import CardLedger
+from lowtide.estimator.cuda.gpu_estimate import CardForesight, Outcome, known_within
+from lowtide.estimator.cuda.memory_stats import Usage
+from lowtide.estimator.cuda.op_workspace import Takes
+from lowtide.estimator.cuda.ops.op_record import READ_IN
+from lowtide.estimator.cuda.placement import Placed, belongings
+from lowtide.estimator.cuda.redirect import CudaMeans, cuda_is_there
+from lowtide.estimator.ddp_buckets import Reducers
+from lowtide.estimator.estimate import adopt, alone_with, as_they_are, compiled, left, planned, static_of, with_left
+from lowtide.estimator.estimate_labels import Names, labels
+from lowtide.estimator.fake_step_state import Everything
+from lowtide.estimator.fake_tensors import Twins, swap
+from lowtide.estimator.values.assumptions import Answers
+from lowtide.estimator.values.queries import Questions
+from lowtide.levers import of_plan
+from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.events import Timeline
+from lowtide.profiler.preconditions import NESTED
+from lowtide.state.containers import handing_back
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lowtide.memory.gpu_specs import Card
+    from lowtide.planner.records import Plan, Static
+
+
+def foresee_on(
+    card: Card,
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    plan: Plan | None = None,
+    optimizer: Optimizer | None = None,
+    allocator: AllocatorConfig | None = None,
+) -> CardForesight:
+    """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
+    on_card = OnCard(card, model, batch, (step, optimizer), plan=plan, allocator=allocator)
+    with of_plan(plan, model, optimizer), on_card as rehearsal:
+        hand_back = handing_back(batch)
+        step(batch)
+        hand_back()
+        rehearsal.second()
+        step(batch)
+        rehearsal.finish()
+    return rehearsal.foresight()
+
+
+class OnCard:
+    """In this block the model, the batch, and what else `reached` leads to are on `card`, and every operator is fake.
+
+    Take one step, say `second`, take another one, say `finish`. At the end of the block everything is as it was.
+    `alone`: the process is there for nothing else, and a batch on the card only as long as the script has it.
+    `is_there`: whether a real tensor is on CUDA already.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        model: nn.Module,
+        batch: Any,
+        reached: tuple[Any, ...],
+        *,
+        plan: Plan | None = None,
+        alone: bool = False,
+        allocator: AllocatorConfig | None = None,
+        is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
+    ) -> None:
+        self._card, self._model, self._batch, self._alone = card, model, batch, alone
+        self._config = AllocatorConfig.from_environment() if allocator is None else allocator
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RehearsalError(
+                    f"{type(module).__name__} is TorchScript, whose code runs past a card that is not there. Foresee "
+                    "the model before it is scripted or traced, or without a device."
+                )
+        self._engine = planned(model, batch, plan)
+        self._fakes = _torch.fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
+        self.answers = Answers(self._fakes)
+        self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
+        self._kept = Everything(model, *reached, *([] if alone else [batch]))
+        self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there, let_go=alone)
+        self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
+        self._static: Static | None = None
+        self._blocks: frozenset[int] = frozenset()
+
+    def __enter__(self) -> Self:
+        take_place(alone=self._alone)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(alone_with(self._fakes))
+            stack.enter_context(self._kept)
+            stack.enter_context(card_in_use(self._card))
+            at_entry = belongings(self._model, self._batch, self._kept.reached)
+            if self._alone:
+                self._batch = None
+            stack.enter_context(self._placed)
+            self._placed.put(at_entry)
+            means, usage = CudaMeans(NAME, self._ledger), Usage(self._ledger, self._config)
+            stack.enter_context(cuda_is_there(self._card, means, usage, self._ledger, self.answers))
+            stack.enter_context(self._ledger)
+            stack.callback(taking.clear)
+            taking.append(self._ledger.on_card)
+            stack.enter_context(Questions(self.answers, self._ledger))
+            stack.enter_context(as_they_are())
+            stack.enter_context(self._running)
+            with _torch.without_function_modes():
+                adopt(self._ledger, at_entry)
+                self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
+        """Put more tensors on the card, of the sizes that `resized` gives them; fake ones stay where they are."""
+        fakes: list[Tensor] = []
+        real: list[Tensor] = []
+        for tensor in {id(t): t for t in tensors}.values():
+            (fakes if _torch.is_fake(tensor) else real).append(tensor)
+        with _torch.without_function_modes():
+            for tensor in fakes:
+                if not self._placed.has(tensor):
+                    with self._ledger.corrected():
+                        _exchange(tensor, resized(tensor))
+            with _torch.without_modes():
+                self._placed.put(real, resized)
+            adopt(self._ledger, real)
+
+    def take_for(self, lengths: tuple[int, int] | None) -> None:
+        """From here on tensors that are as long as the first of `lengths` count as if they were as long as the second:
+        a batch that is yet to be `put` so.
+        """
+        self._ledger.lengths = lengths
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether any optimizer has stepped."""
+        return bool(self._kept.optimizers)
+
+    def turn_to(self, model: nn.Module) -> None:
+        """It is another model that is trained, which may be new to all of this. A `second` has to come after this."""
+        self._running.close()
+        self._kept.note(model)
+        real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not _torch.is_fake(tensor)]
+        self.put(real, lambda tensor: tensor)
+        self._model, self._engine = model, planned(model, self._batch, None)
+
+    def second(self, batch: Any = None) -> None:
+        """A step is over; the one that counts begins, with another batch if one is given."""
+        self._running.close()
+        with _torch.without_function_modes():
+            batch = self._batch if batch is None else batch
+            self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept, self._reducers.buckets)
+        self._ledger.begin()
+        self._names = Names(self._engine, self._ledger.mark)
+        self._running.enter_context(self._names.running())
+
+    def finish(self) -> None:
+        """It is over as well."""
+        self._running.close()
+        self._ledger.unbounded |= unbounded
+        self._measured = tuple(measured.values())
+        self._names.state(self._kept.optimizers)
+
+    def foresight(self, n_passes: int = 0) -> CardForesight:
+        """What is known then. Only after the block has ended. `n_passes`: see `CardForesight`."""
+        stream, bounds = self._ledger.stream, self._ledger.bounds
+        outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=not self._ledger.unbounded)
+        needs, interval = outcome.needs()
+        assert self._static is not None
+        return CardForesight(
+            timeline=Timeline(stream, labels(stream, self._names)),
+            static=with_left(self._static, self._blocks, stream),
+            unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
+            assumed=(*_about(self._card), *compiled(self._model), *self.answers.notes, *left(self._kept)),
+            measured=self._measured,
+            n_passes=n_passes,
+            card=self._card,
+            whole=outcome.whole,
+            bounds=bounds,
+            config=self._config,
+            needs=needs,
+            interval=interval,
+            verdict=outcome.on(self._card),
+            smallest_card=outcome.smallest(self._card),
+        )
+
+
+def _exchange(tensor: Tensor, other: Tensor) -> None:
+    """What `tensor` was ends with this call."""
+    if other is not tensor:
+        swap(tensor, other)
+
+
+def _about(card: Card) -> Iterator[str]:
+    if card.capability is None:
+        major, minor = CAPABILITY_ASSUMED
+        yield f"compute capability {major}.{minor}: only the memory of the card was given"
+    if not torch.__version__.startswith(f"{READ_IN}."):
+        yield f"CUDA's behaviours of torch {READ_IN}, whose sources were read: this is torch {torch.__version__}"

@@ -1,0 +1,172 @@
+"""DistributedDataParallel while its step is foreseen: nothing is sent, and its buckets are counted.
+
+A flat tensor, a bucket, holds gradients until they have been added up over the processes. All buckets together are as
+large as all gradients. They are made when a model is wrapped, and once more, in the order in which gradients came, in
+the second forward. Each gradient is copied there; with `gradient_as_bucket_view` it is a view from then on.
+Read in torch/csrc/distributed/c10d/reducer.cpp: initialize_buckets, initialize_bucket_views, rebuild_buckets,
+mark_variable_ready_dense, delay_all_reduce; torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+from unittest.mock import patch
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide import _torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.estimator.allocation_tracker import Ledger
+
+
+class Reducers:
+    """In this block each wrapper among `modules` has a reducer that sends nothing."""
+
+    def __init__(self, modules: Iterable[Any], ledger: Ledger) -> None:
+        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._reducers = [_Reducer(wrapper, ledger) for wrapper in wrappers]
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def buckets(self) -> list[Tensor]:
+        """Flat tensors that gradients are copied to, and maps of which of them there are."""
+        return [tensor for reducer in self._reducers for tensor in (*reducer.buckets, *reducer.maps)]
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            for reducer in self._reducers:
+                reducer.begin(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+class _Reducer:
+    """Stand-in for the reducer and the logger of one wrapper; calls that have nothing to do with memory do nothing."""
+
+    def __init__(self, wrapper: DistributedDataParallel, ledger: Ledger) -> None:
+        self._wrapper, self._ledger = wrapper, ledger
+        self._parameters, self._sparse = _torch.sent_parameters(wrapper)
+        self._limits, self._limits_then = _torch.bucket_limits(wrapper)
+        self._is_new = _torch.has_new_buckets(wrapper)
+        self._rebuilds = wrapper.static_graph or not wrapper.find_unused_parameters
+        self._delays = _torch.awaits_first_backward(wrapper)
+        """Whether gradients are copied when backward is over, and not as they come."""
+        self._expects = False
+        """Whether the backward pass of the last forward sends gradients."""
+        self._order: dict[int, None] = {}
+        """Parameters by number, in the order in which their gradients came first."""
+        self.buckets: list[Tensor] = []
+        self.maps: list[Tensor] = []
+        """Which parameters took part, a number for each."""
+        self._views: dict[int, Tensor] = {}
+
+    def begin(self, stack: contextlib.ExitStack) -> None:
+        """Be in its place until `stack` is closed."""
+        numbers = range(len(self._parameters))
+        if self._wrapper.gradient_as_bucket_view and all(p.grad is not None for p in self._parameters):
+            self._views = {n: self._ledger.adopt(self._gradient(n)) for n in numbers}
+            self.buckets = [*self._views.values()]
+            self._ledger.in_place.update(map(_torch.storage_id, self.buckets))
+        else:
+            with self._ledger.aside():
+                self._make([*reversed(numbers)] if self._is_new else [*numbers])
+        if self._wrapper.static_graph or self._wrapper.find_unused_parameters:
+            n_maps = 2 if self._ledger.device == "cpu" else 1  # one is on the host
+            with self._ledger.aside():
+                like = torch.empty(len(numbers), dtype=torch.int32, device=self._ledger.device)
+                self.maps = [like, *(torch.empty_like(like) for _ in range(n_maps - 1))]
+        for tensor in (*self.buckets, *self.maps):
+            self._ledger.adopt(tensor)
+        for number, parameter in enumerate(self._parameters):
+            came = functools.partial(self._came, number)
+            hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            stack.callback(hook.remove)
+        stack.callback(self._ledger.in_place.clear)
+        for name, thing in (("reducer", self), ("logger", self), (_torch.SYNC_BUFFERS, _as_one)):
+            stack.enter_context(patch.object(self._wrapper, name, thing))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def prepare_for_backward(self, outputs: object) -> None:
+        self._expects = True
+
+    def _rebuild_buckets(self) -> bool:
+        if self._is_new or not self._rebuilds or len(self._order) < len(self._parameters):
+            return False
+        self._is_new = True
+        self.buckets.clear()
+        self._views.clear()
+        self._make([*self._order])
+        for number in self._order:
+            self._copy(number)
+        return True
+
+    def _delay_all_reduce(self) -> None:
+        self._delays = False
+        for number in range(len(self._parameters)):
+            self._copy(number)
+
+    def _make(self, order: Sequence[int]) -> None:
+        """Make a bucket for each few parameters."""
+        groups = _torch.assign_buckets(
+            [self._parameters[number] for number in order],
+            self._limits_then if self._is_new else self._limits,
+            self._sparse,
+            order,
+        )
+        for group in groups if self._is_new else reversed(groups):
+            parameters = [self._parameters[number] for number in group]
+            if self._sparse[group[0]]:
+                continue  # gradients of such a parameter are sent as they are
+            with torch.no_grad(), _torch.without_function_modes():
+                like = parameters[0]
+                bucket = torch.empty(sum(p.numel() for p in parameters), dtype=like.dtype, device=self._ledger.device)
+                self.buckets.append(bucket)
+                self._ledger.in_place.add(_torch.storage_id(bucket))
+                place = 0
+                for number, parameter in zip(group, parameters, strict=True):
+                    self._views[number] = bucket.as_strided(parameter.size(), parameter.stride(), place)
+                    place += parameter.numel()
+
+    def _came(self, number: int, parameter: Tensor) -> None:
+        """A gradient is complete."""
+        if self._expects:
+            _torch.after_backward(self._is_over)
+            self._order[number] = None
+            if not self._delays:
+                self._copy(number)
+
+    def _is_over(self) -> None:
+        self._expects = False
+
+    def _copy(self, number: int) -> None:
+        """Have a gradient in its bucket, and only there if it is to be a view."""
+        view = self._views.get(number)
+        if view is None or not self._wrapper.gradient_as_bucket_view or self._parameters[number].grad is None:
+            return
+        gradient = self._gradient(number)
+        if _torch.is_fake(gradient) and _torch.storage_id(gradient) != _torch.storage_id(view):
+            with _torch.without_function_modes():
+                gradient.data = view
+
+    def _gradient(self, number: int) -> Tensor:
+        gradient = self._parameters[number].grad
+        assert gradient is not None
+        return gradient
+
+
+def _as_one(tensors: Sequence[Tensor], *_: Any) -> None:
+    """Buffers are sent as one tensor for each dtype."""
+    sent = [torch.cat([t.reshape(-1) for t in tensors if t.dtype is dtype]) for dtype in {t.dtype for t in tensors}]
+    del sent

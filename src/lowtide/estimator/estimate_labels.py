@@ -1,0 +1,41 @@
+"""Names for the blocks of a foreseen step, in the way in which a measured one gets them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lowtide import _torch
+from lowtide.profiler import block_labels as names
+from lowtide.profiler.block_labels import labels
+from lowtide.runtime.fingerprint import tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from lowtide.runtime.saved_values import Handle
+
+__all__ = ["Names", "labels"]
+
+
+class Names(names.Names):
+    """The probe of a measured step, told of storages by their numbers: fake ones are at no address."""
+
+    def _address(self, tensor: Tensor) -> int:
+        return _torch.storage_id(tensor)
+
+    def packed(self, handle: Handle, tensor: Tensor) -> None:
+        assert self.engine.scope is not None
+        self.modules.append(self.engine.scope.path)
+        slot = self.packs
+        self.packs += 1
+        self._slots[handle] = slot
+        self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
+        self.mark("pack", (slot, self._address(tensor)))
+
+    def state(self, optimizers: Iterable[Optimizer]) -> None:
+        """The step is over: which of the blocks are optimizer state."""
+        found = [t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)]
+        self.mark("optimizer state", tuple(map(self._address, found)))

@@ -1,0 +1,24 @@
+"""A foreseen step as a few lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lowtide.memory import timeline_table as text
+
+if TYPE_CHECKING:
+    from lowtide.estimator.estimate import Foresight
+
+
+def table(foresight: Foresight) -> Iterator[str]:
+    """The timeline with what was there before, and what is not known."""
+    static = foresight.static
+    entry = {"parameters": static.parameters, "gradients": static.gradients, "optimizer state": static.optimizer}
+    entry |= {"buffers": static.buffers, "inputs": static.inputs}
+    yield from text.table(foresight.timeline, entry=entry)
+    yield from foresight.more()
+    for title, lines in (("not known exactly", foresight.unknown), ("assumed", foresight.assumed)):
+        if lines:
+            yield f"{title}:"
+            yield from (f"  {line}" for line in lines)

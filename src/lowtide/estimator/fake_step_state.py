@@ -1,0 +1,138 @@
+"""Everything that a step of fake tensors may leave one in, put back as it was.
+
+Such a step writes to no real tensor, but leaves fake ones behind: gradients, optimizer state, a gradient scaler's
+scale, a list of losses. And it does to all else what a step does: it draws from generators of random numbers, and
+writes to arrays of NumPy.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide._torch import is_fake
+from lowtide._torch.patching import of_this_thread
+from lowtide.state.introspection import origin
+from lowtide.state.observed_changes import is_left_alone
+from lowtide.state.reachable_objects import Kept
+from lowtide.state.reachable_state import LEAVES, is_generator
+from lowtide.state.step_snapshot import RandomState, state_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_DEPTH = 6
+"""A cache's own dict, its list of entries, and what is in an entry."""
+
+
+class Everything(Kept):
+    """While the `with` block runs anything may happen to what `roots` reach; at its end it is as it was.
+
+    Contents of real tensors are not copied: see that nothing writes to them. Random numbers are put back as well, those
+    of generators that are reached included. Data sets, iterators and libraries' functions are walked into: each may be
+    where a fake tensor is left.
+    """
+
+    largest = 100_000
+    loosely = False
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots = roots
+        self._optimizers: dict[int, Optimizer] = {}
+        self.left: tuple[str, ...] = ()
+        """After the block, what has changed and was not put back, in words."""
+        super().__init__()
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Every optimizer that has stepped."""
+        return tuple(self._optimizers.values())
+
+    @property
+    def reached(self) -> tuple[Any, ...]:
+        """Every object that was found so far, from the roots on."""
+        return tuple(self.things)
+
+    def __enter__(self) -> Self:
+        self._random = RandomState.now()
+        self.note(*self._roots)
+        self._hook = register_optimizer_step_pre_hook(of_this_thread(self._stepping, self._has))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        try:
+            self.restore()
+            self.left = self.changes()
+        finally:
+            self._random.restore()
+            self.close()
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._seen
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        self.note(optimizer)  # if no root reaches it: it has not stepped yet
+
+    # --- the walk
+
+    def _is_of_interest(self, thing: Any) -> bool:
+        return True
+
+    def _is_left_alone(self, thing: Any) -> bool:
+        return False
+
+    def _is_walked(self, thing: Any) -> bool:
+        return True
+
+    def _function(self, function: types.FunctionType) -> Iterable[Any]:
+        is_ours = origin(function.__code__.co_filename) == "ours"  # it has torch's tables of hooks, say
+        found = () if is_ours else self._variables(function)
+        own = (function.__defaults__, function.__kwdefaults__, None if is_ours else vars(function))
+        wrapped = getattr(function, "__wrapped__", None)
+        return (*found, *self._named.code(function), *self._cells(function), *own, wrapped)
+
+    def _object(self, thing: Any) -> Iterable[Any]:
+        if is_generator(thing):
+            set_state, state = state_of(thing)
+            self._others.append(functools.partial(set_state, state))
+        elif is_left_alone(thing):
+            self.watch(thing)
+        return super()._object(thing)
+
+    def _module(self, module: torch.nn.Module) -> Iterable[Any]:
+        scripted = isinstance(module, torch.jit.ScriptModule)  # whose parameters are in no dict
+        return (*self._attributes(module), *(module.parameters() if scripted else ()))
+
+    def _cache(self, cache: Any) -> Iterable[Any]:
+        """Have a function that remembers what it gave forget all if there is a fake tensor among that."""
+        n_misses = cache.cache_info().misses
+
+        def restore() -> None:
+            if cache.cache_info().misses != n_misses and _has_fakes(cache):
+                cache.cache_clear()
+
+        self._others.append(restore)
+        return super()._cache(cache)
+
+
+def _has_fakes(cache: Any) -> bool:
+    """Return True if one is in what a cache refers to, some objects deep; entries of a cache can't be asked for."""
+    level, seen = [cache], set[int]()
+    for _ in range(_DEPTH):
+        level = [inside for thing in level for inside in gc.get_referents(thing) if id(inside) not in seen]
+        seen.update(map(id, level))
+        if any(isinstance(thing, torch.Tensor) and is_fake(thing) for thing in level):
+            return True
+        level = [thing for thing in level if not isinstance(thing, (*LEAVES, type, types.FunctionType, torch.Tensor))]
+    return False

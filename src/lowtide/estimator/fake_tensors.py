@@ -1,0 +1,128 @@
+"""Fake twins of real tensors: the same geometry on the same memory map, without the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide import _torch
+from lowtide.errors import RehearsalError
+from lowtide.estimator import sparse_tensors as sparse
+from lowtide.profiler.preconditions import NESTED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide._torch import FakeTensorMode
+
+
+class Twins:
+    """The fake twin of each real tensor that a rehearsed step meets. Tensors that share memory have twins that do.
+
+    Nothing of a real tensor is ever written to: operators only get to see its twin. Twins are on the device of their
+    tensor, or all on `device`.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: str | None = None) -> None:
+        self._mode, self._device = mode, device
+        self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._memory: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        """By the number of a real storage: the storage, held so that the number stays its own, and its twin's bytes."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The twin of a real tensor, made when it is first asked for."""
+        twin: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
+        if twin is None or twin.shape != tensor.shape:
+            twin = self._twins[tensor] = self._make(tensor)
+        return twin
+
+    def of_new(self, tensor: Tensor) -> Tensor:
+        """The twin of a real tensor that only the caller has: it lives as long as somebody has the twin."""
+        twin = self.of(tensor)
+        self._twins.pop(tensor)  # type: ignore[no-untyped-call]
+        self.let_go(tensor)
+        return twin
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """A twin with its own elements alone, as a copy on another device has them."""
+        with _torch.without_modes(), self._mode:
+            geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            return torch.empty_like(geometry, device=self._place(tensor))
+
+    def let_go(self, tensor: Tensor) -> None:
+        """Hold no twin of a tensor's memory any longer."""
+        if _torch.is_strided(tensor):
+            self._memory.pop(_torch.storage_number(tensor.untyped_storage()), None)
+
+    def _place(self, tensor: Tensor) -> torch.device | str:
+        return self._device or tensor.device
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if sparse.is_sparse(tensor):  # torch's own twin of one has no elements
+            with _torch.without_modes(), torch.no_grad():
+                indices, values = map(self.of, _torch.parts_of(tensor.detach()))
+                with self._mode:
+                    return sparse.like(tensor, indices, values).requires_grad_(tensor.requires_grad)
+        if tensor.is_nested:
+            raise RehearsalError(NESTED)
+        if not _torch.is_strided(tensor):
+            fake: Tensor = self._mode.from_tensor(tensor)
+            return fake
+        storage, size = tensor.untyped_storage(), tensor.element_size()
+        number = _torch.storage_number(storage)
+        with _torch.without_modes(), torch.no_grad(), self._mode:
+            found = self._memory.get(number)
+            if found is None:
+                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._place(tensor))
+                self._memory[number] = storage, memory
+            else:
+                memory = found[1]
+            whole = memory[: memory.numel() // size * size].view(tensor.dtype)
+            twin = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return twin
+
+
+def is_real(thing: Any) -> bool:
+    """Whether it is a tensor that has its bytes."""
+    return isinstance(thing, torch.Tensor) and not _torch.is_fake(thing)
+
+
+@contextlib.contextmanager
+def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iterator[None]:
+    """Tensors on the meta device are fake ones on `device` in this block, being the same Python objects all the time.
+
+    Raises RehearsalError for those that torch can't exchange.
+    """
+    done: list[tuple[Tensor, Tensor]] = []
+    try:
+        for tensor in {id(t): t for t in tensors if t.device.type == "meta"}.values():
+            with mode, torch.no_grad():
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                _torch.make_parameter(fake, tensor.requires_grad)
+            swap(tensor, fake)
+            done.append((tensor, fake))
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # a failed step's frames hold graphs that hold parameters
+        raise
+    finally:
+        for tensor, fake in done:
+            tensor.grad = None
+            swap(tensor, fake)
+
+
+def swap(tensor: Tensor, fake: Tensor) -> None:
+    """Two tensors change places, each Python object keeping its identity. Raises RehearsalError where they can't."""
+    try:
+        _torch.exchange(tensor, fake)
+    except (RuntimeError, TypeError) as error:
+        raise RehearsalError(
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} on the meta device can't be rehearsed: {error}.\n"
+            "  Make the model on a real device; rehearsing takes no memory beyond its parameters."
+        ) from error

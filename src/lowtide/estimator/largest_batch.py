@@ -1,0 +1,211 @@
+"""`lowtide.largest`: the largest batch, or the longest sequence, that fits, without running out of memory once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lowtide._torch import tree_map
+from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
+from lowtide.estimator.estimate import Foresight, foresee
+from lowtide.memory.gpu_specs import Card, context_bytes, parse_card
+from lowtide.runtime.fingerprint import tensors_in, with_tensors
+from lowtide.units import format_apart, parse_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Plan
+
+MOST = 2**20
+"""Sizes up to which is looked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest size that fits, and what was looked at on the way to it."""
+
+    size: int
+    foresight: Foresight
+    """Of the step at that size."""
+    budget_bytes: int
+    peaks: dict[int, int]
+    """Predicted peak at each size that was tried, bytes; on a card the most that can be reserved."""
+
+    def __str__(self) -> str:
+        budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])
+        fits = f"size {self.size} fits: {peak} peak predicted, and there is {budget}"
+        larger = min((size for size in self.peaks if size > self.size), default=None)
+        if larger is None:
+            return fits
+        return f"{fits}; size {larger} would need {format_apart(self.budget_bytes, self.peaks[larger])[1]}"
+
+
+def largest(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    budget: int | str | None = None,
+    device: str | Card | None = None,
+    batch_dim: int = 0,
+    most: int = MOST,
+    plan: Plan | None = None,
+    optimizer: Optimizer | None = None,
+) -> Largest:
+    """The largest size of `batch` along `batch_dim` at which the step's predicted peak is within `budget` bytes.
+
+    Every tensor and array of `batch` that is as long along `batch_dim` as the first one is made longer or shorter:
+    integers and booleans by repeating what is there, as in lists with one entry a row. `batch_dim=1` finds the longest
+    sequence; say the `most` that the model takes, such as its number of positions. With `plan` the step runs under it,
+    and on larger batches than those it is for under the most saving one, as it would in training.
+
+    With `device`, a card as `foresee` takes it, the peak is the most that the allocator can reserve there, and without
+    a `budget` it has to be there beside the largest CUDA context, so that the cache never has to be emptied.
+
+    The peak is taken to grow with the size. Each size that is tried costs a `foresee`: a handful, for peaks are nearly
+    linear. Raises Infeasible if size 1 does not fit, BudgetError if neither a budget nor a card is given, and whatever
+    `foresee` raises.
+    """
+    if most < 1:
+        raise LowtideError(f"most is the largest size that may be tried, at least 1; found {most}.")
+    card = None if device is None else parse_card(device)
+    budget_bytes = _limit(budget, card)
+    given = size_of(batch, batch_dim)
+    tried: dict[int, Foresight] = {}
+    peaks: dict[int, int] = {}
+
+    def peak(size: int) -> int:
+        if size not in tried:
+            other = _resized(batch, batch_dim, given, size)
+            with _at(size, peaks, budget_bytes):
+                if card is None:
+                    tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
+                    peaks[size] = tried[size].peak_bytes
+                else:
+                    tried[size] = found = foresee(model, step, other, device=card, plan=plan, optimizer=optimizer)
+                    peaks[size] = found.interval[1]
+        return peaks[size]
+
+    size = _largest_within(peak, budget_bytes, start=min(given, most), most=most)
+    if size == 0:
+        parts = dict(zip(("static", "step"), (tried[1].static.total, tried[1].timeline.peak_bytes), strict=True))
+        raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=peak(1), parts=parts)
+    return Largest(
+        size=size,
+        foresight=tried[size],
+        budget_bytes=budget_bytes,
+        peaks={n: peaks[n] for n in sorted(peaks)},
+    )
+
+
+@contextlib.contextmanager
+def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
+    """A step that fails at a small size, as batch norm does with one row: say why so small a one was tried."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if not peaks or size >= min(peaks):
+            raise
+        least, most = format_apart(budget, peaks[min(peaks)])
+        raise RehearsalError(
+            f"size {min(peaks)} needs {most}, and there is {least}; a smaller one, {size}, the step can't be taken at: "
+            f"{error}"
+        ) from error
+
+
+def _limit(budget: int | str | None, card: Card | None) -> int:
+    if budget is not None:
+        return parse_bytes(budget)
+    if card is None:
+        raise BudgetError('give a budget="8GiB", or a device="RTX 4090" whose memory it has to fit in.')
+    return card.total_bytes - context_bytes(card)[1]
+
+
+def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
+    """The largest n in 1..most with peak(n) <= budget, 0 if there is none, for a peak that grows with n.
+
+    Each guess is where the line through the last two meets the budget, which is the answer itself for a linear peak;
+    every third one halves or doubles instead, so that any other peak takes a logarithmic number of guesses.
+    """
+    fits, too_large = 0, most + 1
+    last, guess = 0, start
+    for number in itertools.count(1):
+        if peak(guess) <= budget:
+            fits = guess
+        else:
+            too_large = guess
+        if too_large - fits == 1:
+            return fits
+        before, last = last, guess
+        rise = (peak(last) - (peak(before) if before else 0)) / (last - before)
+        if number % 3 and rise > 0:
+            guess = last + math.floor((budget - peak(last)) / rise)
+        else:
+            guess = 2 * fits if too_large > most else (fits + too_large) // 2
+        guess = min(max(guess, fits + 1), too_large - 1)
+    raise AssertionError("unreachable: each guess is between the two")
+
+
+def size_of(batch: Any, dim: int) -> int:
+    """The size of the first tensor or array of `batch` that has dimension `dim`. Raises RehearsalError without one."""
+    for thing in tensors_in(tree_map(_tensor, batch)):
+        if thing.dim() > dim:
+            return int(thing.shape[dim])
+    raise RehearsalError(
+        f"no tensor or array of the batch has a dimension {dim} whose size could be changed.\n"
+        "  Give the batch as the step takes it, with tensors, or a batch_dim that they have."
+    )
+
+
+def _tensor(leaf: Any) -> Any:
+    """An array as a tensor; anything else as it is."""
+    return torch.empty(leaf.shape, device="meta") if isinstance(leaf, np.ndarray) else leaf
+
+
+def _resized(part: Any, dim: int, given: int, size: int, *, is_whole: bool = True) -> Any:
+    """A batch, or a part of one, whose size along `dim` is `size` where it was `given`."""
+
+    def other(inside: Any) -> Any:
+        return _resized(inside, dim, given, size, is_whole=False)
+
+    if isinstance(part, torch.Tensor):
+        return resized(part, dim, given, size)
+    if isinstance(part, np.ndarray):
+        is_long = part.ndim > dim and part.shape[dim] == given
+        return part.take(np.arange(size) % given, axis=dim) if is_long else part
+    if type(part) is dict:
+        return {key: other(inside) for key, inside in part.items()}
+    if isinstance(part, list | tuple):
+        parts = [other(inside) for inside in part]
+        if hasattr(part, "_fields"):
+            return type(part)(*parts)
+        if not (is_whole or dim) and len(part) == given and not any(_is_long(inside, given) for inside in part):
+            return type(part)(part[i % given] for i in range(size))
+        return type(part)(parts)
+    return with_tensors(part, lambda tensor: resized(tensor, dim, given, size))
+
+
+def _is_long(thing: Any, given: int) -> bool:
+    """Whether it has rows of its own, and is not the entry of one row."""
+    return isinstance(thing, torch.Tensor | np.ndarray) and thing.ndim > 0 and thing.shape[0] == given
+
+
+def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
+    """A tensor whose size along `dim` is `given` with another one; any other as it is."""
+    if tensor.dim() <= dim or tensor.shape[dim] != given or given == size:
+        return tensor
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        shape = [*tensor.shape]
+        shape[dim] = size
+        # never read, so that the system gives it no memory
+        return tensor.new_empty(shape, requires_grad=tensor.requires_grad)
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % given)

@@ -1,0 +1,1 @@
+"""Values in fake tensors: what is known, and what is assumed where a step asks for more."""

@@ -1,0 +1,494 @@
+"""What is known of the contents of fake tensors.
+
+A model decides things by contents: whether a mask is all ones, which positions are padding, how many steps the
+optimizer took. What comes from the batch, from buffers and from constants alone is **known**: small operators on known
+tensors run on real ones beside. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is
+NaN or infinite, a gradient scaler finds no overflow, checks pass and training goes on (`branch_rules.py`), as in every
+step worth rehearsing; and a router sends equally many tokens to each expert. Anything else is refused with its line.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from lowtide import _torch
+from lowtide._torch import tree_leaves, tree_map
+from lowtide.errors import Unforeseeable
+from lowtide.estimator.op_sets import (
+    ALL_OR_ANY,
+    BY_INTEGERS,
+    BY_SHAPE,
+    CHOICES,
+    COMPARING,
+    EMPTY,
+    GATHERING,
+    INDEXING,
+    LESS,
+    MORE,
+    NORMED_BY_BATCH,
+    NOT_IN_HEALTH,
+    PACKING,
+    PUTTING,
+    RUNNING,
+    TRAINING,
+)
+from lowtide.estimator.values import known_values as contents
+from lowtide.estimator.values.query_purpose import in_optimizer, is_counted, is_searching, passing
+from lowtide.estimator.values.query_site import asked_by_loader, where
+from lowtide.estimator.values.unknown_values import Unknown, unknown_array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from lowtide._torch import FakeTensorMode
+    from lowtide.estimator.values.unknown_values import UnknownArray
+
+aten = torch.ops.aten
+
+_CPU = torch.device("cpu")
+
+LARGEST_KNOWN = 2**20
+"""Elements of integers and booleans up to which contents are known: a batch of tokens, a mask."""
+LARGEST_KNOWN_FLOAT = 2**17
+
+LARGEST_ASKED = 2**26
+"""Elements of a batch up to which it is looked through for NaN and infinity."""
+
+MOST_ASKED = 10_000
+"""Times in a row that one line is told that a loop goes on."""
+
+_AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
+"""The second is only seen of tensors that were made in inference mode: else it is composed of the first."""
+
+HEALTH = "no NaN or infinity"
+DRAWN = "random numbers are as they were drawn"
+EVENLY = "what is chosen here by its largest value is taken to be chosen evenly"
+
+SEARCHING = (
+    "LBFGS is taken to find a better point in each iteration; later steps keep more, up to two vectors as large as all "
+    "parameters for each of history_size iterations"
+)
+
+_LEFT_REAL = "_lowtide_left_real"
+
+
+class Answers:
+    """Knows what can be known of fake tensors. `notes` are the answers that were assumed, each with its line."""
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        self._fakes = fakes
+        self.notes: dict[str, None] = {}
+        self.refused: Unforeseeable | None = None
+        """The first question without an answer: who cleans up after it may ask more."""
+        self._generators: dict[torch.Generator, torch.Generator] = {}
+        self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
+        """Those of unknown numbers, by id."""
+        self.written: set[int] = set()
+        """Storages that operators wrote to, until somebody empties it."""
+        self._asked_at, self._n_asked = "", 0
+        """The line that was answered last without anybody knowing, and how often in a row."""
+        self._n_searched = 0
+        """Losses that LBFGS was told."""
+
+    # --- what is known
+
+    def introduce(self, twin: Tensor, real: Tensor) -> None:
+        """A twin's contents are those of the real tensor, but a parameter's: the step changes these."""
+        if real.requires_grad or real.device.type == "meta" or contents.is_met(twin):
+            return
+        if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
+            return  # `torch.from_numpy`, which no mode sees
+        if not _torch.is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
+            contents.borrow(twin, real)
+        elif _is_small(real):  # a piece of something larger, of which only the piece is on the card
+            self.learn(twin, real.detach().cpu())
+
+    def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        """The contents of a fake tensor as an array, which Python code may write to."""
+        with _torch.on_real_tensors():
+            value = contents.writable(tensor)
+            if value is None and not contents.is_known(tensor):
+                self.note("the numbers of an array, which are not known, are taken as 1")
+                one = torch.ones((), dtype=tensor.dtype)
+                ones = one.expand(tensor.shape)
+                is_small = ones.numel() * ones.itemsize <= contents.LARGEST_COPIED
+                array = func(ones.clone() if is_small else ones, *args, **kwargs)
+                if not is_small:
+                    array.setflags(write=False)  # it takes no memory: all its numbers are the same one
+                return unknown_array(array, self)
+            self._note_assumed(tensor)
+            if value is not None:
+                return func(value, *args, **kwargs)
+            value = contents.value(tensor)
+            array = func(value, *args, **kwargs)
+            array.setflags(write=False)  # it is a real tensor's memory, too large for a copy
+            return array
+
+    def numbers(self, tensor: Tensor) -> Any:
+        """The contents of a fake tensor as numbers in lists."""
+        value = self.value(tensor)
+        if value is None:
+            return _nested(tuple(tensor.shape), Unknown(self))
+        self._note_assumed(tensor)
+        with _torch.on_real_tensors():
+            return value.tolist()
+
+    def is_score(self, tensor: Tensor) -> bool:
+        """Whether it is a number that says how good choices are, and no count of what was chosen: an accuracy."""
+        return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
+
+    def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
+        """A copy's contents are those of its tensor."""
+        with _torch.on_real_tensors():
+            contents.share(tensor, copy)
+
+    def forget(self, found: Any) -> None:
+        """Nothing is known of these tensors: numbers went into them that nobody knows."""
+        for tensor in tree_leaves(found):
+            if _torch.is_fake(tensor):
+                contents.forget(tensor)
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """The contents of a fake tensor, if they are known. Not to be written to."""
+        with _torch.on_real_tensors():
+            return contents.value(tensor)
+
+    def learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
+        """A fake tensor has these contents."""
+        with _torch.on_real_tensors():
+            contents.learn(tensor, value, assumed)
+
+    # --- operators
+
+    def before(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
+        """Whether an operator is answered without running it, and with what."""
+        if func in _AS_NUMBER:
+            return True, self._number(args[0])
+        if func in COMPARING:
+            return True, self._comparison(func, args, kwargs, tensors)
+        if torch.Tag.dynamic_output_shape not in func.tags and func not in BY_INTEGERS:
+            return False, None
+        if func in INDEXING:
+            return self._index(func, args, kwargs)
+        if func is aten.masked_select.default:
+            return self._select(*args)
+        for tensor in tensors:
+            if contents.is_known(tensor):
+                self._note_assumed(tensor)
+            elif not (func in BY_INTEGERS and tensor.dtype.is_floating_point):
+                raise self.refusal(f"the size of what {_name(func)} gives depends on contents")
+        real = self._run(func, args, kwargs)
+        device = tensors[0].device
+
+        def made(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if func is PACKING and value.dtype is torch.long:
+                return left_real(value)  # rows of each step: recurrent layers, and backward, read its memory
+            fake = self._fake_like(value, device)
+            if not value.dtype.is_floating_point and _is_small(value):
+                self.learn(fake, value)
+            return fake
+
+        return True, tree_map(made, real)
+
+    def _comparison(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+        if not all(map(contents.is_known, tensors)):
+            return self.truth("it compares tensors")
+        for tensor in tensors:
+            self._note_assumed(tensor)
+        return bool(self._run(func, args, kwargs))
+
+    def places_of_masks(self, func: Any, args: Any) -> list[int]:
+        """Bytes of the numbers that an operator makes of each mask by which it indexes, where the mask is known.
+
+        aten/src/ATen/native/IndexingUtils.h: expandTensors; one number that is written everywhere is filled in instead
+        (TensorAdvancedIndexing.cpp: _index_put_impl_). torch 2.13.
+        """
+        if func not in INDEXING and func not in PUTTING:
+            return []
+        is_filled = func in PUTTING and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+        if is_filled or not _has_mask(args[1]):
+            return []
+        masks = [self.value(index) for index in args[1] if index is not None and index.dtype in _MASKS]
+        with _torch.on_real_tensors():
+            return [int(mask.count_nonzero()) * mask.dim() * torch.long.itemsize for mask in masks if mask is not None]
+
+    def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Indexing by a mask gives as many rows as the mask has: as an index by numbers, if these are known."""
+        if not _has_mask(args[1]):
+            return False, None
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in _MASKS:
+                indices.append(index)
+                continue
+            mask = self.value(index)
+            if mask is None:
+                raise self.refusal("how many elements it takes depends on a mask")
+            self._note_assumed(index)
+            with _torch.on_real_tensors():
+                numbers = mask.nonzero().unbind(1)
+            for number in numbers:
+                fake = self._fake_like(number, index.device)
+                self.learn(fake, number, contents.assumed(index))
+                indices.append(fake)
+        args[1][:] = indices
+        return False, None
+
+    def _select(self, tensor: Tensor, mask: Tensor) -> tuple[bool, Any]:
+        """As many elements as the mask has, whatever they are."""
+        chosen = self.value(mask)
+        if chosen is None:
+            raise self.refusal("how many elements it takes depends on a mask")
+        self._note_assumed(mask)
+        with _torch.on_real_tensors():
+            count = int(chosen.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())  # type: ignore[no-untyped-call]
+        with self._fakes:
+            return True, torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+
+    def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+        """An operator has run: note what is known of its results, and of what it has written to."""
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            for gradient in args[0]:
+                contents.forget(gradient)
+            return  # what it found stays as it was: nothing
+        targets = _targets(_torch.written_by(func), args, kwargs)
+        self.written.update(map(_torch.storage_id, targets))
+        changes = targets or not all(map(contents.is_known, made))
+        if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
+            return
+        if func in NORMED_BY_BATCH and args[TRAINING]:
+            targets += _targets(RUNNING, args, kwargs)
+        for target in targets:
+            contents.forget(target)
+        verdict = self._healthy(func, args, tensors)
+        goes_on = None if verdict is not None else _goes_on(func, args)
+        with _torch.on_real_tensors():
+            if verdict is not None:
+                contents.learn_alike(made[0], torch.tensor(verdict), HEALTH)
+            elif goes_on is not None:
+                contents.learn_alike(made[0], torch.tensor(goes_on), SEARCHING)
+            elif func in CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
+                contents.learn(made[-1], _evenly(made[-1], count), EVENLY)
+
+    def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+        """Whether an operator can be run on contents, which are small and have no tangents."""
+        if _torch.in_forward_mode() or func is aten._efficientzerotensor.default:  # which is none to copy
+            return False
+        if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
+            return tensors[0].numel() <= LARGEST_ASKED  # a batch may well have some
+        if func in BY_SHAPE:
+            tensors = ()
+        elif func in GATHERING:
+            tensors = tensors[1:] if contents.is_known(tensors[0]) else tensors
+        return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, made))
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], made: list[Tensor]) -> bool:
+        """Run an operator on contents, and learn what it gives. False if it can't be: it has done nothing then.
+
+        Where something was assumed it may not be what the operator takes, such as an index that is too large. And some
+        operators are for cards alone.
+        """
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        assumed = DRAWN if _torch.draws(func) else next(filter(None, map(contents.assumed, given)), "")
+        with _torch.on_real_tensors():
+            written = {id(target): contents.writable(target, assumed) for target in targets}
+        if any(found is None for found in written.values()):
+            return False
+        try:
+            real = self._run(func, args, kwargs, written)
+        except (RuntimeError, IndexError, ValueError) as error:
+            is_for_cards = isinstance(error, NotImplementedError) and any(fake.device != _CPU for fake in made)
+            if not (assumed or is_for_cards):
+                raise
+            return False
+        results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
+        if func in EMPTY:
+            for value in results:
+                value.zero_()  # so that no two rehearsals differ
+        for fake, value in zip(made, results, strict=False):
+            if fake.shape == value.shape and not contents.is_known(fake):
+                self.learn(fake, value, assumed)
+        return True
+
+    def _fake_like(self, real: Tensor, device: torch.device) -> Tensor:
+        with self._fakes:
+            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+
+    def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
+        """What a step without NaN and infinity would answer; None for no such question."""
+        if func in NOT_IN_HEALTH:
+            return False
+        if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:
+            return func is aten.eq.Tensor
+        if func in (aten.eq.Scalar, aten.ne.Scalar) and isinstance(args[1], float) and math.isinf(args[1]):
+            return func is aten.ne.Scalar
+        if func in ALL_OR_ANY and len(tensors) == 1:
+            return contents.alike(tensors[0], HEALTH)
+        return None
+
+    def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
+        """Run an operator on contents. `written`: the contents of what it writes to, by the id of the fake tensor."""
+        targets = written or {}
+        borrowed: set[int] = set()
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return _CPU  # where all contents are
+            if isinstance(leaf, torch.Generator):
+                return self._generator(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            value = targets.get(id(leaf))
+            if value is None:
+                value = self.value(leaf)
+            if value is None:
+                return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)  # only its shape matters
+            borrowed.add(_torch.storage_id(value))
+            return value
+
+        def own(leaf: Any) -> Any:
+            is_borrowed = isinstance(leaf, torch.Tensor) and _torch.storage_id(leaf) in borrowed
+            return leaf.clone() if is_borrowed else leaf
+
+        with _torch.on_real_tensors():
+            out = func(*tree_map(real, args), **tree_map(real, kwargs))
+            return out if targets else tree_map(own, out)
+
+    def _generator(self, generator: torch.Generator) -> torch.Generator:
+        """One that draws the same numbers, without drawing from the script's."""
+        found = self._generators.get(generator)
+        if found is None:
+            found = self._generators[generator] = (
+                generator.clone_state() if generator.device == _CPU else torch.Generator().manual_seed(0)
+            )
+        return found
+
+    # --- questions
+
+    def truth(self, why: str) -> bool:
+        """The answer to a question for yes or no that nothing is known of. `why` as for `refusal`.
+
+        Adafactor bounds its step by the size of a parameter: that changes numbers, no memory.
+        """
+        if in_optimizer():
+            self.note("a number that an optimizer compares is taken as small")
+            return False
+        found = passing()
+        if found is None:
+            raise self.refusal(why)
+        self.note(found.why)
+        if (place := where()) != self._asked_at:
+            self._asked_at, self._n_asked = place, 0
+        self._n_asked += 1
+        if self._n_asked > MOST_ASKED:
+            raise self.refusal(f"{why}, {MOST_ASKED} times in a row, as if a loop ended by nothing else")
+        return found.answer
+
+    def falling(self) -> float:
+        """A loss for LBFGS, smaller than the one before."""
+        self.note(SEARCHING)
+        self._n_searched += 1
+        return 1 / self._n_searched
+
+    def _number(self, tensor: Tensor) -> Any:
+        value = self.value(tensor)
+        if value is None and tensor.dtype is torch.bool:
+            return self.truth("it asks for a number that depends on contents")
+        if value is None and tensor.dtype.is_floating_point and in_optimizer():
+            self.note("a number that an optimizer computes with is taken as 1.0")
+            return 1.0
+        if value is None:
+            raise self.refusal("it asks for a number that depends on contents")
+        self._note_assumed(tensor)
+        with _torch.on_real_tensors():
+            return value.item()
+
+    def _note_assumed(self, tensor: Tensor) -> None:
+        assumed = contents.assumed(tensor)
+        if assumed and not (assumed == DRAWN and asked_by_loader()):  # which rows a batch has is chance in any step
+            self.note(assumed)
+
+    def note(self, what: str) -> None:
+        """Something was assumed here."""
+        self.notes[f"{where()}: {what}"] = None
+
+    def refusal(self, why: str) -> Unforeseeable:
+        """The error for a question without an answer, with the line that asked."""
+        error = Unforeseeable(
+            f"{where()}: {why}, which a rehearsal without memory can't know.\n"
+            "  Measure this step instead (lowtide.timeline), or decide there by something that the batch tells."
+        )
+        self.refused = self.refused or error
+        return error
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operator writes to."""
+    places = (kwargs.get(p) if isinstance(p, str) else args[p] if p < len(args) else None for p in writes)
+    return [leaf for place in places for leaf in tree_leaves(place) if isinstance(leaf, torch.Tensor)]
+
+
+def _candidates(func: Any, args: Any) -> int:
+    """Among how many the largest are chosen; 0 if among all elements of a tensor."""
+    place = 2 if func is aten.topk.default else 1
+    dim = args[place] if len(args) > place else -1 if func is aten.topk.default else None
+    return 0 if dim is None or not args[0].dim() else int(args[0].shape[dim])
+
+
+def _evenly(choices: Tensor, count: int) -> Tensor:
+    """Each of `count` equally often: the first tensor of choices of this shape that comes to mind."""
+    return (torch.arange(choices.numel()) % count).view(choices.shape)
+
+
+def _goes_on(func: Any, args: Any) -> bool | None:
+    """What a comparison of LBFGS gives where its search goes on: steps and gradients are far from nothing.
+
+    A tensor is compared with bounds above and below it, and with another tensor where a point is good enough.
+    """
+    if (func not in LESS and func not in MORE) or not is_searching():
+        return None
+    if isinstance(args[1], torch.Tensor):
+        return func in LESS
+    return func in MORE and args[1] > 0
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(index, torch.Tensor) and index.dtype in _MASKS for index in indices)
+
+
+def _nested(shape: tuple[int, ...], number: Any) -> Any:
+    """Lists in lists with one number everywhere."""
+    return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
+
+
+def left_real(tensor: Tensor) -> Tensor:
+    """Have a tensor, and detached ones of it, stay the real one that it is where others would be exchanged."""
+    setattr(tensor, _LEFT_REAL, True)
+    return tensor
+
+
+def detached_real(func: Any, args: Any) -> Tensor | None:
+    """The result of `detach` of such a tensor; None for all else."""
+    if func is not aten.detach.default or not hasattr(args[0], _LEFT_REAL):
+        return None
+    with _torch.on_real_tensors():
+        return left_real(args[0].detach())
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (LARGEST_KNOWN if not tensor.dtype.is_floating_point else LARGEST_KNOWN_FLOAT)
+
+
+def _name(func: Any) -> str:
+    return str(func.__name__).partition(".")[0]

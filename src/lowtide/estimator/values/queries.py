@@ -1,0 +1,122 @@
+"""Where Python asks for the contents of tensors: `.item()`, `if`, `float`, `tolist`.
+
+What nobody knows is given as `Unknown` numbers and arrays (`unknown_values.py`): where it is asked for only to be told,
+as `loss.item()` is, it does no harm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lowtide import _torch
+from lowtide.estimator.packed_sequences import lengths, padded
+from lowtide.estimator.values.unknown_values import Unknown, is_unknown, whole_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.estimator.allocation_tracker import Ledger
+    from lowtide.estimator.values.assumptions import Answers
+
+
+class Questions(TorchFunctionMode):
+    """Stands between the step and the contents of tensors, where Python asks for them."""
+
+    def __init__(self, answers: Answers, ledger: Ledger) -> None:
+        super().__init__()
+        self._answers, self._ledger, self._twin = answers, ledger, ledger.adopt
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.PAD_PACKED:
+            return self._padded(*args)
+        if func == _torch.SET_DATA and not _torch.is_fake(args[0]):
+            return self._exchange(*args)
+        if func is torch.tensor and _has_fakes(args[0] if args else kwargs.get("data")):
+            return self._of_numbers(*args, **(kwargs or {}))
+        asked = _QUESTIONS.get(func)
+        if asked is None:
+            out = func(*args, **(kwargs or {}))
+            if any(map(is_unknown, args)) or (kwargs and any(map(is_unknown, kwargs.values()))):
+                self._answers.forget(args[0] if out is None else out)
+            return out
+        tensor = args[0] if _torch.is_fake(args[0]) else self._twin(args[0])
+        if asked == "array":  # that of a fake tensor would point nowhere
+            return self._answers.array(tensor, func, args[1:], kwargs or {})
+        if asked == "list":
+            return self._answers.numbers(tensor)
+        if asked == "text":
+            return func(tensor, *args[1:]) if tensor.dim() else self._shown(tensor).__format__(*args[1:])
+        value = self._answers.value(tensor)
+        if value is not None and not (asked in ("item", "float") and self._answers.is_score(tensor)):
+            return func(tensor)  # what it assumes is noted there
+        if asked == "item":
+            return Unknown(self._answers)
+        if asked == "float":
+            return float(Unknown(self._answers))
+        if asked == "bool":
+            return self._answers.truth("it decides by the contents of a tensor")
+        if asked == "int":
+            return whole_number(self._answers)
+        raise self._answers.refusal("it decides by the contents of a tensor")
+
+    def _of_numbers(self, data: Any, **kwargs: Any) -> Tensor:
+        """A tensor of numbers, among which there are tensors."""
+        is_known = True
+
+        def real(leaf: Any) -> Any:
+            nonlocal is_known
+            if not _torch.is_fake(leaf):
+                is_known &= not is_unknown(leaf)
+                return leaf
+            value = self._answers.value(leaf)
+            is_known &= value is not None
+            return torch.ones(leaf.shape, dtype=leaf.dtype) if value is None else value
+
+        with _torch.on_real_tensors():  # which have their dtypes
+            numbers = torch.tensor(_torch.tree_map(real, data))
+        made = torch.tensor(numbers.tolist(), **{"dtype": numbers.dtype, **kwargs})
+        if not is_known:
+            self._answers.forget(made)
+        return made
+
+    def _shown(self, tensor: Tensor) -> Any:
+        """A number as it is put into a text."""
+        value = self._answers.value(tensor)
+        if value is not None:
+            with _torch.on_real_tensors():
+                return value.item()
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _exchange(self, tensor: Tensor, data: Tensor) -> None:
+        """`tensor.data = data` for a real tensor: its twin has the data from here on, and it stays what it is."""
+        twin = self._twin(tensor)
+        self._ledger.let_go(tensor)
+        twin.data = data if _torch.is_fake(data) else self._twin(data)
+
+    def _padded(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:
+        known = self._answers.value(batch_sizes if _torch.is_fake(batch_sizes) else self._twin(batch_sizes))
+        if known is None:
+            raise self._answers.refusal("the lengths of packed sequences depend on contents")
+        with _torch.on_real_tensors():
+            rows = known.tolist()
+        return padded(data, rows, *settings), torch.tensor(lengths(rows))
+
+
+def _has_fakes(data: Any) -> bool:
+    return isinstance(data, list | tuple) and any(_torch.is_fake(item) or _has_fakes(item) for item in data)
+
+
+_QUESTIONS = {
+    torch.Tensor.item: "item",
+    torch.Tensor.__float__: "float",
+    torch.Tensor.__bool__: "bool",
+    torch.Tensor.__int__: "int",
+    torch.Tensor.__index__: "index",
+    torch.Tensor.tolist: "list",
+    torch.Tensor.__format__: "text",
+    torch.Tensor.numpy: "array",
+    torch.Tensor.__array__: "array",  # NumPy asks for it itself
+}

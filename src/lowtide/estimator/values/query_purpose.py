@@ -1,0 +1,219 @@
+"""What the code that asks for contents wants them for, looked up in its source.
+
+A condition may be part of a check: `assert` and `if ...: raise` ask of tensors whether all is well. Arguments of
+distributions are looked through, boxes have to be boxes, a loss is not to explode. A rehearsal can't know; but where
+the other answer would end the step, or only warn, this one is that of every step worth rehearsing. Which other
+branches are answered is said in `branch_rules.py`. Optimizers compare numbers to bound their steps, and of numbers the
+largest may be kept. And what is only printed or counted may be any.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import itertools
+import linecache
+import sys
+from types import FrameType
+from typing import NamedTuple
+
+from lowtide._torch import CALL_CODE
+from lowtide.estimator.values.branch_rules import Source, Taken, makes_text
+
+_CONSTRAINTS = "torch.distributions.constraints"
+"""Its code looks whether arguments of distributions are what they have to be."""
+
+_OPTIMIZERS = ("torch.optim", "transformers.optimization")
+
+_SEARCHING = "torch.optim.lbfgs"
+
+_SCORES = "sklearn.metrics"
+
+_CHOOSING = ("max", "min")
+
+_ROUNDING = ("int", "ceil", "floor")
+
+_PASSES = Taken(True, "a check is taken to pass")
+
+_BETWEEN = ("lowtide.", "torch._tensor", "torch.overrides", "torch.functional")
+
+_Span = tuple[int, int, int, int]
+"""First and last line, first and last column."""
+
+
+class _Check(NamedTuple):
+    """A condition, and what it is taken to be; None if it decides about memory."""
+
+    test: ast.expr
+    taken: Taken | None
+
+
+class _Found(NamedTuple):
+    """What is looked for in a source."""
+
+    checks: list[_Check]
+    asserts: set[_Span]
+    """Whole statements: pytest puts other code in their place."""
+    telling: list[_Span]
+    """What is made into text, or added to a count."""
+    divided: list[_Span]
+    """What is divided by something, and not made a whole number again."""
+    choices: dict[_Span, str]
+    """Where `max` and `min` are called."""
+
+
+def passing() -> Taken | None:
+    """What the condition that is being asked for is taken to be as a whole; None if it is none, or decides."""
+    frame = _asking()
+    if frame is None:
+        return None
+    if frame.f_globals.get("__name__") == _CONSTRAINTS:
+        return _PASSES
+    span, found = _span(frame), _found(frame)
+    if span in found.asserts:
+        return _PASSES
+    for check in found.checks:
+        if span is not None and _is_within(span, _of(check.test)):
+            taken = check.taken
+            if taken is None or (taken.outside and _in_module()):
+                return None
+            answer = _asked(check.test, taken.answer, span)
+            return None if answer is None else taken._replace(answer=answer)
+    return None
+
+
+def is_telling() -> bool:
+    """Whether what is asked for is only told or counted."""
+    frame = _asking()
+    span = None if frame is None else _span(frame)
+    if frame is None or span is None:
+        return False
+    return any(_is_within(span, place) for place in _found(frame).telling)
+
+
+def is_counted() -> bool:
+    """Whether what is asked for is only told, or becomes part of a sum or a share."""
+    frame = _asking()
+    span = None if frame is None else _span(frame)
+    if frame is None or span is None:
+        return False
+    found = _found(frame)
+    return any(_is_within(span, place) for place in (*found.telling, *found.divided))
+
+
+def is_scoring() -> bool:
+    """Whether scikit-learn asks, to say how good predictions are."""
+    frame = _asking()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_SCORES):
+        frame = frame.f_back
+    return frame is not None
+
+
+def in_optimizer() -> bool:
+    """Whether an optimizer asks."""
+    frame = _asking()
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(_OPTIMIZERS)
+
+
+def is_searching() -> bool:
+    """Whether an optimizer asks that runs its closure until it has found what it looks for."""
+    frame = _asking()
+    return frame is not None and frame.f_globals.get("__name__", "") == _SEARCHING
+
+
+def choosing() -> str:
+    """Which of `max` and `min` is called just now, if any; an optimizer's are comparisons as any other."""
+    frame = _asking()
+    span = None if frame is None or in_optimizer() else _span(frame)
+    return "" if frame is None or span is None else _found(frame).choices.get(span, "")
+
+
+def _in_module() -> bool:
+    """Whether a module's forward asks."""
+    frame = _asking()
+    while frame is not None and frame.f_code is not CALL_CODE:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _asking() -> FrameType | None:
+    """The innermost code outside of this package, and of what torch does before it asks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame
+
+
+def _span(frame: FrameType) -> _Span | None:
+    """Where in the source that is which a frame runs just now, or what it made just before it jumps or not."""
+    place = frame.f_lasti // 2
+    if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
+        place -= 1  # the jump itself has the place of the whole statement, or any
+    found = next(itertools.islice(frame.f_code.co_positions(), place, None))
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _found(frame: FrameType) -> _Found:
+    name = frame.f_code.co_filename
+    linecache.checkcache(name)
+    return _searched("".join(linecache.getlines(name, frame.f_globals)))
+
+
+@functools.lru_cache(maxsize=64)
+def _searched(source: str) -> _Found:
+    """What there is in a whole file."""
+    found = _Found([], set(), [], [], {})
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # what was typed into a notebook, say
+        return found
+    branches = Source(tree)
+    whole: list[_Span] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            found.checks.append(_Check(node.test, _PASSES))
+            found.asserts.add(_of(node))
+        elif isinstance(node, ast.If):
+            found.checks.append(_Check(node.test, branches.branch(node)))
+        elif isinstance(node, ast.IfExp):
+            found.checks.append(_Check(node.test, branches.choice(node)))
+        if isinstance(node, ast.expr) and makes_text(node):
+            found.telling.append(_of(node))
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            found.telling.append(_of(node.value))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            found.divided.append(_of(node.left))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
+            found.choices[_of(node)] = node.func.id
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _ROUNDING:
+            whole.append(_of(node))
+    found.divided[:] = [span for span in found.divided if not any(_is_within(span, place) for place in whole)]
+    return found
+
+
+def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
+    """What the part of a condition at `span` has to be. None where more than `not`, `and` and `or` is made of it."""
+    while True:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, passes = test.operand, not passes
+            if not _is_within(span, _of(test)):  # asked by the `not` itself
+                return passes
+        elif isinstance(test, ast.BoolOp):
+            parts = [part for part in test.values if _is_within(span, _of(part))]
+            if not parts:
+                return passes
+            (test,) = parts
+        else:
+            return passes if span == _of(test) else None
+
+
+def _of(node: ast.expr | ast.stmt) -> _Span:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _is_within(span: _Span, whole: _Span) -> bool:
+    (first, last, begin, end), (whole_first, whole_last, whole_begin, whole_end) = span, whole
+    return (whole_first, whole_begin) <= (first, begin) and (last, end) <= (whole_last, whole_end)

@@ -1,6 +1,0 @@
-"""The memory of a training step before it runs: the real step on fake tensors, which have a shape and no memory."""
-
-from lowtide.foresight.foreseeing import Foresight, foresee
-from lowtide.foresight.sizing import Largest, largest
-
-__all__ = ["Foresight", "Largest", "foresee", "largest"]

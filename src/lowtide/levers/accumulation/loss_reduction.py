@@ -1,0 +1,354 @@
+"""How a loss averages, read from its own autograd node, and what share of a whole batch each piece of it has.
+
+The reasoning is in `accumulate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowtide import _torch
+from lowtide.diagnostics.graph.build_graph import is_leaf, variable_of
+from lowtide.errors import LowtideError
+from lowtide.levers.accumulation.split_batch import tensors_by_name
+from lowtide.runtime.saved_values import Handle, peek
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+_NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_REDUCING = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "MseLoss",
+        "L1Loss",
+        "SmoothL1Loss",
+        "HuberLoss",
+        "BinaryCrossEntropy",
+        "BinaryCrossEntropyWithLogits",
+        "SoftMarginLoss",
+    )
+)
+_MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
+_SUMS = frozenset({"SumBackward0", "SumBackward1"})
+_SAME_NUMBER = frozenset(
+    {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "CloneBackward0"}
+)
+"""What changes a loss's dtype or shape, and not how it averages."""
+
+_MEAN, _SUM = 1, 2  # at::Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How one loss was reduced to a number."""
+
+    kind: Literal["mean", "sum"]
+    terms: float
+    """What a mean was divided by; for a sum the number of its terms."""
+    target: Tensor | None = None
+    """The labels of a negative log-likelihood."""
+    ignored: int = -100
+    class_weight: Tensor | None = None
+    smoothing: float = 0.0
+    """How much of it is the same for all classes (`label_smoothing`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumOver:
+    """A weight: the loss of a piece may be a sum, divided by what a mean over the whole batch is divided by.
+
+    So transformers' models do it that look at the `num_items_in_batch` that they are given. Others do not look at it.
+    """
+
+    terms: float
+
+
+Weight = Literal["rows", "sum"] | SumOver | Callable[[Any], float | Tensor] | None
+"""How a loss averages; None or a SumOver where its node is to tell."""
+
+_NOTED = "lowtide.average"  # key in the metadata of nodes that do not tell themselves
+
+
+def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
+    """Say how `loss` averages, on its node, for one whose node does not tell; found out when it is asked for."""
+    if loss.grad_fn is not None:
+        _torch.node_metadata(loss.grad_fn)[_NOTED] = average
+
+
+def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
+    """How `loss` averages; None where its node does not tell."""
+    node, divided = _reducing(loss, weight)
+    average = None if node is None else _average_by(node)
+    return None if divided and average is not None and average.kind != "sum" else average
+
+
+def _reducing(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
+    """The node that reduced `loss` to a number, and whether that was divided by what `weight` says."""
+    node, divided = loss.grad_fn, False
+    while node is not None and _NOTED not in _torch.node_metadata(node):
+        divides = not divided and isinstance(weight, SumOver) and _divides_by(node, weight.terms)
+        if not divides and node.name() not in _SAME_NUMBER:
+            break
+        divided |= divides
+        node = node.next_functions[0][0]
+    return node, divided
+
+
+def _divides_by(node: Node, terms: float) -> bool:
+    if node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
+        return False
+    divisor = _saved(node, "other")
+    return divisor is not None and divisor.numel() == 1 and float(divisor) == terms
+
+
+def _average_by(node: Node) -> Average | None:
+    noted = _torch.node_metadata(node).get(_NOTED)
+    if noted is not None:
+        found: Average = noted()
+        return found
+    name = node.name()
+    if name in _NLL:
+        return _likelihood(node)
+    if (smoothed := _smoothed(node)) is not None:
+        return smoothed.average()
+    terms = _terms(node)
+    if terms is None:
+        return None
+    if name in _MEANS:
+        return Average("mean", terms)
+    if name in _SUMS:
+        return Average("sum", terms)
+    if name in _REDUCING:
+        reduction = getattr(node, _torch.SAVED + "reduction", None)
+        return Average("mean", terms) if reduction == _MEAN else Average("sum", terms) if reduction == _SUM else None
+    return None
+
+
+def _likelihood(node: Node) -> Average | None:
+    target, total, weight = (_saved(node, name) for name in ("target", "total_weight", "weight"))
+    reduction = getattr(node, _torch.SAVED + "reduction", None)
+    if target is None or total is None or reduction not in (_MEAN, _SUM):
+        return None
+    ignored = int(getattr(node, _torch.SAVED + "ignore_index", -100))
+    ignored = ignored - (1 << 64) if ignored >= 1 << 63 else ignored  # torch gives it as unsigned
+    kind: Literal["mean", "sum"] = "mean" if reduction == _MEAN else "sum"
+    terms = float(total) if kind == "mean" else float(target.numel())
+    return Average(kind, terms, target, ignored, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Smoothed:
+    """The parts of `cross_entropy(..., label_smoothing=smoothing)`: a likelihood, and a sum over the same labels.
+
+    (1 - s) nll + s / classes * sum / terms, which averages as the likelihood alone if both are divided by the same.
+    """
+
+    likelihood: Node
+    total: Node
+    divisor: Tensor | None
+    """What the sum was divided by; None for a sum that was not."""
+    smoothing: float
+
+    def average(self) -> Average | None:
+        found = _likelihood(self.likelihood)
+        if found is None or (found.kind == "mean") != (self.divisor is not None):
+            return None
+        if self.divisor is not None and abs(float(self.divisor) - found.terms) > 1e-6 * found.terms:
+            return None
+        return replace(found, smoothing=self.smoothing)
+
+
+def _smoothed(node: Node) -> _Smoothed | None:
+    """The parts, of a node that adds them; None of any other one."""
+    if node.name() != "AddBackward0" or getattr(node, _torch.SAVED + "alpha", 1) != 1:
+        return None
+    scaled = [upstream for upstream, _ in node.next_functions]
+    if any(each is None or each.name() != "MulBackward1" for each in scaled):  # by numbers
+        return None
+    (likelihood, kept), (total, spread) = (
+        (each.next_functions[0][0], getattr(each, _torch.SAVED + "other")) for each in scaled if each is not None
+    )
+    divisor = None
+    if total is not None and total.name() == "DivBackward0" and total.next_functions[1][0] is None:
+        divisor = _saved(total, "other")
+        total = total.next_functions[0][0] if divisor is not None and divisor.numel() == 1 else None
+    if likelihood is None or likelihood.name() not in _NLL or total is None or total.name() not in _SUMS:
+        return None
+    producer, output = likelihood.next_functions[0]
+    assert producer is not None
+    shape = _torch.output_metadata(producer, output).shape
+    n_classes = shape[1] if len(shape) > 1 else shape[0]
+    if abs(kept + spread * n_classes - 1) > 1e-9:
+        return None
+    return _Smoothed(likelihood, total, divisor, 1 - kept)
+
+
+def _saved(node: Node, name: str) -> Tensor | None:
+    """A saved tensor, also where a plan of Lowtide holds it; None where somebody else's hooks do."""
+    found = peek(node, _torch.SAVED + name)
+    if isinstance(found, Handle):
+        return found.get() if found.value.kept else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _terms(node: Node) -> int | None:
+    """Elements of the tensor that `node` reduced."""
+    producer, output = node.next_functions[0]
+    if producer is None:
+        return None
+    leaf = is_leaf(producer)
+    shape = variable_of(producer).shape if leaf else _torch.output_metadata(producer, output).shape
+    return int(torch.Size(shape).numel())
+
+
+def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
+    """Whether something else in the graph behind `loss` was reduced to one number: then its node tells only a part."""
+    node, _ = _reducing(loss, weight)
+    assert node is not None
+    smoothed = _smoothed(node)
+    pending = [node] if smoothed is None else [smoothed.likelihood, smoothed.total]
+    seen = {*pending}
+    for current in pending:  # grows while it is walked
+        for upstream, output in current.next_functions:
+            if upstream is None or is_leaf(upstream):
+                continue
+            if _torch.output_metadata(upstream, output).shape == () and (_terms_or_one(upstream) > 1):
+                return True
+            if upstream not in seen:
+                seen.add(upstream)
+                pending.append(upstream)
+    return False
+
+
+def _terms_or_one(node: Node) -> int:
+    return (_terms(node) or 1) if node.next_functions else 1
+
+
+class Shares:
+    """The share of each piece in the whole batch's loss, and how many terms each is expected to have."""
+
+    def __init__(
+        self, shares: Sequence[float], kind: str = "", expected: Sequence[float] = (), smoothing: float = 0.0
+    ) -> None:
+        self._shares = shares
+        self._kind = kind
+        self._expected = expected
+        self._smoothing = smoothing
+
+    def of(self, number: int) -> float:
+        return self._shares[number]
+
+    def check(self, number: int, average: Average | None) -> None:
+        """Raise LowtideError unless the piece was averaged as foreseen."""
+        foreseen = self._expected[number]
+        if (
+            average is not None
+            and (average.kind, average.smoothing) == (self._kind, self._smoothing)
+            and abs(average.terms - foreseen) <= 1e-6 * foreseen
+        ):
+            return
+        found = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
+        if average is not None and average.smoothing != self._smoothing:
+            found += f", with label_smoothing={average.smoothing:g} and not {self._smoothing:g}"
+        raise LowtideError(
+            f"the loss of micro-batch {number} was reduced {found}, where a {self._kind} over {foreseen:g} was "
+            "foreseen from the first one. The gradients hold only the pieces before it: zero them. Say what each "
+            "piece's mean is divided by: weight=lambda part: ..."
+        )
+
+
+def shares_for(
+    loss: Tensor,
+    parts: Sequence[Any],
+    rows: Sequence[int],
+    weight: Weight,
+) -> Shares:
+    """The shares of `parts`, the first of which gave `loss`. Raises LowtideError if they can't be told."""
+    if weight == "sum":
+        return Shares([1.0] * len(parts))
+    if weight == "rows":
+        return Shares(_normalized(rows))
+    if weight is not None and not isinstance(weight, SumOver):
+        return Shares(_normalized([float(weight(part)) for part in parts]))
+    average = average_of(loss, weight)
+    if average is None or reduces_before(loss, weight):
+        assert loss.grad_fn is not None
+        raise _cannot_tell(f"it comes out of {loss.grad_fn.name()}")
+    if average.target is not None:
+        counts = _counted(average, average.target, parts)
+        if counts is None:
+            raise _cannot_tell(
+                "which of the batch's tensors are its labels, as they are or shifted by one, is not known"
+            )
+    elif average.terms % rows[0]:
+        raise _cannot_tell(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
+    else:
+        counts = [average.terms / rows[0] * each for each in rows]
+    each = [1.0] * len(parts) if average.kind == "sum" else _normalized(counts)
+    shares = Shares(each, average.kind, counts, average.smoothing)
+    shares.check(0, average)
+    return shares
+
+
+def _normalized(counts: Sequence[float]) -> list[float]:
+    total = sum(counts)
+    if total <= 0:
+        raise LowtideError("no label of this batch counts, so its mean is not defined: all of them are ignored.")
+    return [count / total for count in counts]
+
+
+def _counted(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
+    """For each part what its mean is divided by, from the tensor in the batch that the labels were taken from.
+
+    Several may be equal to them in the first part, as a language model's tokens are where nothing is padded. They are
+    told apart by the rest of the batch: only labels have some that are ignored.
+    """
+    found: set[tuple[float, ...]] = set()
+    ignoring: set[tuple[float, ...]] = set()
+    for name, labels in tensors_by_name(parts[0]):
+        for used in _as_labels(labels, average.ignored):
+            if _same(used(labels), target):
+                each = [used(dict(tensors_by_name(part))[name]) for part in parts]
+                counts = tuple(_counts(average, one) for one in each)
+                found.add(counts)
+                if any((one == average.ignored).any() for one in each):
+                    ignoring.add(counts)
+    told = found if len(found) == 1 else ignoring
+    return list(told.pop()) if len(told) == 1 else None
+
+
+def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """How a batch's tensor becomes labels: as it is, or shifted by one with the last place cut off or ignored."""
+    if labels.is_floating_point() or labels.is_complex() or not labels.dim():
+        return
+    yield lambda each: each
+    if labels.dim() > 1:
+        yield lambda each: each[..., 1:]
+        yield lambda each: torch.nn.functional.pad(each, (0, 1), value=ignored)[..., 1:]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.numel() == other.numel() and torch.equal(one.flatten().to(other), other.flatten())
+
+
+def _counts(average: Average, labels: Tensor) -> float:
+    if average.kind == "sum":
+        return float(labels.numel())
+    counted = labels[labels != average.ignored]
+    if average.class_weight is None:
+        return float(counted.numel())
+    return float(average.class_weight[counted.to(average.class_weight.device)].sum())
+
+
+def _cannot_tell(why: str) -> LowtideError:
+    return LowtideError(
+        f"it can't be told how this loss averages: {why}. Micro-batches that are weighted wrongly give other "
+        'gradients, so say it to lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or '
+        'weight=lambda part: ... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
+    )

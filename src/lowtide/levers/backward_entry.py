@@ -1,0 +1,125 @@
+"""The place where backward enters a model: there all gradients of what the model returned are known at once.
+
+What a call of the model returns is led through one node of autograd that changes nothing: the same objects with the
+same numbers in the same memory. Autograd runs that node when every gradient of an output has come in from outside.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lowtide._torch import in_backward, is_plain
+from lowtide.levers.loss_only_outputs import is_model_output
+from lowtide.levers.partial_gradients import is_gathering
+from lowtide.runtime.call_interceptor import Front
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Enters = Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]
+"""Told the outputs that get a gradient, and these gradients, before backward goes on into the model."""
+
+_PARAMETERS: set[int] = set()
+
+
+def runs_twice(parameter: Tensor) -> bool:
+    """Whether backward may run twice through what is computed from the parameter now."""
+    return id(parameter) in _PARAMETERS and not is_gathering(parameter)
+
+
+class Entrance:
+    """Tells `enters`, a method, for each call of `model` when backward comes to it, until `remove`."""
+
+    def __init__(self, model: nn.Module, enters: Enters) -> None:
+        self._model = weakref.ref(model)
+        self._enters = weakref.WeakMethod(enters)  # graphs hold it
+        self._front = Front(model, self._around)
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        _PARAMETERS.update(self._parameters)
+
+    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output, model = inner(*args, **kwargs), self._model()
+        if model is None or not torch.is_grad_enabled() or in_backward() or any(map(is_gathering, model.parameters())):
+            return output
+        found = {id(tensor): tensor for tensor in _tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
+        if not found:
+            return output
+        led: Any = _Entered.apply
+        return _rebuilt(output, dict(zip(found, led(self._enters, *found.values()), strict=True)))
+
+    def remove(self) -> None:
+        """Calls of the model are as before. May be called again."""
+        self._front.remove()
+        _PARAMETERS.difference_update(self._parameters)
+
+
+class _Entered(torch.autograd.Function):
+    """The identity, whose backward is told to somebody."""
+
+    @staticmethod
+    def forward(ctx: Any, enters: weakref.WeakMethod[Enters], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.enters = enters
+        return tuple(output.detach() for output in outputs)  # no views, which could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        enters = ctx.enters()
+        if enters is not None:
+            there = [(edge, g) for edge, g in zip(ctx.next_functions, gradients, strict=True) if g is not None]
+            enters([GradientEdge(node, output) for (node, output), _ in there], [gradient for _, gradient in there])
+        return None, *gradients
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a model returned, in the kinds of objects that `_rebuilt` knows."""
+    if isinstance(output, Tensor):
+        yield output
+    else:
+        for _, item in _items(output):
+            yield from _tensors(item)
+
+
+def _items(output: Any) -> list[tuple[Any, Any]]:
+    if type(output) is tuple or type(output) is list or (isinstance(output, tuple) and hasattr(output, "_fields")):
+        return list(enumerate(output))
+    if is_model_output(output):  # not with `items`: the lever `outputs` may have let go of some
+        return [(name, OrderedDict.__getitem__(output, name)) for name in OrderedDict.__iter__(output)]
+    if type(output) in (dict, OrderedDict):
+        return list(output.items())
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [(f.name, getattr(output, f.name)) for f in dataclasses.fields(output) if hasattr(output, f.name)]
+    return []
+
+
+def _rebuilt(output: Any, made: dict[int, Tensor]) -> Any:
+    """`output` with other tensors in the places of those with these ids."""
+    if isinstance(output, Tensor):
+        return made.get(id(output), output)
+    items = {key: _rebuilt(item, made) for key, item in _items(output)}
+    if all(items[key] is item for key, item in _items(output)):
+        return output
+    if isinstance(output, tuple):
+        make: Any = getattr(type(output), "_make", tuple)  # of a named one
+        return make(items.values())
+    if isinstance(output, list):
+        return list(items.values())
+    if is_model_output(output):  # its own copy reads all fields
+        for name, item in items.items():
+            output[name] = item
+        return output
+    if isinstance(output, dict):
+        return type(output)(items)
+    other = copy.copy(output)
+    for name, item in items.items():
+        object.__setattr__(other, name, item)
+    return other

@@ -1,0 +1,259 @@
+"""Logits that are not there yet: a tensor that knows what it would be computed from.
+
+Where it ends in a cross entropy, that is computed in chunks (`torch.nn.functional.linear_cross_entropy`) and the logits
+never exist. On the way there it may be cast to a wider type, have its rows cut, be reshaped as long as the vocabulary
+stays the last dimension, and be scaled by a number: all this is done to the hidden states instead. Whatever else
+happens to it makes it the plain tensor first, so the step is right either way.
+
+Debt: in bfloat16 torch adds up the chunks' losses in bfloat16, so the loss itself, not its gradient, is good to about
+two digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowtide import _torch
+from lowtide.errors import LowtideError
+from lowtide.levers.accumulation.loss_reduction import Average, note_average
+from lowtide.levers.backward_entry import runs_twice
+
+
+@dataclass(slots=True)
+class Head:
+    """The output layer of a model, and what became of its results."""
+
+    layer: nn.Linear
+    chunked: int = 0
+    """Losses that were computed without logits."""
+    needed_by: str = ""
+    """What asked for the logits themselves first, in training."""
+
+
+class Logits(Tensor):
+    """`layer(hidden)`, not computed. See the top of this file."""
+
+    head: Head
+    compute: Callable[[], Tensor]
+    hidden: Tensor
+    version: tuple[int, int]
+    there: dict[bool, Tensor]
+
+    @staticmethod
+    def of(head: Head, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> Logits:
+        """`compute()` gives the tensor itself: its shape is that of `hidden` but for the last dimension."""
+        shape = (*hidden.shape[:-1], head.layer.out_features)
+        made: Logits = _torch.wrapper(Logits, shape, dtype, hidden.device)
+        made.head, made.hidden, made.compute, made.there = head, hidden, compute, {}
+        made.version = hidden._version, head.layer.weight._version
+        return made
+
+    def rows(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Logits:
+        """What `change` gives, which leaves the last dimension alone."""
+        return Logits.of(self.head, change(self.hidden), lambda: change(self.get()), dtype or self.dtype)
+
+    def get(self) -> Tensor:
+        """The logits themselves. Raises LowtideError if what they are made of has changed since."""
+        wants_graph = torch.is_grad_enabled()
+        if wants_graph not in self.there:
+            if self.version != (self.hidden._version, self.head.layer.weight._version):
+                raise LowtideError(
+                    "the logits of this step were not computed, and can't be any more: the weights have changed since "
+                    "(lever 'loss head'). Read them before the optimizer steps, or fit again without that lever."
+                )
+            self.there[wants_graph] = self.compute()
+        return self.there[wants_graph]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Logits({list(self.shape)}, {self.dtype}, not computed)"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What is asked of such a tensor."""
+        kwargs = dict(kwargs or {})
+        if function in _METADATA:
+            with _torch.without_subclasses():
+                return function(*args, **kwargs)
+        shortcut = _SHORTCUTS.get(function)
+        if shortcut is not None and args and isinstance(args[0], Logits):
+            found = shortcut(*args, **kwargs)
+            if found is not None:
+                return found
+        return function(*_computed(args, function), **_computed(kwargs, function))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What is asked of such a tensor past `__torch_function__`, by C++."""
+        return function(*_computed(args, function), **_computed(dict(kwargs or {}), function))
+
+
+def _computed(thing: Any, function: Any) -> Any:
+    """Arguments of `function` with plain tensors for logits."""
+    if isinstance(thing, Logits):
+        if torch.is_grad_enabled():
+            thing.head.needed_by = thing.head.needed_by or _name(function)
+        return thing.get()
+    if isinstance(thing, tuple | list):
+        return type(thing)(_computed(item, function) for item in thing)
+    if isinstance(thing, dict):
+        return {key: _computed(value, function) for key, value in thing.items()}
+    return thing
+
+
+def _name(function: Any) -> str:
+    name = getattr(function, "__name__", str(function))
+    return str(getattr(function.__self__, "__name__", name)) if name == "__get__" else name.strip("_")
+
+
+# --- what is put off -------------------------------------------------------------------------------------------------
+
+
+def _float(logits: Logits) -> Logits | None:
+    return _cast(logits, torch.float32)
+
+
+def _to(logits: Logits, *args: Any, **kwargs: Any) -> Logits | None:
+    if len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
+        return _cast(logits, args[0])
+    if not args and kwargs.keys() == {"dtype"}:
+        return _cast(logits, kwargs["dtype"])
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and args[0] == logits.device:
+        return logits
+    return None
+
+
+def _cast(logits: Logits, dtype: torch.dtype) -> Logits | None:
+    if dtype == logits.dtype:
+        return logits
+    wider = torch.promote_types(dtype, logits.dtype) == dtype
+    return Logits.of(logits.head, logits.hidden, lambda: logits.get().to(dtype), dtype) if wider else None
+
+
+def _view(logits: Logits, *shape: Any) -> Logits | None:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    rows = logits.shape[:-1].numel()
+    if sizes[-1] == -1 and torch.Size(sizes[:-1]).numel() == rows:
+        sizes = *sizes[:-1], logits.shape[-1]
+    if sizes[-1] != logits.shape[-1]:
+        return None
+    if sizes[:-1].count(-1) > 1 or (-1 not in sizes and torch.Size(sizes[:-1]).numel() != rows):
+        return None
+    return logits.rows(lambda tensor: tensor.reshape(*sizes[:-1], tensor.shape[-1]))
+
+
+def _contiguous(logits: Logits, **_: Any) -> Logits:
+    return logits
+
+
+def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits | None:
+    last = end_dim % logits.dim()
+    return logits.rows(lambda tensor: tensor.flatten(start_dim, last)) if last < logits.dim() - 1 else None
+
+
+def _getitem(logits: Logits, index: Any) -> Logits | None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(part, int | slice) or part is Ellipsis for part in parts):
+        return None
+    named = len(parts) - (Ellipsis in parts)
+    touches_last = named >= logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)
+    if touches_last and parts[-1] != slice(None):
+        return None
+    return logits.rows(lambda tensor: tensor[index])
+
+
+def _times(logits: Logits, factor: Any) -> Logits | None:
+    return logits.rows(lambda tensor: tensor * factor) if _may_scale(logits, factor) else None
+
+
+def _divided(logits: Logits, divisor: Any, **how: Any) -> Logits | None:
+    return logits.rows(lambda tensor: tensor / divisor) if _may_scale(logits, divisor) and not how else None
+
+
+def _may_scale(logits: Logits, number: Any) -> bool:
+    """Whether scaling the hidden states scales the logits: a bias would not be."""
+    return isinstance(number, int | float) and logits.head.layer.bias is None
+
+
+def _cross_entropy(
+    logits: Logits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    is_plain = size_average is None and reduce is None and not label_smoothing
+    if not (is_plain and logits.dim() == 2 and target.dim() == 1 and target.dtype == torch.int64):
+        return None
+    layer, hidden = logits.head.layer, logits.hidden
+    parameters: list[Tensor | None] = [layer.weight, layer.bias]
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden = hidden.to(dtype)
+        parameters = [None if parameter is None else parameter.to(dtype) for parameter in parameters]
+    assert parameters[0] is not None
+    loss = functional.linear_cross_entropy(
+        hidden,
+        parameters[0],
+        target,
+        linear_bias=parameters[1],
+        weight=weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        options=nn.LinearCrossEntropyOptions(allow_retain_graph=runs_twice(layer.weight)),
+    ).to(logits.dtype)
+    logits.head.chunked += 1
+    if reduction == "mean" and weight is None:
+        note_average(loss, lambda: Average("mean", float((target != ignore_index).sum()), target, ignore_index))
+    elif reduction == "sum":
+        note_average(loss, lambda: Average("sum", float(target.numel()), target, ignore_index))
+    return loss
+
+
+_SHORTCUTS: dict[Any, Callable[..., Tensor | None]] = {
+    Tensor.float: _float,
+    Tensor.to: _to,
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    Tensor.contiguous: _contiguous,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.__getitem__: _getitem,
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
+    functional.cross_entropy: _cross_entropy,
+}
+
+_METADATA = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.is_floating_point,
+        Tensor.__len__,
+        Tensor.untyped_storage,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("grad_fn", "grad", "requires_grad", "is_leaf", "_base", "_version")
+        ),
+    }
+)
+"""Answered for the tensor as it is: without values, memory or a graph."""

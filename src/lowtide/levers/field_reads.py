@@ -1,0 +1,72 @@
+"""Which names and keys a training step's code can read: what it runs in the rehearsal is not all that it may run.
+
+A step that looks at the logits every hundredth time does so in code that is there the first time too. Looked at are
+the step's own code, what is defined in it, and the user's own functions and methods that it names, and so on. What
+libraries do with an object that they are given is not looked at.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+from lowtide.state.introspection import users_functions
+
+
+def reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | None:
+    """Why `step` may read one of `fields` of an object it gets; None where nothing in its code could.
+
+    Counts as a reason: a field's name as an attribute or as text, `getattr` and the like, and any index that is not a
+    constant text or 0, since it might be the object that is indexed.
+    """
+    names = frozenset(fields)
+    found = False
+    for function in users_functions(step):
+        found = True
+        for code in _nested(function.__code__):
+            if why := _in_code(code, names):
+                return f"{code.co_name} (line {code.co_firstlineno}) {why}"
+    return None if found else f"the code of a {type(step).__name__} can't be read"
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _in_code(code: CodeType, fields: frozenset[str]) -> str | None:
+    for name in code.co_names:
+        if name in fields:
+            return f"reads .{name}"
+        if name in ("getattr", "vars", "asdict", "astuple", "to_tuple", "attrgetter"):
+            return f"uses {name}, which may read any field"
+    for constant in _constants(code.co_consts):
+        if constant in fields:
+            return f"mentions {constant!r}"
+    instructions = list(dis.get_instructions(code))
+    for before, instruction in itertools.pairwise(instructions):
+        is_slice = instruction.opname == "BINARY_SLICE"
+        is_index = instruction.opname == "BINARY_SUBSCR" or instruction.argrepr == "[]"  # BINARY_OP from 3.14 on
+        if is_slice or (is_index and (instruction.is_jump_target or not _harmless(before))):
+            where = instruction.positions.lineno if instruction.positions else code.co_firstlineno
+            return f"indexes something in line {where}, which may be the model's outputs"
+    return None
+
+
+def _constants(constants: tuple[Any, ...]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            yield from _constants(tuple(constant))
+
+
+def _harmless(key: dis.Instruction) -> bool:
+    """Whether what was put on the stack last is a constant text, or 0: the loss."""
+    constant = key.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
+    return constant and (isinstance(key.argval, str) or key.argval == 0)

@@ -1,0 +1,130 @@
+"""The lever `outputs`: nothing but the loss leaves the model, so that logits are gone before backward begins.
+
+A loop that writes `outputs = model(**batch)` holds the logits through backward, at the step's peak. Exact. On only
+where the step reads nothing else: not in the rehearsed steps, which would have failed, and not in any code of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowtide._torch import tree_leaves
+from lowtide.levers.field_reads import reason_to_read
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.released_fields import without
+from lowtide.runtime.call_interceptor import Front
+from lowtide.state.step_outcome import is_out_of_memory
+from lowtide.state.step_snapshot import Unchanged
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class Outputs(Lever):
+    """See the top of this file."""
+
+    name: ClassVar[str] = "outputs"
+    what: ClassVar[str] = "of the model's outputs only the loss is handed out"
+    exact: ClassVar[bool] = True
+    hides: ClassVar[frozenset[str]] = frozenset()
+    wants_optimizer: ClassVar[bool] = False
+    free: ClassVar[bool] = True
+
+    def settings(self, site: Site) -> Settings:
+        """Nothing to know.
+
+        Raises NoUse where the step's code may read another field of the model's outputs, or holds none in backward.
+        """
+        fields = _other_fields(site.model)
+        if not fields:
+            raise NoUse("the model gives no outputs of transformers")
+        if why := reason_to_read(site.step, fields):
+            raise NoUse(f"{why}: only a step that reads nothing but the loss can do without the rest")
+        _check_use(site)
+        return {}
+
+    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+        """Not known before it is tried."""
+        return 0
+
+    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+        """From now on `model` gives its loss alone, while it trains and where it has one."""
+        return _On(model)
+
+
+class _On:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._released = False
+        self._front = Front(model, self._around)
+
+    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        model = self._model()
+        if model is None or not (model.training and torch.is_grad_enabled() and is_model_output(output)):
+            return output
+        loss = output.get("loss")
+        released = tuple(name for name in output if name != "loss")
+        if not (isinstance(loss, Tensor) and loss.requires_grad and released):
+            return output
+        self._released = True
+        return without(output, released)
+
+    def check(self) -> None:
+        if not self._released:
+            raise NoUse("the model gives no outputs of transformers with a loss among them")
+
+    def remove(self) -> None:
+        self._front.remove()
+
+
+def _check_use(site: Site) -> None:
+    """Raise NoUse if no outputs of the model are there when backward begins, or if the step hands them out.
+
+    Runs the step once, if it fits in memory.
+    """
+    held: list[bool] = []
+
+    def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        loss = output.get("loss") if is_model_output(output) else None
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            reference = weakref.ref(output)
+            loss.register_hook(lambda _: held.append(reference() is not None))  # type: ignore[no-untyped-call]
+        return output
+
+    with Unchanged(site.model, site.batch, site.optimizer, site.step):
+        front = Front(site.model, around)
+        try:
+            result = site.step(site.batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return
+        finally:
+            front.remove()
+        if any(map(is_model_output, tree_leaves(result, is_leaf=is_model_output))):
+            raise NoUse("the step returns the model's outputs, of which its loop may read anything")
+    if not any(held):
+        raise NoUse("nobody holds the model's outputs while backward runs")
+
+
+def is_model_output(output: Any) -> bool:
+    """Whether this is one of transformers' outputs: a dict that is a dataclass."""
+    return isinstance(output, dict) and hasattr(type(output), "__dataclass_fields__")
+
+
+def _other_fields(model: nn.Module) -> tuple[str, ...]:
+    """Fields beside the loss of the outputs that the model's modules of code know."""
+    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if kind.__module__ in sys.modules]
+    kinds: list[Any] = [thing for module in modules for thing in vars(module).values() if inspect.isclass(thing)]
+    names = {name for kind in kinds if issubclass(kind, dict) for name in getattr(kind, "__dataclass_fields__", ())}
+    return tuple(sorted(names - {"loss"}))

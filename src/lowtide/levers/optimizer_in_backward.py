@@ -1,0 +1,239 @@
+"""The lever `step in backward`: each parameter is updated as soon as its gradient is there, which is then let go of.
+
+So gradients never exist all at once. The bits are those of the plain step, as torch's optimizers treat each parameter
+by itself. With gradient accumulation the update comes in the last backward pass before `optimizer.step()`; clipping by
+value, or by each parameter's own norm, is done before it. When backward is over there are no gradients left: code that
+looks at them finds None. A backward pass that fails leaves some parameters updated and others not. What a loop sets
+between backward and step, as a learning rate or the weights that SAM has moved, would come too late: it is refused, and
+a setting of the optimizer is an error when it is noticed late.
+
+Where gradients are clipped by their common norm they are computed twice, first for it (`two_pass_clipping.py`). All
+that is saved for backward is there until the second time. `clip_grad_norm_` finds no gradients then and returns 0: what
+is logged as their norm is not it. A backward pass that fails in the first half updates nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowtide import _torch
+from lowtide.errors import LowtideError
+from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.optimizer_observer import (
+    BY_COMMON_NORM,
+    BY_VALUE,
+    Clip,
+    GroupSettings,
+    Seen,
+    group_settings,
+    observe,
+    set_between,
+)
+from lowtide.levers.partial_gradients import is_gathering
+from lowtide.levers.two_pass_clipping import OTHERS, CommonNorm, order_of
+from lowtide.state.process_group import several_processes
+from lowtide.state.step_outcome import is_out_of_memory
+from lowtide.state.step_snapshot import Unchanged
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+TOGETHER = "several processes train together, and what the others add to a gradient comes later than the update would"
+
+
+class StepInBackward(Lever):
+    """See the top of this file."""
+
+    name: ClassVar[str] = "step in backward"
+    what: ClassVar[str] = "parameters are updated and gradients let go of while backward runs"
+    exact: ClassVar[bool] = True
+    hides: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    wants_optimizer: ClassVar[bool] = True
+    free: ClassVar[bool] = True
+
+    def settings(self, site: Site) -> Settings:
+        """Backward passes before each `optimizer.step()`, and how gradients are clipped: from one step that is watched.
+
+        Raises NoUse where gradients are needed all at once: a GradScaler, or any change between backward and step, of
+        gradients or parameters, but for clipping. Where they are clipped by their common norm, one more step is run to
+        see that it can be known.
+        """
+        optimizer = _steppable(site.optimizer)
+        seen = observe(site, optimizer)
+        if seen.scaled:
+            raise NoUse("a GradScaler looks at all gradients before each step")
+        if not seen.backwards:
+            raise NoUse("the optimizer does not step after a backward pass in the step")
+        if seen.set_late:
+            raise NoUse(f"{seen.set_late!r} of a parameter group is set between backward and optimizer.step()")
+        if seen.moved:
+            raise NoUse("parameters are written to between backward and optimizer.step(), as SAM does")
+        if seen.clip is None and seen.changed:
+            raise NoUse("gradients are changed between backward and optimizer.step(), and not by clipping")
+        if seen.clip is not None and seen.clip.why_not:
+            raise NoUse(seen.clip.why_not)
+        settings = {"backwards": float(seen.backwards), **({} if seen.clip is None else seen.clip.settings)}
+        if seen.clip is not None and seen.clip.kind == BY_COMMON_NORM:
+            settings["order"] = float(order_of(site.model, optimizer, seen.clip.clipped))
+            _check_two_passes(site.model, seen)
+            _try_two_passes(site, optimizer, settings)
+        return settings
+
+    def is_free(self, settings: Settings) -> bool:
+        """Not where gradients are computed twice."""
+        return BY_COMMON_NORM not in settings
+
+    def in_words(self, settings: Settings) -> str:
+        return (
+            self.what if self.is_free(settings) else f"{self.what}; gradients are computed twice, first for their norm"
+        )
+
+    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+        """All gradients but the largest."""
+        try:
+            _steppable(site.optimizer)
+        except NoUse:
+            return 0
+        return parts.get("gradients", 0)
+
+    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+        """From now on backward passes update the optimizer's parameters."""
+        return _On(model, _steppable(optimizer), settings)
+
+
+class _On:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Settings, *, on_trial: bool = False) -> None:
+        self._optimizer = optimizer
+        self._backwards = int(settings.get("backwards", 1))
+        clip = Clip.told(settings)
+        self._clip: Clip | CommonNorm | None = clip
+        self._step = _torch.step_without_hooks(optimizer)
+        self._lock = threading.Lock()
+        self._arrived: dict[Tensor, int] = {}
+        self._settings: list[GroupSettings] = []
+        """Those that the parameters of this step are updated with."""
+        self._group = {p: n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        trained = sorted((p for p in self._group if p.requires_grad), key=Tensor.numel)
+        if clip is not None and clip.kind == BY_VALUE:
+            del trained[:1]  # left to the loop's own calls: clip_grad_value_ fails where there are no gradients at all
+        if clip is not None and clip.kind == BY_COMMON_NORM:
+            self._clip = CommonNorm(model, optimizer, clip, int(settings.get("order", 0)), on_trial=on_trial)
+        self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._arrives) for p in trained]
+        self._hooks.append(optimizer.register_step_post_hook(self._ends))
+
+    def _arrives(self, parameter: Tensor) -> None:
+        """A backward pass has added to the parameter's gradient."""
+        if is_gathering(parameter) or (isinstance(self._clip, CommonNorm) and self._clip.takes(parameter)):
+            return
+        if several_processes():  # since it was put on
+            raise LowtideError(f"the lever 'step in backward' can't stay on: {TOGETHER}. Fit without it.")
+        with self._lock:  # each card has a thread
+            arrived = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
+            if arrived > self._backwards:
+                raise LowtideError(
+                    f"the lever 'step in backward' was planned for {self._backwards} backward pass(es) before each "
+                    "optimizer.step(), and there was one more: the update has been made already. If an earlier one "
+                    "failed, apply the plan anew; else fit again with a step that accumulates as the loop does."
+                )
+            if arrived == self._backwards:
+                self._update(parameter)
+
+    def _update(self, parameter: Tensor) -> None:
+        """Step on one parameter alone, as the optimizer would with all."""
+        if self._clip is not None:
+            self._clip.apply(parameter)
+        self._settings = self._settings or group_settings(self._optimizer)
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**groups[self._group[parameter]], "params": [parameter]}]
+        try:
+            self._step()
+        finally:
+            self._optimizer.param_groups = groups
+        parameter.grad = None
+
+    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The user's own `optimizer.step()`: by now it found gradients only where backward came less often."""
+        self._arrived.clear()
+        settings, self._settings = self._settings, []
+        if settings and (name := set_between(settings, group_settings(optimizer))):
+            raise LowtideError(
+                f"{name!r} of a parameter group was set between backward and optimizer.step(). The lever 'step in "
+                "backward' had updated the parameters by then, with what it was before. Set it before backward, or fit "
+                "without the lever."
+            )
+        if isinstance(self._clip, CommonNorm):
+            self._clip.ends()
+
+    def check(self) -> None:
+        if not isinstance(self._clip, CommonNorm):
+            return
+        if not self._clip.seen:
+            raise NoUse("the common norm of the gradients was never known in time")
+        if self._clip.differed:
+            raise NoUse(f"gradients are clipped by their common norm, and {OTHERS}")
+        if self._clip.changed:
+            raise NoUse(
+                f"gradients have to be computed for their common norm first, which changes {self._clip.changed}"
+            )
+
+    def remove(self) -> None:
+        if isinstance(self._clip, CommonNorm):
+            self._clip.remove()
+            self._clip = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _steppable(optimizer: Optimizer | None) -> Optimizer:
+    """The optimizer, if it can step on one parameter at a time. Raises NoUse otherwise."""
+    if several_processes():
+        raise NoUse(TOGETHER)
+    if optimizer is None:
+        raise NoUse("no single optimizer is known that steps on the model's parameters: pass optimizer=")
+    name = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
+        raise NoUse(f"a {name} may look at several parameters at once; torch.optim's, but for LBFGS, do not")
+    if _torch.has_step_pre_hooks(optimizer):
+        raise NoUse(f"there are hooks before the step of this {name}, which may look at gradients")
+    return optimizer
+
+
+def _check_two_passes(model: nn.Module, seen: Seen) -> None:
+    """Raise NoUse where a gradient may not be computed twice."""
+    if seen.backwards > 1:
+        raise NoUse(
+            "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
+            "there before the last one"
+        )
+    twice = "which would run twice: gradients that are clipped by their common norm have to be computed for it first"
+    named = model.named_parameters()
+    hooked = next((n for n, p in named if _torch.has_gradient_hooks(p) or _torch.has_accumulation_hooks(p)), None)
+    if hooked is not None:
+        raise NoUse(f"there is a hook on the gradient of {hooked}, {twice}")
+    if seen.hooked or any(map(_torch.has_backward_hooks, model.modules())):
+        raise NoUse(f"there are hooks on gradients in the step, {twice}")
+
+
+def _try_two_passes(site: Site, optimizer: Optimizer, settings: Settings) -> None:
+    """Run the step with the lever on. Raises NoUse if it fails; everything is as it was afterwards."""
+    with Unchanged(site.model, site.batch, optimizer, site.step):
+        on = _On(site.model, optimizer, settings, on_trial=True)
+        try:
+            site.step(site.batch)
+            on.check()
+        except LowtideError as error:
+            raise NoUse(f"gradients are clipped by their common norm, and {str(error).removesuffix('.')}") from error
+        except Exception as error:  # it ran without
+            if is_out_of_memory(error):
+                raise
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise NoUse(f"the step fails where gradients are computed twice: {why}") from error
+        finally:
+            on.remove()

@@ -1,0 +1,277 @@
+"""What happens to gradients between backward and `optimizer.step()`, found out by watching one step.
+
+Clipping is recognized by the functions of torch that do it, however they were imported; any other change by the
+versions of the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from lowtide import _torch
+from lowtide.levers.lever import Settings, Site
+from lowtide.state.step_outcome import digest
+from lowtide.state.step_snapshot import Unchanged
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+BY_VALUE, BY_NORM, BY_COMMON_NORM = "clip_value", "clip_norm", "clip_common_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """How gradients are clipped: each by itself, or by the norm that they have in common (`two_pass_clipping.py`)."""
+
+    kind: str
+    limit: float
+    norm_type: float = 2.0
+    raises: bool = False
+    """Whether it is an error if the norm is not finite (`error_if_nonfinite`)."""
+    foreach: bool | None = None
+    """As `clip_grad_norm_` was told."""
+    why_not: str = ""
+    """Why that can't be done parameter by parameter."""
+    clipped: tuple[Tensor, ...] = ()
+    """The parameters whose gradients have a norm in common, in the order in which it is computed."""
+
+    @classmethod
+    def told(cls, settings: Settings) -> Self | None:
+        """The clipping that a lever's settings name."""
+        for kind in (BY_VALUE, BY_NORM, BY_COMMON_NORM):
+            if kind in settings:
+                norm_type = settings.get("norm_type", 2.0)
+                if "infinite" in settings:
+                    norm_type = math.inf * settings["infinite"]
+                foreach = bool(settings["foreach"]) if "foreach" in settings else None
+                return cls(kind, settings[kind], norm_type, bool(settings.get("error_if_nonfinite")), foreach)
+        return None
+
+    @property
+    def settings(self) -> Settings:
+        """What `told` is told."""
+        is_infinite = math.isinf(self.norm_type)  # which JSON has no number for
+        found = {self.kind: self.limit, **({} if is_infinite else {"norm_type": self.norm_type})}
+        if is_infinite:
+            found["infinite"] = math.copysign(1.0, self.norm_type)
+        if self.raises:
+            found["error_if_nonfinite"] = 1.0
+        if self.foreach is not None:
+            found["foreach"] = float(self.foreach)
+        return found
+
+    def apply(self, parameter: Tensor) -> None:
+        """Clip one parameter's gradient, with the function that the loop clips it with."""
+        if self.kind == BY_VALUE:
+            clip_grad.clip_grad_value_(parameter, self.limit, self.foreach)
+        else:
+            clip_grad.clip_grad_norm_(parameter, self.limit, self.norm_type, self.raises, self.foreach)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of one of torch's clipping functions."""
+
+    kind: str
+    limit: float
+    norm_type: float
+    raises: bool
+    foreach: bool | None
+    gradients: tuple[int, ...]
+    """Their ids, in order."""
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        return self.kind, self.limit, self.norm_type, self.raises, self.foreach
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen in one step."""
+
+    backwards: int = 0
+    """Most backward passes that added to one parameter's gradient before a step of the optimizer."""
+    scaled: bool = False
+    changed: bool = False
+    moved: bool = False
+    """Whether a parameter itself was written to between the last backward pass that reached it and the step."""
+    set_late: str = ""
+    """A setting of a parameter group, as its learning rate, that was set between backward and the optimizer's step."""
+    clip: Clip | None = None
+    hooked: bool = False
+    """Whether the step put hooks on gradients."""
+    _calls: list[_Call] = field(default_factory=list)
+
+
+def observe(site: Site, optimizer: Optimizer) -> Seen:
+    """Run the step once and watch its gradients. Everything is as it was afterwards."""
+    seen = Seen()
+    arrived: dict[Tensor, int] = {}
+    versions: dict[Tensor, tuple[int, int]] = {}
+    digests: dict[Tensor, str] = {}
+    settings: list[GroupSettings] = []
+
+    def arrives(parameter: Tensor) -> None:
+        arrived[parameter] = arrived.get(parameter, 0) + 1
+        assert parameter.grad is not None
+        versions[parameter] = id(parameter.grad), parameter.grad._version
+        digests[parameter] = digest(parameter)  # its version does not count what is written through `.data`
+        settings[:] = group_settings(optimizer)
+
+    def sets(name: str) -> None:
+        seen.set_late = name if arrived else seen.set_late
+
+    def steps(*_: Any) -> None:
+        if arrived:
+            seen.set_late = set_between(settings, group_settings(optimizer)) or seen.set_late
+        seen.backwards = max([seen.backwards, *arrived.values()])
+        for parameter, before in versions.items():
+            grad = parameter.grad
+            seen.changed |= grad is None or (id(grad), grad._version) != before
+            seen.moved |= digest(parameter) != digests[parameter]
+        seen.clip = _clip_of(seen._calls, {id(p.grad): p for p in versions if p.grad is not None}) or seen.clip
+        arrived.clear()
+        versions.clear()
+        seen._calls.clear()
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    with Unchanged(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
+        for parameter in parameters:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
+        hooks.callback(optimizer.register_step_pre_hook(steps).remove)
+        hooks.enter_context(_watching_groups(optimizer, sets))
+        with _watching_calls(seen):
+            site.step(site.batch)
+    return seen
+
+
+GroupSettings = dict[str, Any]
+"""Of one parameter group: all that it has but parameters. Of tensors their identity and version."""
+
+
+def group_settings(optimizer: Optimizer) -> list[GroupSettings]:
+    """The settings of all parameter groups by now."""
+
+    def known(value: Any) -> Any:
+        return (id(value), value._version) if isinstance(value, Tensor) else value
+
+    return [{k: known(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def set_between(before: list[GroupSettings], after: list[GroupSettings]) -> str:
+    """The name of a setting that is another one `after`; "" where all are as `before`."""
+    for one, other in zip(before, after, strict=True):
+        for name in one.keys() | other.keys():
+            if one.get(name) != other.get(name):
+                return name
+    return ""
+
+
+class _Group(dict[str, Any]):
+    """A parameter group that tells what is set in it, also to the value that it has."""
+
+    sets: Callable[[str], None]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.sets(name)
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+@contextlib.contextmanager
+def _watching_groups(optimizer: Optimizer, sets: Callable[[str], None]) -> Iterator[None]:
+    groups = list(optimizer.param_groups)
+    for number, group in enumerate(groups):
+        optimizer.param_groups[number] = watched = _Group(group)
+        watched.sets = sets
+    try:
+        yield
+    finally:
+        optimizer.param_groups[:] = groups
+
+
+def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None:
+    """The clipping that these calls add up to, of gradients with these ids."""
+    if not calls:
+        return None
+    first, clipped, why = calls[0], [gradient for call in calls for gradient in call.gradients], ""
+    kind = BY_COMMON_NORM if first.kind == BY_NORM and len(first.gradients) > 1 else first.kind
+    if len({call.way for call in calls}) > 1:
+        why = "gradients are clipped in more than one way"
+    elif math.isinf(first.limit):
+        why = "gradients are clipped by an infinite norm: for what clip_grad_norm_ returns, which would be 0"
+    elif not parameter_of.keys() <= set(clipped):
+        why = "some gradients are clipped and others are not"
+    elif kind == BY_VALUE and len(calls) > 1:
+        why = "clip_grad_value_ is called for several sets of parameters, and fails for one without gradients"
+    elif first.kind == BY_NORM and len(calls) > 1 and any(len(call.gradients) > 1 for call in calls):
+        why = "clip_grad_norm_ is called for several sets of parameters, and each has another norm"
+    elif kind == BY_COMMON_NORM and set(clipped) - parameter_of.keys():
+        why = "clip_grad_norm_ is also given gradients of parameters that the optimizer does not step on"
+    elif kind == BY_COMMON_NORM and len(clipped) > len(set(clipped)):
+        why = "clip_grad_norm_ is given the same gradient twice"
+    named = () if why or kind != BY_COMMON_NORM else tuple(parameter_of[gradient] for gradient in clipped)
+    return Clip(kind, first.limit, first.norm_type, first.raises, first.foreach, why, named)
+
+
+_HOOKING = frozenset({"register_hook", "register_prehook", "retain_grad"})
+"""Methods in C++ of autograd's nodes and of tensors after which a gradient is looked at when it comes."""
+
+
+@contextlib.contextmanager
+def _watching_calls(seen: Seen) -> Iterator[None]:
+    """Note calls of torch's clipping functions, of GradScaler.step and of what hooks gradients, in this thread."""
+    clips = {
+        _code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
+        _code(clip_grad.clip_grad_norm_): (BY_NORM, "max_norm"),
+    }
+    scaler = _code(torch.amp.GradScaler.step)
+    hooks = {_code(Tensor.register_hook), _code(Tensor.register_post_accumulate_grad_hook)}
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and getattr(argument, "__name__", "") in _HOOKING:
+            seen.hooked = True
+        if event != "return":
+            return
+        if frame.f_code in clips:
+            kind, limit = clips[frame.f_code]
+            found = frame.f_locals
+            ids = tuple(id(gradient) for gradient in _torch.clipped(found))
+            norm_type, raises = float(found.get("norm_type", 2.0)), bool(found.get("error_if_nonfinite", False))
+            seen._calls.append(_Call(kind, float(found[limit]), norm_type, raises, found["foreach"], ids))
+        elif frame.f_code is scaler:
+            seen.scaled = True
+        elif frame.f_code in hooks:
+            seen.hooked = True
+
+    before: Any = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        if isinstance(before, cProfile.Profile):  # which is in force without being a function
+            before.enable()
+        else:
+            sys.setprofile(before)
+
+
+def _code(function: Any) -> CodeType:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code: CodeType = function.__code__
+    return code

@@ -1,0 +1,258 @@
+"""Clipping by the common norm of all gradients, where these never exist all at once: they are computed twice.
+
+When backward comes to the model (`backward_entry.py`), a first pass inside of it computes each gradient, takes its norm
+and lets go of it. From these norms follow the common one and the factor, as `torch.nn.utils.clip_grad_norm_` computes
+them, before any gradient of the second pass, the ordinary one, is there. LOMO (Lv et al. 2023, arXiv 2306.09782,
+section 3.3) does the same; here the bits are those of the plain loop.
+
+No forward runs again, so nothing is drawn and no statistics are updated twice. What the first pass can't see (a penalty
+on the parameters beside the model's outputs, a second call of the model) or what runs only once (an operator that
+changes what it has saved) gives the second pass gradients of other norms. So these are taken again and compared: where
+all are equal, the step is the plain one. Where kernels add up in any order they may differ by a little, as the plain
+step's do from one run to the next: by more than `NEAR` of the common norm is an error, and by less a warning, if the
+device is one on which they should not.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from lowtide import _torch
+from lowtide.errors import LowtideError
+from lowtide.levers.backward_entry import Entrance
+from lowtide.levers.lever import NoUse
+from lowtide.levers.partial_gradients import Gathered, listen
+from lowtide.state.step_outcome import digest
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.autograd.graph import GradientEdge
+    from torch.optim import Optimizer
+
+    from lowtide.levers.optimizer_observer import Clip
+
+NEAR = 0.01
+"""Norms in bfloat16 are good to 8 bits; what sums in another order differ by is less."""
+_NONE = -2
+"""No pass: backward numbers its passes from 0, and outside of any the number is -1."""
+
+ORDERS = ("model", "optimizer")
+"""In whose order the common norm is computed: its last bit depends on it."""
+
+
+def ordered(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
+    """The optimizer's parameters that are trained, in one of `ORDERS`."""
+    mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if ORDERS[order] == "optimizer":
+        return mine
+    known = set(mine)
+    return [parameter for parameter in model.parameters() if parameter in known]
+
+
+def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) -> int:
+    """Which of `ORDERS` that is. Raises NoUse for another one."""
+    there = set(clipped)
+    for order in range(len(ORDERS)):
+        found = [parameter for parameter in ordered(model, optimizer, order) if parameter in there]
+        if list(map(id, found)) == list(map(id, clipped)):
+            return order
+    raise NoUse("clip_grad_norm_ is given gradients in another order than that of the model or of the optimizer")
+
+
+OTHERS = (
+    "gradients that are computed twice are not the same: something beside what the model returns leads to its "
+    "parameters, as a penalty on them does, or an operator's backward can't run twice, or adds up in any order"
+)
+
+
+class CommonNorm:
+    """Knows the common norm before gradients come, and clips each by it."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, clip: Clip, order: int, *, on_trial: bool = False
+    ) -> None:
+        """On trial buffers are looked at, too, which takes time."""
+        self._model, self._optimizer, self._clip, self._on_trial = model, optimizer, clip, on_trial
+        self._parameters = ordered(model, optimizer, order)
+        self._mine = set(self._parameters)
+        self._before: dict[Tensor, Tensor] = {}
+        """Norms of the gradients of the first pass."""
+        self._found: dict[Tensor, Tensor] = {}
+        """Norms of those that have come in the second one."""
+        self._total: Tensor | None = None
+        self._pass = _NONE
+        """The number of the second pass; the first one is inside of it."""
+        self._is_first = False
+        self.seen = 0
+        """Steps whose norm was known in time."""
+        self.differed = False
+        """Whether gradients ever had other norms when they were computed again. On trial that is no error."""
+        self.changed = ""
+        """On trial a buffer that the first pass has changed."""
+        self._entrance = Entrance(model, self._enters)
+        self._listens = listen(self._handed_out)
+
+    # --- the first pass
+
+    def _enters(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Backward comes to what a call of the model returned."""
+        if torch.is_grad_enabled():
+            raise LowtideError("the gradients are to be differentiated again (create_graph), and have no norm yet.")
+        if self._is_first or self._pass == _torch.backward_number():
+            self._total = None
+            raise LowtideError(
+                "backward comes to two calls of the model at once: the norm of the gradients' sum is not known before "
+                "all of it is there."
+            )
+        parameters, buffers = self._check(), self._buffers()
+        self._begin()
+        self._is_first = True
+        try:
+            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=parameters)
+        finally:
+            self._is_first = False
+            for parameter in parameters:
+                parameter.grad = None
+        self.changed = next((name for name, now in self._buffers().items() if now != buffers[name]), self.changed)
+        self._know()
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether a gradient has come in the first pass; then it is gone."""
+        if not self._is_first or _torch.backward_number() == self._pass:
+            return False
+        assert parameter.grad is not None
+        self._before[parameter] = self._norm(parameter, parameter.grad)
+        parameter.grad = None
+        return True
+
+    def _handed_out(self, gathered: Gathered) -> None:
+        """Gradients of micro-batches are there all at once, and no first pass is needed."""
+        mine = [(parameter, gradient) for parameter, gradient in gathered if parameter in self._mine]
+        if mine:
+            self._check()
+            self._begin()
+            self._before = {parameter: self._norm(parameter, gradient) for parameter, gradient in mine}
+            self._know()
+
+    def _check(self) -> list[Tensor]:
+        """The parameters. Raises LowtideError where a gradient would have another norm than in the first pass."""
+        if self._found:
+            raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
+        groups: Iterable[Tensor] = (p for group in self._optimizer.param_groups for p in group["params"])
+        if {p for p in (*groups, *self._model.parameters()) if p.requires_grad} != self._mine:
+            raise LowtideError(
+                "other parameters need gradients than those of the optimizer when the lever was put on: apply it anew."
+            )
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                raise LowtideError(
+                    f"there is a gradient of {self._name(parameter)} before the last backward pass, which is added to: "
+                    "let zero_grad() set gradients to None, its default, and do not accumulate."
+                )
+            if _torch.has_gradient_hooks(parameter):
+                raise LowtideError(
+                    f"there is a hook on the gradient of {self._name(parameter)}, which would run twice."
+                )
+        return self._parameters
+
+    def _name(self, parameter: Tensor) -> str:
+        return next((name for name, p in self._model.named_parameters() if p is parameter), "a parameter")
+
+    def _buffers(self) -> dict[str, str]:
+        return {name: digest(buffer) for name, buffer in self._model.named_buffers()} if self._on_trial else {}
+
+    def _begin(self) -> None:
+        self._pass, self._total = _torch.backward_number(), None
+        self._before, self._found = {}, {}
+
+    def _know(self) -> None:
+        """From the norms of the gradients to the common one, in the order in which torch does it."""
+        parameters = [parameter for parameter in self._parameters if parameter in self._before]
+        if parameters:
+            norms = [self._before[parameter] for parameter in _torch.as_grouped(parameters)]
+            self._total = self._common([norm.to(parameters[0].device) for norm in norms])
+            self.seen += 1
+            if not self._total.isfinite():
+                self._refuse(self._total)
+
+    def _refuse(self, total: Tensor) -> NoReturn:
+        """As `clip_grad_norm_` where it is told to; else as the loop may well leave out an update like this one."""
+        if self._clip.raises:
+            raise RuntimeError(
+                f"The total norm of order {self._clip.norm_type} for gradients from `parameters` is non-finite, so "
+                "it cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
+                "anyway, set `error_if_nonfinite=False`"
+            )
+        raise LowtideError(
+            f"the norm of all gradients is {float(total):g}. Nothing was updated in this step. A loop that looks at "
+            "the norm before optimizer.step() is too late with the lever 'step in backward': if yours leaves such "
+            "steps out, fit without the lever."
+        )
+
+    def _common(self, norms: list[Tensor]) -> Tensor:
+        common: Tensor = torch.linalg.vector_norm(torch.stack(norms), self._clip.norm_type)
+        return common
+
+    def _norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        if not _torch.is_plain(gradient) or gradient.dtype != parameter.dtype:
+            raise LowtideError(
+                f"the gradient of {self._name(parameter)} is a {gradient.layout} {type(gradient).__name__} of "
+                f"{gradient.dtype}: only strided ones of their parameter's type are known to have the same norm alone."
+            )
+        return _torch.norm_of(gradient, self._clip.norm_type, self._clip.foreach)
+
+    # --- the second pass
+
+    def apply(self, parameter: Tensor) -> None:
+        """Clip one parameter's gradient. Raises LowtideError where the common norm is not known."""
+        assert parameter.grad is not None
+        if self._total is None or self._pass != _torch.backward_number() or parameter not in self._before:
+            raise LowtideError(
+                "a gradient came that does not come from what one call of the model returned: its norm is not known."
+            )
+        self._found[parameter] = self._norm(parameter, parameter.grad)
+        clip_grads_with_norm_(parameter, self._clip.limit, self._total, self._clip.foreach)
+
+    def ends(self) -> None:
+        """The step is over. Raises LowtideError if gradients were clipped by a norm that is not theirs.
+
+        One number is read from the device for that.
+        """
+        before, found, total = self._before, self._found, self._total
+        self._pass, self._total, self._before, self._found = _NONE, None, {}, {}
+        if total is None or not found:
+            return
+        share = self._apart(before, found, total) if before.keys() == found.keys() else math.inf
+        is_exact = total.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        if share <= (0.0 if is_exact else NEAR):
+            return
+        is_first, self.differed = not self.differed, True
+        if self._on_trial:
+            return
+        if not share <= NEAR:  # it may be no number
+            raise LowtideError(
+                f"the parameters were updated with gradients that were clipped by another norm: {OTHERS}."
+            )
+        if is_first:
+            warnings.warn(
+                f"gradients were clipped by a norm that was off by {share:.1e} of it: {OTHERS}.", stacklevel=2
+            )
+
+    def _apart(self, before: dict[Tensor, Tensor], found: dict[Tensor, Tensor], total: Tensor) -> float:
+        """How far the norms are from those of the first pass, as a share of the common one."""
+        one, other = (torch.stack([n[p].to(total.device, torch.float64) for p in before]) for n in (before, found))
+        apart = (one - other).abs().nan_to_num(0.0).max()  # no number where both are infinite
+        apart = torch.where((one.isfinite() == other.isfinite()).all(), apart, math.inf)
+        return float(torch.where(apart == 0, 0.0, apart / total.abs()))
+
+    def remove(self) -> None:
+        """The model is as before."""
+        self._entrance.remove()
+        self._listens()

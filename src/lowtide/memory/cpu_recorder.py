@@ -1,0 +1,314 @@
+"""Records CPU memory exactly, from the allocation events of torch's profiler: temporaries inside operators included.
+
+Bytes are those that torch asked its CPU allocator for. Not seen: memory that other libraries take (NumPy, mapped
+files, oneDNN's scratch), and tensors that other threads of Python allocate or free, since the profiler follows one
+thread and the backward threads that it starts.
+
+Frees are exact too. The profiler reports the free of a block that it saw allocated. Of a block that existed at entry it
+reports nothing or a wrong size, for it keeps sizes by address and forgets none that is freed while no profiler runs
+(torch 2.13). So what it reports of such blocks is passed over, and the storages that exist at entry are watched through
+weak references instead. The watch is for the end of a storage: that an existing one is resized goes unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from operator import itemgetter
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from torch.autograd.profiler import profile
+
+from lowtide import _torch
+from lowtide.errors import RehearsalError
+from lowtide.memory import entry_storages as entry
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
+from lowtide.utils.interrupts import entering, whole
+from lowtide.utils.stderr_filter import without_noise
+
+NOISE = (
+    b"USDT:",
+    b"gpuGetDeviceCount failed",
+    b"Memory block of unknown size was allocated before the profiling started",
+)
+"""Lines that are kept off the user's terminal. The profiler writes the first each time it starts or stops (torch 2.13),
+and the second where torch is built for CUDA and there is no card. The allocator warns by the third of the first
+block, and then of each thousandth, that is freed under a profiler without having been allocated under one."""
+_MARK = "lowtide#"  # begins the name of each annotation; its number follows
+_SPARE_BLOCKS = 4000
+"""The allocator warns at every thousandth free of a block that it does not know, and some of these lie where an earlier
+recording saw one: they are known. So many take 5 ms."""
+
+_claim = threading.Lock()
+_recording: CpuRecorder | None = None
+_unfinished: list[profile] = []
+"""Profilers that could not be ended for want of memory."""
+
+
+class CpuRecorder(Recorder):
+    """Records the CPU allocations of this thread, and of the backward threads it starts, while the `with` block runs.
+
+    `watch` are the tensors whose end shall lower the level if it comes while recording; by default all that exist,
+    50 to 100 ms to find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording some 10 us an
+    allocation or free.
+
+    Entering raises RehearsalError while any profiler runs or warms up, and inside a backward pass.
+    """
+
+    device = "cpu"
+
+    def __init__(self, *, watch: Iterable[torch.Tensor] | None = None) -> None:
+        self._to_watch = watch
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self.entry_addresses = {}
+        self._at_entry: dict[int, int] = {}
+        self._marks: list[Mark | Free] = []
+        self._reader = _Reader()
+        self._profile: profile | None = None
+        self._spare: list[torch.Tensor] = []
+        self._stream: EventStream | None = None
+        self._thread: int | None = None
+
+    @property
+    def stream(self) -> EventStream:
+        """What was recorded. Raises RehearsalError before the block has ended."""
+        if self._stream is None:
+            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+        return self._stream
+
+    @entering
+    def __enter__(self) -> Self:
+        global _recording
+        if self._thread is not None:
+            raise RehearsalError("a recorder records once. Make a new CpuRecorder().")
+        _refuse_backward()
+        _finish()
+        with _claim:
+            if (other := _other_profiler()) is not None:
+                raise Busy(
+                    f"CPU memory cannot be recorded: {other}, and torch has room for one profiler at a time.\n"
+                    "  End it first, start it later, or record outside its with-block."
+                )
+            _recording = self
+        try:
+            self._thread = threading.get_ident()
+            gc.collect()  # else what Python happens to collect meanwhile would lower the level, and the peak with it
+            self._watch(entry.existing_tensors() if self._to_watch is None else self._to_watch)
+            self._to_watch = None  # it may hold the last reference to a tensor
+            self._start()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    @whole
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            session = self._stop()
+        finally:
+            self._release()
+        with _uncollected():  # each collection would look at all events so far
+            lost = self._reader.read(*session)
+            self._stream = EventStream(without_asides(self._reader.events), self.device)
+        if error is None:  # never in place of the user's own exception
+            _refuse_lost(lost)
+
+    def mark(self, label: str, data: object = None) -> None:
+        """Put a mark exactly here. Raises RehearsalError outside the with-block."""
+        if self._profile is None:
+            raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
+        self._annotate(Mark(label, data))
+
+    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+        """The bytes of what was watched at entry beside storages at these `addresses`, which are known one by one."""
+        return sum(n for where, n in self._at_entry.items() if where not in addresses)
+
+    @whole
+    def flush(self) -> EventStream:
+        """What was recorded so far, without ending the recording: later events follow these, with nothing lost between.
+
+        Raises RehearsalError inside a backward pass, where torch cannot stop a profiler.
+        """
+        _refuse_backward()
+        with _uncollected():  # between the two profiles nothing may be freed
+            session = self._stop()
+            self._start()
+        with _uncollected():
+            lost = self._reader.read(*session)
+        _refuse_lost(lost)
+        return EventStream(tuple(self._reader.events), self.device)
+
+    def _start(self) -> None:
+        self._spare = [torch.empty(1) for _ in range(_SPARE_BLOCKS)]
+        session = profile(profile_memory=True, use_cpu=True)
+        with without_noise(2, *NOISE) as held_back:
+            try:
+                session.__enter__()  # type: ignore[no-untyped-call]
+            except BaseException:  # as raised when it ran already
+                _unfinished.append(session)
+                _finish()
+                raise
+            self._profile = session
+            # Free blocks that the allocator does not know until it has warned: it is silent for the next thousand.
+            quiet = held_back()
+            while self._spare and held_back() == quiet:
+                del self._spare[-20:]
+
+    def _stop(self) -> tuple[list[Any], list[Mark | Free]]:
+        session, self._profile = cast(profile, self._profile), None
+        try:
+            with without_noise(2, *NOISE):
+                session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        except MemoryError:  # the step ran out of memory, and its frames still hold it all: end the profiler later
+            _unfinished.append(session)
+            raise
+        self._spare.clear()  # not before, or these would be counted too
+        return _torch.profiler_roots(session), self._marks.copy()
+
+    def _release(self) -> None:
+        global _recording
+        self._watched.clear()
+        with _claim:
+            _recording = None
+
+    def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
+        self._at_entry = entry.bytes_of(tensors)
+        for block, storage in enumerate(entry.storages_of(tensors), 1):
+            self.entry_addresses[-block] = storage.data_ptr()
+            self._watched.append(weakref.ref(storage, partial(self._entry_died, Free(-block, storage.nbytes()))))
+
+    def _entry_died(self, free: Free, _: object) -> None:
+        if self._profile is not None:
+            self._annotate(free)
+
+    def _annotate(self, what: Mark | Free) -> None:
+        # The profiler orders by time, by a clock that may be coarse (41 ns on some ARM): stand a tick off both sides.
+        number = len(self._marks)
+        self._marks.append(what)
+        tick = perf_counter_ns()
+        while perf_counter_ns() == tick:
+            pass
+        annotation = _torch.RecordFunction(f"{_MARK}{number}")
+        annotation.__enter__()
+        annotation.__exit__(None, None, None)
+        tick = perf_counter_ns()
+        while perf_counter_ns() == tick:
+            pass
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """A block in which Python collects no garbage by itself."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _finish() -> None:
+    """End the profilers that could not be ended before."""
+    while _unfinished:
+        session = _unfinished.pop()
+        if _torch.profiler_running():
+            with without_noise(2, *NOISE):
+                session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def running() -> CpuRecorder | None:
+    """The recorder that records in this thread now, if any."""
+    recorder = _recording
+    return recorder if recorder is not None and recorder._thread == threading.get_ident() else None
+
+
+def _other_profiler() -> str | None:
+    """What takes the one place that torch has for a profiler, in words."""
+    if _recording is not None:
+        return "Lowtide itself records already"
+    if _torch.profiler_running():
+        return "another profiler is running"
+    return "another profiler is warming up" if _torch.profiler_warming_up() else None
+
+
+def _refuse_backward() -> None:
+    if _torch.in_backward():
+        raise RehearsalError(
+            "CPU memory cannot be recorded from inside a backward pass: torch cannot start or stop a profiler there.\n"
+            "  Begin and end the recording around the backward."
+        )
+
+
+def _refuse_lost(lost: list[Mark]) -> None:
+    if lost:
+        raise RehearsalError(
+            "a part of this ran in another thread, which torch's profiler does not follow: memory on a CPU is recorded "
+            "in the thread that calls Lowtide, and in the backward passes that it starts.\n"
+            f"  Call forward and backward in that thread. ({len(lost)} marks are lost, the first {lost[0].label!r}.)"
+        )
+
+
+class _Reader:
+    """Turns the profiler's event trees, one per session of a recording, into events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._alive: dict[int, Allocate] = {}  # by address
+        self._n_blocks = 0
+        self._n_marks = 0
+
+    def read(self, roots: list[Any], marks: list[Mark | Free]) -> list[Mark]:
+        """Append the events of one session; `marks` are all that were made so far. Gives those the profiler missed."""
+        rows = list(_rows(roots))
+        rows.sort(key=itemgetter(0))  # stable, and the rows of one thread are in order already
+        unseen = dict(enumerate(marks[self._n_marks :], self._n_marks))
+        self._n_marks = len(marks)
+        for _, n_bytes, address, op in rows:
+            if n_bytes > 0:
+                if address in self._alive:  # it was freed in a thread that the profiler does not follow
+                    self._free(address)
+                block = self._alive[address] = Allocate(self._n_blocks, n_bytes, address, op)
+                self._n_blocks += 1
+                self.events.append(block)
+            elif n_bytes == 0:
+                self.events.append(unseen.pop(address))
+            elif address in self._alive:
+                self._free(address)
+        self.events += [free for free in unseen.values() if type(free) is Free]  # from entry, freed in such a thread
+        return [mark for mark in unseen.values() if type(mark) is Mark]
+
+    def _free(self, address: int) -> None:
+        block = self._alive.pop(address)
+        self.events.append(Free(block.block, block.bytes))
+
+
+def _rows(roots: list[Any]) -> Iterator[tuple[int, int, int, str]]:
+    """(time, bytes, address, operator) of each allocation and free; (time, 0, number, "") of each annotation."""
+    stack = [(iter(roots), "")]
+    while stack:
+        nodes, op = stack[-1]
+        for node in nodes:
+            name = node.name
+            if name == _torch.ALLOCATION:
+                fields = node.extra_fields
+                if fields.device.type == "cpu":
+                    yield node.start_time_ns, fields.alloc_size, fields.ptr, op
+            else:
+                is_mark = name.startswith(_MARK)
+                if is_mark:
+                    yield node.start_time_ns, 0, int(name[len(_MARK) :]), ""
+                stack.append((iter(node.children), op if is_mark else name))
+                break
+        else:
+            stack.pop()

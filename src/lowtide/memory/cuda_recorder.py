@@ -1,0 +1,204 @@
+"""Records CUDA memory from the history that torch's caching allocator keeps of itself.
+
+Bytes are those that were asked for (`requested_bytes` of `torch.cuda.memory_stats`); the allocator rounds each up, and
+`measure.py` reports the rounded peak beside this one. A block counts until its free is *completed*: until the streams
+that use it are done with it and its memory can be given out again. The allocator knows the blocks that existed at
+entry, so their frees are exact. Operators are not in the history: `op` is the innermost Python function, empty for what
+the backward threads allocate.
+
+What products work in (cuBLAS, 8 MiB, or 32 MiB from compute capability 9 on, for each thread that computes) is taken
+at the first product of a process and kept. A recording begins without it, so it is in each that has products.
+
+A mark is exact within its thread: it is a text attached to all that the thread allocates and frees from then on. The
+allocator keeps one such text per thread, and backward runs in threads of its own. Between threads marks are placed by
+time, to the microsecond; handing over to another thread takes several.
+
+Read in the sources of torch 2.13; `parse_trace` is tested on a trace written by hand after them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+
+from lowtide import _torch
+from lowtide.errors import RehearsalError
+from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
+
+T = TypeVar("T")
+
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""Whatever its value: c10/cuda/CUDACachingAllocator.cpp asks only whether it is there."""
+
+
+class PlacedMark(NamedTuple):
+    """A mark, the thread that made it and when, in microseconds since the epoch like the allocator's own times."""
+
+    mark: Mark
+    thread: int
+    time_us: float
+
+
+class CudaRecorder(Recorder):
+    """Records the allocations of one CUDA device, by any thread and stream, while the `with` block runs.
+
+    Entering raises RehearsalError where there is no such device, or while the allocator's history is being recorded by
+    someone else: torch keeps one, and a recording ends it.
+    """
+
+    def __init__(self, device: torch.device | str | int = "cuda") -> None:
+        self._asked = device
+        self._index = 0
+        self._key = ""
+        self.entry_addresses = {}
+        self._entry_bytes = 0
+        self._marks: list[PlacedMark] = []
+        self._is_recording = False
+        self._stream: EventStream | None = None
+
+    @property
+    def stream(self) -> EventStream:
+        """What was recorded. Raises RehearsalError before the block has ended."""
+        if self._stream is None:
+            raise RehearsalError("the stream of a recorder is complete when its with-block has ended, and not before.")
+        return self._stream
+
+    def __enter__(self) -> Self:
+        if self._key:
+            raise RehearsalError("a recorder records once. Make a new CudaRecorder().")
+        self._index = cuda_index(self._asked)
+        self.device = f"cuda:{self._index}"
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # nobody may have used it so far
+        if UNCACHED in os.environ:
+            raise RehearsalError(
+                f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no account of "
+                "what it gives. Unset it."
+            )
+        if _of_the_allocator(_torch.history_is_on):
+            raise Busy(
+                "CUDA memory cannot be recorded: the allocator's history is being recorded already.\n"
+                "  End that first: torch.cuda.memory._record_memory_history(None)."
+            )
+        self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from what other threads still carry
+        gc.collect()  # as on the CPU: what is collected meanwhile would lower the level, and the peak with it
+        _settle(self.device)
+        self._entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
+        _of_the_allocator(_torch.start_history)
+        self._is_recording = True
+        self._attach(0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_recording = False
+        try:
+            trace = _torch.snapshot()["device_traces"][self._index]
+        finally:
+            _torch.stop_history()  # forgets the history, so only after the snapshot
+            _torch.set_metadata("")
+        events = parse_trace(trace, self._marks, self._key, self.entry_addresses)
+        self._stream = EventStream(without_asides(events), self.device)
+
+    def mark(self, label: str, data: object = None) -> None:
+        """Put a mark exactly here. Raises RehearsalError outside the with-block."""
+        if not self._is_recording:
+            raise RehearsalError(f"mark({label!r}): marks are made inside the recorder's with-block.")
+        self._marks.append(PlacedMark(Mark(label, data), threading.get_ident(), time.time_ns() / 1000))
+        self._attach(len(self._marks))
+
+    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+        """What the allocator held at entry beyond these `n_bytes`."""
+        return max(0, self._entry_bytes - n_bytes)
+
+    def _attach(self, n_marks: int) -> None:
+        _torch.set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")
+
+
+def _of_the_allocator(call: Callable[[], T]) -> T:
+    """What it says. Raises RehearsalError if it is one that keeps no history."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise RehearsalError(
+            f"CUDA memory cannot be recorded: {str(error).partition(chr(10))[0]}\n"
+            "  torch's own allocator keeps a history (backend:native in PYTORCH_ALLOC_CONF); others may not."
+        ) from error
+
+
+def _settle(device: str) -> None:
+    """Have on the device what is held, and no more: else what is given back later would lower the level of a step."""
+    _torch.drop_workspaces()
+    torch.cuda.synchronize(device)
+    torch.empty(1, device=device)  # an allocation is when frees that waited for another stream are completed
+
+
+def cuda_index(device: torch.device | str | int) -> int:
+    """The number of a CUDA device. Raises RehearsalError for other devices and where CUDA is missing."""
+    found = torch.device(device)
+    n_devices = torch.cuda.device_count()
+    if found.type != "cuda" or (found.index or 0) >= n_devices:
+        raise RehearsalError(f"the memory of {found} cannot be recorded: torch finds {n_devices} CUDA devices here.")
+    return torch.cuda.current_device() if str(found) == "cuda" else found.index
+
+
+def parse_trace(
+    trace: Iterable[Mapping[str, Any]],
+    marks: Sequence[PlacedMark],
+    key: str,
+    entry_addresses: dict[int, int] | None = None,
+) -> tuple[Event, ...]:
+    """The events in one list of a snapshot's "device_traces", with `marks` put in their places.
+
+    `key` begins the texts that the recording attached; the rest is "<thread> <marks made so far>". Actions on segments,
+    snapshots and failed allocations move no block and are passed over. `entry_addresses` is filled in.
+    """
+    events: list[Event] = []
+    alive: dict[int, Allocate] = {}
+    n_blocks = n_entry = n_placed = 0
+    for action in trace:
+        kind = action["action"]
+        if kind not in ("alloc", "free_completed"):
+            continue
+        reached = _marks_before(action, marks, n_placed, key)
+        events += [placed.mark for placed in marks[n_placed:reached]]
+        n_placed = reached
+        address, n_bytes = action["addr"], action["size"]
+        if kind == "alloc":
+            alive[address] = block = Allocate(n_blocks, n_bytes, address, _function(action))
+            n_blocks += 1
+            events.append(block)
+        elif address in alive:
+            block = alive.pop(address)
+            events.append(Free(block.block, block.bytes))
+        else:
+            n_entry += 1
+            events.append(Free(-n_entry, n_bytes))
+            if entry_addresses is not None:
+                entry_addresses[-n_entry] = address
+    return (*events, *(placed.mark for placed in marks[n_placed:]))
+
+
+def _marks_before(action: Mapping[str, Any], marks: Sequence[PlacedMark], n_placed: int, key: str) -> int:
+    """How many marks were made before `action`, given that the first `n_placed` were."""
+    text = action.get("user_metadata") or ""
+    thread, made = -1, n_placed
+    if text.startswith(key):
+        thread, made = map(int, text.removeprefix(key).split())
+    reached = max(n_placed, made)
+    # Its own thread's marks are all counted by now; another thread may have made some since.
+    while reached < len(marks) and marks[reached].thread != thread and marks[reached].time_us <= action["time_us"]:
+        reached += 1
+    return reached
+
+
+def _function(action: Mapping[str, Any]) -> str:
+    frames = action.get("frames") or [{}]
+    return str(frames[0].get("name", ""))

@@ -1,0 +1,233 @@
+"""What each `del` would save: looks at a function's variables around backward, and the peak without what they held.
+
+A look notes which memory only the variables hold, and a weak reference says when that memory really went. If it had
+gone at the look, the level in between would have been lower by its bytes, exactly; so the peak without it follows from
+the timeline. Whether the code still needs a variable after the look is for its author to say.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import FrameType
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide import _torch
+from lowtide._torch.patching import of_this_thread, stand_in
+from lowtide.errors import RehearsalError
+from lowtide.memory.events import Event, EventStream, Mark, Timeline
+from lowtide.memory.frame_variables import Held, held_by_variables
+from lowtide.units import format_bytes
+
+Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]
+
+_LABEL = "lowtide.variables"  # of marks for looks and for the end of memory that a look found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Del:
+    """`del` of these variables at that moment: bytes that it frees there, and by how many the peak would be lower."""
+
+    names: tuple[str, ...]
+    moment: Moment
+    freed_bytes: int
+    saved_bytes: int
+
+    def __str__(self) -> str:
+        what = f"del {', '.join(self.names)} {self.moment}: {format_bytes(self.freed_bytes)}"
+        if not self.freed_bytes:
+            return f"{what}, nothing"
+        return f"{what}, {format_bytes(self.saved_bytes) if self.saved_bytes else 'nothing'} of the peak"
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """What was seen at one moment: for each storage that variables alone hold, its number, its bytes, its holders."""
+
+    moments: tuple[Moment, ...]
+    names: tuple[str, ...]
+    held: list[tuple[int, int, frozenset[str]]]
+    is_first: bool = False
+    position: int = -1
+    """Events before it."""
+
+
+@dataclass(slots=True)
+class Looks:
+    """Looks at the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded."""
+
+    frame: FrameType | None
+    mark: Callable[[str, object], None]
+    _looks: list[_Look] = field(default_factory=list)
+    _alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = field(default_factory=dict)
+    _n_storages: int = 0
+    _at_start: dict[str, list[weakref.ref[Tensor]]] = field(default_factory=dict)
+    _rebound: set[str] = field(default_factory=set)
+    _unsure: set[int] = field(default_factory=set)
+    _is_after_backward: bool = False
+    _thread: int = field(default_factory=threading.get_ident)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """The first look, at what the step before left; and stand where backward passes and optimizers go by."""
+        self._look("at the end of the step", is_first=True)
+
+        def make(engine: Callable[..., Any]) -> Callable[..., Any]:
+            def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if self.frame is None or threading.get_ident() != self._thread or _torch.in_backward():
+                    return engine(outputs, *args, **kwargs)
+                self._look("before backward")
+                try:
+                    return engine(outputs, *args, **kwargs)
+                finally:
+                    self._is_after_backward = True
+
+            return run_backward
+
+        hook = register_optimizer_step_pre_hook(of_this_thread(lambda *_: self._look_after_backward()))
+        self._undo = [stand_in(torch.autograd, _torch.ENGINE, make), hook.remove]
+
+    def end(self, *, has_failed: bool) -> None:
+        """The last look, unless an exception ends the block; afterwards torch is as it was."""
+        while self._undo:
+            self._undo.pop()()
+        if not has_failed:
+            moments: tuple[Moment, ...] = ("after backward",) if self._is_after_backward else ()
+            self._look(*moments, "at the end of the step")
+        else:
+            self._looks.clear()
+        self.frame = None
+
+    def result(self, stream: EventStream) -> tuple[Del, ...]:
+        """For each variable and moment, and for variables that hold memory together, what `del` would save."""
+        self._alive.clear()
+        positions: dict[object, int] = {}
+        events: list[Event] = []
+        for event in stream:
+            if type(event) is Mark and event.label == _LABEL:
+                positions[event.data] = len(events)
+            else:
+                events.append(event)
+        for look in self._looks:
+            look.position = positions[look]
+        levels = [0, *Timeline(EventStream(tuple(events), stream.device)).curve]
+        ends = {number: positions.get((id(self), number), len(events)) for number in range(self._n_storages)}
+        return tuple(self._dels(levels, ends))
+
+    # --- looks ------------------------------------------------------------------------------------------------------
+
+    def _look_after_backward(self) -> None:
+        """Not earlier, since the frames of the backward call still refer to the loss when it ends."""
+        if self._is_after_backward and threading.get_ident() == self._thread:
+            self._is_after_backward = False
+            self._look("after backward")
+
+    def _look(self, *moments: Moment, is_first: bool = False) -> None:
+        assert self.frame is not None
+        found = held_by_variables(self.frame)
+        if is_first:
+            self._at_start = {name: [weakref.ref(t) for t in inside] for name, inside in found.tensors.items()}
+        self._note_rebound(found)
+        held = [(self._number(storage), storage.nbytes(), names) for storage, names in found.storages]
+        look = _Look(moments, found.names, held, is_first)
+        self._looks.append(look)
+        self.mark(_LABEL, look)
+
+    def _note_rebound(self, found: Held) -> None:
+        for name, before in self._at_start.items():
+            now = {id(tensor) for tensor in found.tensors.get(name, ())}
+            if not any((tensor := reference()) is not None and id(tensor) in now for reference in before):
+                self._rebound.add(name)
+
+    def _number(self, storage: UntypedStorage) -> int:
+        key = _torch.storage_number(storage)
+        if key not in self._alive:
+            number = self._n_storages
+            self._n_storages += 1
+            self._alive[key] = weakref.ref(storage, lambda _: self._gone(key, number)), number
+        return self._alive[key][1]
+
+    def _gone(self, key: int, number: int) -> None:
+        if self._alive.pop(key, None) is None:
+            return
+        try:
+            if threading.get_ident() != self._thread:
+                raise RehearsalError("the profiler does not follow other threads")
+            self.mark(_LABEL, (id(self), number))
+        except RehearsalError:
+            self._unsure.add(number)
+
+    # --- what follows -----------------------------------------------------------------------------------------------
+
+    def _dels(self, levels: list[int], ends: dict[int, int]) -> Iterator[Del]:
+        moments: tuple[Moment, ...] = ("before backward", "after backward", "at the end of the step")
+        for moment in moments:
+            looks = [look for look in self._looks if moment in look.moments]
+            names = dict.fromkeys(name for look in looks for name in self._names_of(look))
+            together = dict.fromkeys(owners for look in looks for _, _, owners in look.held if len(owners) > 1)
+            groups = [frozenset([name]) for name in names] + [owners for owners in together if owners <= names.keys()]
+            for group in groups:
+                yield self._del(group, moment, looks, levels, ends)
+
+    def _names_of(self, look: _Look) -> Iterable[str]:
+        """Of what was there at the start, only what the step binds anew is left over from the step before."""
+        return [name for name in look.names if name in self._rebound] if look.is_first else look.names
+
+    def _del(
+        self, group: frozenset[str], moment: Moment, looks: list[_Look], levels: list[int], ends: dict[int, int]
+    ) -> Del:
+        freed_bytes, missing, seen = 0, [0] * (len(levels) + 1), set(self._unsure)
+        for look in looks:
+            if look.is_first and not group <= self._rebound:
+                continue
+            freed = [(number, n_bytes) for number, n_bytes, owners in look.held if owners <= group]
+            freed_bytes = max(freed_bytes, sum(n_bytes for _, n_bytes in freed))
+            first = 0 if look.is_first else look.position + 1  # the level that was reached before the look stays
+            for number, n_bytes in freed:
+                if number not in seen and first <= ends[number]:
+                    missing[first] += n_bytes
+                    missing[ends[number] + 1] -= n_bytes
+                seen.add(number)
+        without = max(level - less for level, less in zip(levels, accumulate(missing), strict=False))
+        return Del(
+            names=tuple(sorted(group)),
+            moment=moment,
+            freed_bytes=freed_bytes,
+            saved_bytes=max(levels) - without,
+        )
+
+
+def without_marks(stream: EventStream) -> EventStream:
+    """The stream as it would be if nobody had looked."""
+    events = tuple(event for event in stream if not (type(event) is Mark and event.label == _LABEL))
+    return stream if len(events) == len(stream) else EventStream(events, stream.device)
+
+
+def table(dels: Iterable[Del]) -> Iterator[str]:
+    """Lines for `print`: what frees something, by what it saves of the peak; then the variables that free nothing."""
+    rows = sorted(dels, key=lambda row: -row.saved_bytes)
+    useful = [row for row in rows if row.freed_bytes]
+    if rows:
+        yield "what `del` would free, and by how much the peak would be lower:"
+    cells = [
+        (
+            " and ".join(row.names),
+            row.moment,
+            format_bytes(row.freed_bytes),
+            format_bytes(row.saved_bytes) if row.saved_bytes else "nothing",
+        )
+        for row in useful
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, moment, freed, saved in cells:
+        yield f"  {name:<{widths[0]}}  {moment:<{widths[1]}}  {freed:>{widths[2]}}  {saved:>{widths[3]}}"
+    nothing = sorted({name for row in rows for name in row.names} - {n for row in useful for n in row.names})
+    if nothing:
+        yield f"  nothing at any moment: {', '.join(nothing)}"

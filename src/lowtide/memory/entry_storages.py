@@ -1,0 +1,119 @@
+"""What exists in CPU memory when a recording begins: how much it is, and so that its end can be noticed.
+
+The profiler does not report the free of a block that it did not see allocated (see `cpu_recorder.py`). A storage can
+say itself when it dies, through a weak reference; so those that exist must be found first.
+"""
+
+import bisect
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lowtide import _torch
+from lowtide._torch.autograd_graph import nodes_behind
+
+_MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
+"""Files that are memory: what processes share lies there."""
+
+_asides: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
+"""By address, storages of copies that a rehearsal holds: they are none of the program's."""
+
+
+def set_aside(copy: Tensor) -> Tensor:
+    """`copy`, which is left out of what exists from here on: this package holds it for a while, and no program does."""
+    for part in _torch.parts_of(copy):
+        if part.device.type == "cpu":
+            _asides[part.untyped_storage().data_ptr()] = part.untyped_storage()
+    return copy
+
+
+def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    """The storages of `tensors` that torch's CPU allocator owns, each once.
+
+    Left out: storages of other devices, empty ones, and memory that torch only borrows (NumPy, mapped files) or shares
+    with other processes.
+    """
+    return (storage for storage in _on_the_host(tensors) if storage.resizable() and not storage.is_shared())
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage of `tensors` in memory of the host, by address.
+
+    Memory that torch borrows or shares is included. A file on a disk that is mapped is none, nor is what was set aside.
+    """
+    borrowed: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for storage in _on_the_host(tensors):
+        if _asides.get(storage.data_ptr()) is None:
+            (found if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
+    files = _mapped_files() if borrowed else []
+    found.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))
+    return found
+
+
+def existing_tensors() -> Iterator[Tensor]:
+    """Every tensor that Python holds, their gradients, and what the autograd graphs behind them have saved.
+
+    Parts of sparse tensors and parameters of TorchScript are included. Not seen: what else only C++ holds, and objects
+    that `gc.freeze` has hidden.
+    """
+    everything = gc.get_objects()
+    held = [thing for thing in everything if issubclass(type(thing), Tensor)]
+    scripts = [thing for thing in everything if issubclass(type(thing), torch.jit.ScriptModule)]
+    del everything
+    yield from held
+    for script in scripts:
+        with contextlib.suppress(Exception):  # one that is being made
+            yield from (*script.parameters(), *script.buffers())
+    yield from (leaf.grad for leaf in held if _is_leaf(leaf) and leaf.grad is not None)
+    yield from _saved_behind(held)
+
+
+def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    """The storages of `tensors` that are not empty, each once."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        try:
+            for part in _torch.parts_of(tensor):
+                storage = part.untyped_storage()
+                is_there = storage.device.type == "cpu" and storage.nbytes()
+                if is_there and (address := storage.data_ptr()) and address not in seen:
+                    seen.add(address)
+                    yield storage
+        except (RuntimeError, NotImplementedError, TypeError):  # fake, wrapped or of a graph's own: no storage
+            continue
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Where files on a disk are mapped into memory: first address and the first behind, in order."""
+    with contextlib.suppress(OSError):  # not on Linux
+        rows = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+        places = (row[0].split("-") for row in rows if len(row) == 6 and row[5][0] == "/" and not _is_memory(row[5]))
+        return sorted((int(first, 16), int(behind, 16)) for first, behind in places)
+    return []
+
+
+def _is_memory(path: str) -> bool:
+    return path.startswith(_MEMORY_FILES)
+
+
+def _is_inside(address: int, places: list[tuple[int, int]]) -> bool:
+    at = bisect.bisect_right(places, address, key=lambda place: place[0]) - 1
+    return at >= 0 and address < places[at][1]
+
+
+def _saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for node in nodes_behind(tensors):
+        yield from (saved for saved in _torch.raw_saved(node) if isinstance(saved, Tensor))
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf and tensor.requires_grad
+    except RuntimeError:
+        return False

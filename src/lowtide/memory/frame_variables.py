@@ -1,0 +1,219 @@
+"""Which memory would be freed if a function's variables were deleted: storages that nothing else leads to.
+
+Python objects are judged by their reference counts: what has a reference that does not come from the variables is
+somebody else's too, with all behind it. Autograd graphs are walked from every tensor that Python refers to, so that a
+graph belongs to a variable only if no other tensor leads to it. Nothing is recomputed and no hook runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from types import FrameType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.function import BackwardCFunction
+from torch.optim import Optimizer
+
+from lowtide import _torch
+from lowtide._torch.autograd_graph import nodes_behind, producer
+from lowtide.memory import entry_storages as entry
+from lowtide.memory.frame_locals import local_variables
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+_CONTAINERS = (Tensor, list, tuple, dict, set, frozenset, deque)
+_NOT_ENTERED = (nn.Module, Optimizer, ModuleType, type, FunctionType, MethodType, FrameType, str, bytes)
+_MOST_OBJECTS = 100_000
+_OTHERS = 1  # the bit of everybody who is none of the variables
+
+
+class Held:
+    """Who holds what at one moment. Refers to storages, so it must be dropped before the user's code goes on."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        """The variables bound to tensors, or to containers that tensors were found in."""
+        self.tensors: dict[str, list[Tensor]] = {}
+        """The tensors that each of them leads to without a graph in between."""
+        self.storages: list[tuple[UntypedStorage, frozenset[str]]] = []
+        """Memory that only variables hold, and all of those that hold it: together they would free it."""
+
+
+def held_by_variables(frame: FrameType) -> Held:
+    """What the variables of `frame` hold, alone or together, of the memory of torch's CPU allocator.
+
+    Variables are looked into if they are tensors, lists, tuples, dicts, sets, deques or dataclasses, and so are the
+    objects inside of these. Modules, optimizers, iterators and what a saved-tensor hook packed count as somebody else,
+    so that no more is said to be freed than would be.
+    """
+    found = Held()
+    owners = _Owners(frame)
+    marks: dict[int, int] = {}  # storage -> bits
+    kept: dict[int, Tensor] = {}
+    everything = [
+        (thing, owners.mask_of.get(id(thing))) for thing in gc.get_objects() if issubclass(type(thing), Tensor)
+    ]
+    on_context = _references_from_contexts(tensor for tensor, mask in everything if mask)
+    roots = []
+    for index in range(len(everything)):
+        mask = everything[index][1]
+        if mask is None:  # 1: by the tuple
+            n_known = 1 + on_context.get(id(everything[index][0]), 0)
+            mask = _OTHERS if _torch.held_by_python(everything[index], 0, n_known) else 0
+        if mask:
+            roots.append((everything[index][0], mask))
+    del everything
+    _spread(roots, marks, kept)
+    for number, mask in marks.items():
+        if not mask & _OTHERS:
+            storage = next(entry.storages_of([kept[number]]), None)
+            if storage is not None:
+                found.storages.append((storage, owners.names_in(mask)))
+    found.tensors = owners.tensors()
+    found.names = tuple(found.tensors)
+    return found
+
+
+class _Owners:
+    """The objects that variables lead to, and for each a mask of those who hold it: a bit a variable, and _OTHERS."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._objects: list[Any] = []
+        self._index: dict[int, int] = {}
+        self._inside: list[list[int]] = []
+        self._n_known: list[int] = []
+        self._first: dict[str, int] = {}
+        self.mask_of: dict[int, int] = {}
+        """Of tensors, by id."""
+        with local_variables(frame) as variables:
+            n_references = 1 if variables is frame.f_globals else 2  # the dict of the function's variables is a copy
+            self._gather(variables, n_references, of_others=frame.f_code.co_freevars)
+            masks = self._masks()
+        for index, mask in enumerate(masks):
+            if isinstance(self._objects[index], Tensor):
+                self.mask_of[id(self._objects[index])] = mask
+
+    def names_in(self, mask: int) -> frozenset[str]:
+        return frozenset(name for bit, name in enumerate(self._first, 1) if mask >> bit & 1)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Of each variable, those that it leads to; variables that lead to none are left out."""
+        found = {name: self._reachable([first]) for name, first in self._first.items()}
+        tensors = {
+            name: [self._objects[i] for i in sorted(reached) if isinstance(self._objects[i], Tensor)]
+            for name, reached in found.items()
+        }
+        return {name: inside for name, inside in tensors.items() if inside}
+
+    def _gather(self, variables: dict[str, Any], n_references: int, of_others: tuple[str, ...]) -> None:
+        """Find the objects; `of_others` are variables of the functions around this one, which it cannot delete."""
+        for name, value in variables.items():
+            is_container = isinstance(value, _CONTAINERS) or (is_dataclass(value) and not isinstance(value, type))
+            if is_container and name not in of_others and not isinstance(value, _NOT_ENTERED):
+                self._first[name] = self._add(value)
+                self._n_known[self._first[name]] += n_references
+        number = 0
+        while number < len(self._objects) < _MOST_OBJECTS:
+            if not isinstance(self._objects[number], Tensor):
+                for thing in gc.get_referents(self._objects[number]):
+                    if gc.is_tracked(thing) and not isinstance(thing, _NOT_ENTERED):
+                        inside = self._add(thing)
+                        self._n_known[inside] += 1
+                        self._inside[number].append(inside)
+            number += 1
+
+    def _add(self, thing: Any) -> int:
+        index = self._index.setdefault(id(thing), len(self._objects))
+        if index == len(self._objects):
+            self._objects.append(thing)
+            self._inside.append([])
+            self._n_known.append(0)
+        return index
+
+    def _masks(self) -> list[int]:
+        masks = [0] * len(self._objects)
+        shared = [index for index in range(len(self._objects)) if self._is_shared(index)]
+        for bit, first in enumerate((shared, *([first] for first in self._first.values()))):
+            for index in self._reachable(first):
+                masks[index] |= 1 << bit
+        return masks
+
+    def _is_shared(self, index: int) -> bool:
+        n_known = self._n_known[index] + 1  # by the list of objects
+        if isinstance(self._objects[index], Tensor):
+            return _torch.held_by_python(self._objects, index, n_known)
+        return sys.getrefcount(self._objects[index]) - 1 - n_known > 0
+
+    def _reachable(self, first: Iterable[int]) -> set[int]:
+        seen = set(first)
+        pending = list(seen)
+        while pending:
+            new = [index for index in self._inside[pending.pop()] if index not in seen]
+            seen.update(new)
+            pending += new
+        return seen
+
+
+def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[int, Tensor]) -> None:
+    """Mark the storages of tensors and of all that their graphs keep with the bits of those who hold the tensors."""
+
+    def mark(tensor: Tensor, bits: int) -> None:
+        number = _torch.storage_id(tensor)
+        if number:
+            marks[number] = marks.get(number, 0) | bits
+            kept.setdefault(number, tensor)
+
+    reached: dict[Node, int] = {}
+    pending: list[tuple[Node, int]] = []
+    for tensor, bits in roots:
+        mark(tensor, bits)
+        pending += ((node, bits) for node in (producer(tensor),) if node is not None)
+        gradient = _gradient(tensor)
+        if gradient is not None:
+            mark(gradient, bits)
+            pending += ((node, bits) for node in (producer(gradient),) if node is not None)
+    while pending:
+        node, bits = pending.pop()
+        before = reached.get(node, 0)
+        if before | bits == before:
+            continue
+        reached[node] = before | bits
+        for tensor in _kept_by(node):
+            mark(tensor, bits)
+        pending += ((upstream, bits) for upstream, _ in node.next_functions if upstream is not None)
+
+
+def _kept_by(node: Node) -> list[Tensor]:
+    kept = [saved for saved in _torch.raw_saved(node) if isinstance(saved, Tensor)]
+    leaf = getattr(node, "variable", None)
+    return [*kept, *_on_context(node), *([leaf] if isinstance(leaf, Tensor) else [])]
+
+
+def _on_context(node: Node) -> list[Tensor]:
+    """The tensors that a custom Function put on its ctx as attributes."""
+    ctx: Any = node
+    if not isinstance(ctx, BackwardCFunction):
+        return []
+    return [value for value in vars(ctx).values() if isinstance(value, Tensor)]
+
+
+def _references_from_contexts(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """How many references tensors have, by id, from attributes of ctx in the graphs behind `tensors`."""
+    counts: dict[int, int] = {}
+    for node in nodes_behind(tensors):
+        for tensor in _on_context(node):
+            counts[id(tensor)] = counts.get(id(tensor), 0) + 1
+    return counts
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:
+        return None

@@ -1,0 +1,59 @@
+"""Memory of L-BFGS, whose state grows from update to update: what it holds by now, and what it is yet to grow by.
+
+It keeps `history_size` pairs of vectors as large as the parameters, which come one by one, two numbers with each. While
+it evaluates the model it holds some vectors more in variables of its own, and in its first update all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lowtide.memory.frame_locals import local_variables
+
+_IN_AN_EVALUATION: Final = 4
+"""Vectors beside the pairs while the model is evaluated: the direction, its buffer and two gradients."""
+_IN_A_SEARCH: Final = 9
+"""The same with a line search: also where it began, and up to four gradients along the line."""
+
+
+def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
+    """Return the tensors in its state and in variables of an update that is in progress, but for the parameters."""
+    found: list[object] = [*optimizer.state.values(), *_variables()]
+    tensors: list[Tensor] = []
+    while found:
+        thing = found.pop()
+        if isinstance(thing, Tensor):
+            tensors += () if isinstance(thing, torch.nn.Parameter) else (thing,)
+        elif isinstance(thing, (dict, list, tuple)):
+            found += thing.values() if isinstance(thing, dict) else thing
+    return tensors
+
+
+def yet_to_come_bytes(optimizer: torch.optim.LBFGS) -> int:
+    """Return how many bytes more it will hold when its history is full and it evaluates the model."""
+    (group,) = optimizer.param_groups
+    numbers: list[Tensor] = [p for p in group["params"] if not p.is_meta]
+    n_numbers = sum(p.numel() * (1 + p.is_complex()) for p in numbers)
+    itemsize = max((p.element_size() // (1 + p.is_complex()) for p in numbers), default=0)
+    n_pairs: int = group["history_size"]
+    n_vectors = 2 * n_pairs + (_IN_A_SEARCH if group["line_search_fn"] else _IN_AN_EVALUATION)
+    most = (n_vectors * n_numbers + 2 * n_pairs) * itemsize
+    own = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors_of(optimizer)}
+    return max(0, most - sum(own.values()))
+
+
+def _variables() -> Iterator[object]:
+    """Values of the variables of updates in progress, but for those of the closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == torch.optim.LBFGS.__module__:
+            with local_variables(frame) as variables:
+                values = [*variables.values()]
+            yield from values
+        frame = frame.f_back

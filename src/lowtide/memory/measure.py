@@ -1,0 +1,236 @@
+"""`lowtide.measure`: the exact peak of whatever runs in a `with` block, and what it is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import units
+from lowtide._torch import parts_of
+from lowtide.errors import RehearsalError
+from lowtide.memory import cpu_recorder as cpu
+from lowtide.memory import del_savings as dels
+from lowtide.memory import timeline_table as text
+from lowtide.memory.cpu_recorder import CpuRecorder
+from lowtide.memory.cuda_recorder import CudaRecorder
+from lowtide.memory.del_savings import Del, Looks
+from lowtide.memory.events import Category, EventStream, Label, Recorder, Timeline
+from lowtide.utils import interrupts as _interrupts
+from lowtide.utils.interrupts import entering, whole
+
+_NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)  # files whose variables are nobody's to delete
+
+
+def recorder_for(device: torch.device | str | int) -> Recorder:
+    """A recorder of that device's memory. Raises RehearsalError for kinds of device that no recorder knows."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return CpuRecorder()
+    if kind == "cuda":
+        return CudaRecorder(device)
+    raise RehearsalError(
+        f"the memory of {torch.device(device)} cannot be recorded: there are recorders for cpu and cuda."
+    )
+
+
+class Memory:
+    """What `measure` saw. Each attribute raises RehearsalError until the with-block has ended.
+
+    `print` it for a table: the peak, what is alive there by category, the largest blocks, and what each `del` would
+    save.
+    """
+
+    def __init__(self) -> None:
+        self._timeline: Timeline | None = None
+        self._dels: tuple[Del, ...] = ()
+        self._peak_bytes = 0
+        self.reserved_peak_bytes: int | None = None
+        """CUDA: the most bytes that the allocator held from the device at once, entry included. None on CPU."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest level over entry, bytes. CPU: exact. CUDA: of `allocated_bytes`, which rounds each block up."""
+        self._known("peak_bytes")
+        return self._peak_bytes
+
+    @property
+    def timeline(self) -> Timeline:
+        """Level, peak and blocks over time; on CUDA of requested bytes, so that its peak may be below `peak_bytes`."""
+        return self._known("timeline")
+
+    @property
+    def stream(self) -> EventStream:
+        """The events themselves."""
+        return self._known("stream").stream
+
+    def dels(self) -> tuple[Del, ...]:
+        """For each variable of the function that measures, what `del` would free and save: CPU only, else nothing.
+
+        It looks at variables that hold tensors, model outputs or containers of them, at three moments: before backward,
+        after it (when the optimizer steps) and at the end of the block. The last also counts what the step before has
+        left in variables that the block binds anew. Where memory goes only with several variables,
+        they have a row together. Bytes are exact; what a checkpoint or another saved-tensor hook holds is not counted.
+        Whether the code still needs the variable is not known here.
+        """
+        self._known("dels")
+        return self._dels
+
+    def __repr__(self) -> str:
+        return "Memory(still measuring)" if self._timeline is None else f"Memory(peak_bytes={self._peak_bytes})"
+
+    def __str__(self) -> str:
+        return repr(self) if self._timeline is None else "\n".join(_table(self, self._timeline))
+
+    def _known(self, asked: str) -> Timeline:
+        if self._timeline is None:
+            raise RehearsalError(f"{asked} is known when the with-block of measure() has ended, and not before.")
+        return self._timeline
+
+    def _finish(
+        self, stream: EventStream, labels: dict[int, Label], peak_bytes: int | None, dels: tuple[Del, ...]
+    ) -> None:
+        self._timeline = Timeline(stream, labels)
+        self._dels = dels
+        self._peak_bytes = self._timeline.peak_bytes if peak_bytes is None else peak_bytes
+
+
+def measure(
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | int | None = None,
+) -> AbstractContextManager[Memory, None]:
+    """Measure the memory of what runs in the `with` block: `peak_bytes` over the level at entry, and what was alive.
+
+    With `model` or `optimizer`, blocks still alive at the end that are their parameters, gradients, buffers or
+    optimizer state are called so; all others are temporaries, named by operator. `device` is by default the model's,
+    else the current CUDA device if CUDA is in use, else the CPU. Nothing is kept alive. On CUDA, torch's own peak
+    counters start anew.
+
+    Around one step of a plain loop, `memory.dels()` says what each `del` would save.
+
+    On CPU a `measure` inside another works, except inside a backward pass; on CUDA it is refused, since torch keeps one
+    history. Raises RehearsalError then, and while another profiler runs.
+    """
+    return _Measuring(model, optimizer, _device(model, device))
+
+
+class _Measuring(AbstractContextManager[Memory, None]):
+    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._memory = Memory()
+        self._outer: CpuRecorder | None = None
+        self._recorder: Recorder | None = None
+        self._n_before = 0  # events that the outer recorder had seen at entry
+        self._entry_bytes = 0
+        self._looks: Looks | None = None
+
+    @entering
+    def __enter__(self) -> Memory:
+        self._outer = cpu.running() if self._device.type == "cpu" else None
+        if self._outer is not None:
+            self._n_before = len(self._outer.flush())
+        else:
+            self._recorder = recorder_for(self._device)
+            self._recorder.__enter__()
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._entry_bytes = torch.cuda.memory_allocated(self._device)
+        recorder = self._outer or self._recorder
+        frame = _measuring_frame() if self._device.type == "cpu" else None
+        if recorder is not None and frame is not None:
+            self._looks = Looks(frame, recorder.mark)
+            self._looks.begin()
+        return self._memory
+
+    @whole
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._looks is not None:
+            self._looks.end(has_failed=error is not None)
+        peak_bytes = None
+        if self._device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._entry_bytes
+            self._memory.reserved_peak_bytes = torch.cuda.max_memory_reserved(self._device)
+        if self._outer is not None:
+            stream = self._outer.flush()
+            stream = stream.between(self._n_before, len(stream))
+        else:
+            assert self._recorder is not None
+            self._recorder.__exit__(kind, error, traceback)
+            stream = self._recorder.stream
+        found = () if self._looks is None else self._looks.result(stream)
+        stream = dels.without_marks(stream)
+        self._memory._finish(stream, _labels(stream, self._model, self._optimizer), peak_bytes, found)
+
+
+_AROUND = (contextlib.__file__, _interrupts.__file__)
+
+
+def _measuring_frame() -> FrameType | None:
+    """The function with the `with` block, unless it is Lowtide's own."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in _AROUND:  # an ExitStack, too
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
+
+
+def _device(model: nn.Module | None, asked: torch.device | str | int | None) -> torch.device:
+    if asked is not None:
+        return torch.device(asked)
+    first = next(model.parameters(), None) if model is not None else None
+    if first is not None:
+        return first.device
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda" if in_use else "cpu")
+
+
+def _labels(stream: EventStream, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, Label]:
+    """What the blocks are that outlived the recording, by the addresses of the storages that exist now."""
+    block_at = {block.address: block.id for block in Timeline(stream).alive_at(len(stream) - 1)}
+    labels: dict[int, Label] = {}
+    for category, name, tensor in _named_tensors(model, optimizer):
+        for part in parts_of(tensor):
+            if (block := block_at.get(_address(part))) is not None:
+                labels.setdefault(block, Label(category, name))
+    return labels
+
+
+def _named_tensors(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[Category, str, Tensor]]:
+    parameters: dict[nn.Parameter, str] = {}
+    if model is not None:
+        parameters |= {parameter: name for name, parameter in model.named_parameters()}
+        yield from (("buffers", name, buffer) for name, buffer in model.named_buffers())
+    if optimizer is not None:
+        of_optimizer = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(of_optimizer):
+            name = parameters.setdefault(parameter, f"parameter {number} of the optimizer")
+            state = optimizer.state.get(parameter, {})
+            yield from (("optimizer state", f"{name} {key}", x) for key, x in state.items() if isinstance(x, Tensor))
+    for parameter, name in parameters.items():
+        yield "parameters", name, parameter
+        if parameter.grad is not None:
+            yield "gradients", name, parameter.grad
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse: its parts have storages, it has none
+        return 0
+
+
+def _table(memory: Memory, timeline: Timeline) -> Iterator[str]:
+    yield from text.table(timeline, peak_bytes=memory.peak_bytes)
+    if memory.reserved_peak_bytes is not None:
+        yield f"held from the device at most: {units.format_bytes(memory.reserved_peak_bytes)}, entry included"
+    yield from dels.table(memory.dels())

@@ -1,4 +1,0 @@
-"""Why memory ran out: messages of every version and kind as numbers, the most likely cause, and what to do."""
-
-from lowtide.oom.explanation import Explanation as Explanation
-from lowtide.oom.explanation import explain as explain

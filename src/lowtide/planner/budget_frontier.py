@@ -1,0 +1,99 @@
+"""The frontier: what each budget costs, from the smallest peak that a plan reaches to the plain step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lowtide.errors import LowtideError
+from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
+from lowtide.planner.planning import cheapest, plain_peak_bytes, simulator_of, smallest_peak
+from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
+from lowtide.planner.serialization import FORMAT, Record
+
+N_BUDGETS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point(Record):
+    """One way to run the step: what it needs, and what it takes beyond the plain step."""
+
+    peak_bytes: int
+    extra_ms: float | None
+    """None where nobody measured it."""
+    extra_flops: int
+    share: float
+    """Of the plain step's peak."""
+    name: str = ""
+    """Whose it is, for points that are not a plan's: `checkpoint every block`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier(Record):
+    """Extra time against peak. `points` go from the smallest peak to the plain step; each costs less than the last."""
+
+    fingerprint: Fingerprint
+    plain_bytes: int
+    """Predicted peak of the plain step."""
+    step_ms: float
+    """Of the plain step; 0.0 where it was not run."""
+    points: tuple[Point, ...]
+    step_flops: int = 0
+    """Of the plain step; 0 where nobody counted them."""
+    format: int = FORMAT
+
+    def __str__(self) -> str:
+        from lowtide.report.frontier_table import show  # made when somebody looks
+
+        return show(self)
+
+
+def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
+    """Plan for `n_budgets` budgets, evenly from the smallest reachable peak to the plain one, and list what they cost.
+
+    Peaks and extras are predicted. A budget whose plan is no cheaper than that of a smaller one adds no point, so there
+    may be fewer points than budgets. Raises ValueError for less than two budgets.
+    """
+    Profile.expect(profile, "frontier")
+    if n_budgets < 2:
+        raise ValueError(f"n_budgets must be at least 2, the smallest peak and the plain step; found {n_budgets}.")
+    plain = simulator_of(profile).predict(Decisions())
+    _, smallest = smallest_peak(profile)
+    span = plain.peak_bytes - smallest.peak_bytes
+    budgets = [smallest.peak_bytes + span * i // (n_budgets - 1) for i in range(n_budgets - 1)]
+    found = [cheapest(profile, budget) for budget in budgets if budget < plain_peak_bytes(profile)]
+    points: list[Point] = []
+    for prediction in sorted([*found, plain], key=lambda p: (p.peak_bytes, p.extra_ms, p.extra_flops)):
+        if not points or _cheaper(prediction, points[-1]):
+            points.append(_point(prediction, plain.peak_bytes))
+    return Frontier(
+        fingerprint=profile.fingerprint, plain_bytes=plain.peak_bytes, step_ms=profile.step_ms, points=tuple(points)
+    )
+
+
+def read_points(path: Path) -> tuple[Point, ...]:
+    """Points from a file, a JSON list of them: what a benchmark measured. Raises LowtideError for anything else."""
+    try:
+        points = msgspec.json.decode(unpacked(path), type=tuple[Point, ...])
+        check_numbers(points)
+        return points
+    except (OSError, ValueError, RecursionError) as error:  # of which msgspec's errors are some
+        raise LowtideError(
+            f"{path} is not a list of points: {in_one_line(str(error))}. "
+            "Each has name, peak_bytes, extra_ms, extra_flops and share."
+        ) from error
+
+
+def _cheaper(prediction: Prediction, point: Point) -> bool:
+    return point.extra_ms is not None and prediction.extra_ms < point.extra_ms
+
+
+def _point(prediction: Prediction, plain_bytes: int) -> Point:
+    return Point(
+        peak_bytes=prediction.peak_bytes,
+        extra_ms=prediction.extra_ms,
+        extra_flops=prediction.extra_flops,
+        share=prediction.peak_bytes / plain_bytes,
+    )

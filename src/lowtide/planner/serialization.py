@@ -1,0 +1,90 @@
+"""What every record has: it is frozen, and goes to JSON and back."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from lowtide.errors import LowtideError
+from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A frozen record that goes to JSON and back."""
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """This record as JSON text; also written to `path` where one is given."""
+        text = msgspec.json.format(msgspec.json.encode(self._written()), indent=1).decode()
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Self:
+        """The record in `source`: JSON text, or the path of a file that holds it.
+
+        Raises LowtideError when the text is not this kind of record.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        name, text = cls.__name__, b""
+        try:
+            text = str(source).encode() if is_text else unpacked(Path(source))
+            record = cls._read(text)
+            check_numbers(record)
+            if (found := getattr(record, "format", FORMAT)) != FORMAT:
+                raise ValueError(f"it has format {found}")
+        except OSError as error:
+            raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            what = (
+                f"but a {kind}"
+                if (kind := kind_of(text)) not in (None, name)
+                else f"of format {FORMAT}: {in_one_line(str(error))}"
+            )
+            this = "this" if is_text else str(source)
+            command = f", or with `{_COMMANDS[name]}`" if name in _COMMANDS else ""
+            raise LowtideError(
+                f"{this} is not a {name} {what}.\n  Write one with `{name.lower()}.to_json(path)`{command}."
+            ) from error
+        return record
+
+    @classmethod
+    def expect(cls, thing: object, by: str) -> Self:
+        """The thing, if it is such a record. `by` is who takes one. Raises LowtideError for anything else."""
+        if not isinstance(thing, cls):
+            hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(thing, str | os.PathLike) else ""
+            raise LowtideError(f"{by} takes a {cls.__name__}, found {type(thing).__name__}{hint}.")
+        return thing
+
+    def _written(self) -> object:
+        """What the JSON text says."""
+        return self
+
+    @classmethod
+    def _read(cls, text: bytes) -> Self:
+        return msgspec.json.decode(text, type=cls)
+
+
+_COMMANDS = {
+    "Profile": "lowtide rehearse --json FILE SCRIPT",
+    "Plan": "lowtide plan make --budget AMOUNT -o FILE SCRIPT",
+    "Frontier": "lowtide frontier --json FILE SCRIPT",
+}
+_TOLD_BY = {"storages": "Profile", "decisions": "Plan", "points": "Frontier", "measured_peak_bytes": "Verdict"}
+"""Kinds of records that people have in files, by a name that only they have."""
+
+
+def kind_of(text: bytes) -> str | None:
+    """What kind of record a JSON text is; None for anything else."""
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return next((kind for field, kind in _TOLD_BY.items() if field in fields), None)

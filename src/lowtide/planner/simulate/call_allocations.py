@@ -1,0 +1,43 @@
+"""What a module call allocates when it runs again: for a replay, which leaves what is waited for, or an advance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtide.planner.simulate.profile_index import Index, Ints
+
+
+class Forwards:
+    """The memory of further runs of each call's forward, from the trace of the first one."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self._peaks: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._windows: dict[int, Ints] = {}
+
+    def peak(self, call: int, left: tuple[int, ...]) -> int:
+        """The most bytes that one more forward of `call` allocates at once, if it leaves the storages in `left`."""
+        if (call, left) not in self._peaks:
+            enter, exit_ = int(self.index.enter[call]), int(self.index.exit[call])
+            if enter == exit_:
+                return 0
+            held = list(left)
+            more = np.zeros(exit_ - enter + 1, np.int64)
+            np.add.at(more, np.minimum(self.index.dies[held], exit_) - enter, self.index.storage_bytes[held])
+            state = int(self.index.state_bytes[call])
+            self._peaks[call, left] = state + int((self._window(call) + more.cumsum()[:-1]).max())
+        return self._peaks[call, left]
+
+    def _window(self, call: int) -> Ints:
+        """What the forward of `call` allocates, position by position, when nothing in it is kept."""
+        if call not in self._windows:
+            index, enter, exit_ = self.index, int(self.index.enter[call]), int(self.index.exit[call])
+            level = index.profile.calls[call].begins_at
+            if level is None:  # it is no higher than the positions around it
+                level = index.base[max(enter - 1, 0) : exit_].min() if enter else min(0, index.base[:exit_].min())
+            inside = (index.born >= enter) & (index.born < exit_)
+            changes = np.zeros(exit_ - enter + 1, np.int64)
+            np.add.at(changes, index.born[inside] - enter, index.storage_bytes[inside])
+            np.subtract.at(changes, np.minimum(index.dies[inside], exit_) - enter, index.storage_bytes[inside])
+            self._windows[call] = index.base[enter:exit_] - level + changes.cumsum()[:-1]
+        return self._windows[call]

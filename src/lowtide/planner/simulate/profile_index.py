@@ -1,0 +1,240 @@
+"""A profile as arrays, checked: what the simulator and the solvers look things up in. No decision is taken here."""
+
+from __future__ import annotations
+
+import graphlib
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.planner.profile_checks import check, contradiction
+from lowtide.planner.records import Profile, Slot
+from lowtide.planner.simulate.recompute_cost import Recipe, recipe_of
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class Index:
+    """What a profile says independently of any decision.
+
+    `slot_*` arrays have a row for each slot that holds memory of its own (`storage` is not None), in the order in which
+    they are saved. Positions are cut off at the end of the step, `end`, which also stands for "never". Values and calls
+    are the nodes of one graph: value v is node v, call c is node `n_values + c`. Raises LowtideError when the profile
+    contradicts itself.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        check(profile)
+        slots = [slot for slot in profile.slots if slot.storage is not None]
+        self.profile = profile
+        self.end = len(profile.base_bytes)
+        self.base = np.array(profile.base_bytes, np.int64)
+        self.n_values = len(profile.values)
+
+        self.storage_bytes = np.array([storage.bytes for storage in profile.storages], np.int64)
+        self.bytes_of: list[int] = self.storage_bytes.tolist()
+        self.born = np.minimum(np.array([storage.born for storage in profile.storages], np.int64), self.end)
+        self.dies = np.clip(np.array([storage.dies for storage in profile.storages], np.int64), self.born, self.end)
+
+        self.addresses = tuple(dict.fromkeys(slot.address for slot in profile.slots))
+        self.address_index = {address: index for index, address in enumerate(self.addresses)}
+        self.slot_address = np.array([self.address_index[slot.address] for slot in slots], np.int64)
+        self.slot_value = np.array([slot.value for slot in slots], np.int64)
+        self.slot_storage = np.array([slot.storage for slot in slots], np.int64)
+        self.slot_call = np.array([slot.call for slot in slots], np.int64)
+        self.slot_is_input = np.array([slot.is_input for slot in slots], np.bool_)
+        self.slot_is_state = np.array([slot.is_state for slot in slots], np.bool_)
+        self.slot_order = self._order_of_slots()
+        """Goes up with the moment at which a slot is filled. Inputs are taken when their call begins."""
+        self.can_offload = profile.offload_bytes_per_ms is not None
+        self.offload_ms = 2 * self.storage_bytes / (profile.offload_bytes_per_ms or np.inf)
+        """For each storage what copying it to the host and back takes."""
+
+        self._index_calls(profile)
+        self.slot_within = np.where(self.slot_is_input, self.parent[self.slot_call], self.slot_call)
+        """For each slot the call whose replay would bring it back: of an input the one around its own, or -1."""
+        self.slot_filled = np.where(self.slot_is_input, self.enter[self.slot_call] + 1, self.exit[self.slot_call])
+        """For each slot a position by which it is filled."""
+        self._index_values(profile, slots)
+        self._index_inputs(slots)
+        self.order = self._dependents_first()
+        """Nodes, each after all that could ask for it."""
+
+    def _order_of_slots(self) -> Ints:
+        saved = ~self.slot_is_input
+        order = 2 * np.cumsum(saved)
+        calls = np.maximum.accumulate(self.slot_call[saved]) if saved.any() else self.slot_call[saved]
+        order[~saved] = 2 * np.searchsorted(calls, self.slot_call[~saved]) + 1
+        return order
+
+    def _index_calls(self, profile: Profile) -> None:
+        calls = profile.calls
+        self.enter = np.array([call.enter for call in calls], np.int64)
+        self.exit = np.array([call.exit for call in calls], np.int64)
+        self.state_bytes = np.array([call.state_bytes for call in calls], np.int64)
+        self.parent = np.array([-1 if call.parent is None else call.parent for call in calls], np.int64)
+        self.ids = tuple(dict.fromkeys(call.id for call in calls))
+        self.id_index = {id_: index for index, id_ in enumerate(self.ids)}
+        self.calls_of_id: list[list[int]] = [[] for _ in self.ids]
+        """Calls by id that may be replayed."""
+        self.call_id = np.array([self.id_index[call.id] for call in calls], np.int64)
+        self.replayable = np.array([call.refused is None for call in calls], np.bool_)
+        self.around: list[tuple[int, ...]] = []
+        """For each call itself and the calls around it, innermost first."""
+        for index, call in enumerate(calls):
+            if call.refused is None:
+                self.calls_of_id[self.id_index[call.id]].append(index)
+            self.around.append((index, *(() if call.parent is None else self.around[call.parent])))
+        depth = np.array([len(around) for around in self.around], np.int64)
+        self.by_depth = [np.flatnonzero(depth == at) for at in range(1, int(depth.max(initial=0)) + 1)]
+        """The calls around which there are no others, those around which there is one, and so on."""
+
+    def _index_values(self, profile: Profile, slots: list[Slot]) -> None:
+        values = profile.values
+        saved = {slot.value for slot in profile.slots}
+        fixed = saved - set(self.slot_value.tolist())
+        self.value_storage = np.array([-1 if value.storage is None else value.storage for value in values], np.int64)
+        for value, storage in zip(self.slot_value[::-1], self.slot_storage[::-1], strict=True):
+            if values[value].storage is None:
+                self.value_storage[value] = storage
+        self.storage_of: list[int] = self.value_storage.tolist()
+        self.value_bytes = [value.bytes for value in values]
+        self.needs: list[tuple[int, ...]] = []
+        """As in the profile, less what is there anyway."""
+        self.remakeable = np.zeros(self.n_values, np.bool_)
+        for index, value in enumerate(values):
+            needs = tuple(need for need in value.needs if need not in fixed)
+            self.needs.append(needs)
+            reachable = all(self.value_storage[need] >= 0 or self.remakeable[need] for need in needs)
+            self.remakeable[index] = value.recipe is not None and value.refused is None and reachable
+        self.slot_remakeable = self.remakeable[self.slot_value]
+
+        read = np.array([self.end if slot.need is None else slot.need for slot in slots], np.int64)
+        release = np.array(
+            [self.end if slot.release is None else min(slot.release, self.end) for slot in slots], np.int64
+        )
+        release = np.where(read < self.end, np.maximum(release, read + 1), release)
+        self.slot_release = np.where(self.slot_is_input, 0, release)
+        self.read = np.full(self.n_values, self.end, np.int64)
+        """For each value the first position at which backward reads a saved tensor of it."""
+        np.minimum.at(self.read, self.slot_value, np.where(self.slot_is_input, self.end, read))
+        self.released = np.zeros(self.n_values, np.int64)
+        """For each value the position at which the last saved tensor of it is let go."""
+        np.maximum.at(self.released, self.slot_value, self.slot_release)
+
+        unsaved = np.array([index not in saved for index in range(self.n_values)], np.bool_)
+        only_input = saved - fixed - {slot.value for slot in slots if not slot.is_input}
+        self.may_pass = unsaved.copy()
+        """Values that nobody holds, or nobody but replays: remakes go through them."""
+        self.may_pass[list(only_input)] = True
+        self.shared = self._shared(saved - only_input)
+        """Values with bytes of their own that no slot is sure to hold and that several remakes need."""
+        self.recipes = [self.recipe(value, unsaved) for value in range(self.n_values)]
+        """How each value is remade when every value that some slot holds is there."""
+        self.passing = [
+            {need for need in recipe.operands if self.shared[need] and self.value_storage[need] < 0}
+            for recipe in self.recipes
+        ]
+        """Of its operands those that no slot holds and that others need too: made once for all of them."""
+        self.optional = [tuple(set(recipe.operands) & only_input) for recipe in self.recipes]
+        """Operands that nobody holds unless some replay has them as its input: else `recipes` is not the last word."""
+
+    def _index_inputs(self, slots: list[Slot]) -> None:
+        calls = self.profile.calls
+        input_row: dict[tuple[int, int], int] = {}
+        for row, slot in enumerate(slots):
+            if slot.is_input:
+                input_row.setdefault((slot.call, slot.value), row)
+        self.inputs: list[tuple[int, ...]] = [() for _ in calls]
+        """For each call the values that a replay of it holds."""
+        for call, value in input_row:
+            self.inputs[call] += (value,)
+        both = list(zip(self.inputs, calls, strict=True))
+        self.replays = [Recipe(inputs, call.cost_ms, call.flops) for inputs, call in both]
+        self.advances = [Recipe(inputs, call.advance_ms, call.advance_flops) for inputs, call in both]
+        """What running each call once more takes, but for its memory."""
+        self.caught: list[set[int]] = [set() for _ in calls]
+        """For each call the values that a replay of it can bring back: saved or given on in it, and born in it."""
+        follows = []
+        for row, slot in enumerate(slots):
+            for call in self.around[slot.call][1:] if slot.is_input else self.around[slot.call]:
+                if (call, slot.value) in input_row:
+                    follows.append((row, input_row[call, slot.value], call))
+                elif not slot.is_state and calls[call].enter <= self.born[self.slot_storage[row]] < calls[call].exit:
+                    self.caught[call].add(slot.value)
+        self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
+        """Tensors that are also an input of a call around them: row of the slot, row of the input, the call. For each
+        row the innermost call first."""
+        self.gives: list[int] = [self._given(call) for call in range(len(calls))]
+        """For each call the value that it can be run forward again for, or -1."""
+        self._given_by: dict[int, list[int]] = {}
+        """For each such value the calls."""
+        for call, value in enumerate(self.gives):
+            self._given_by.setdefault(value, []).append(call)
+        self.rows_within: list[list[int]] = [
+            [] if value < 0 else [r for r in np.flatnonzero(self.slot_value == value).tolist() if self._is_in(call, r)]
+            for call, value in enumerate(self.gives)
+        ]
+        """For each such call the slots of that value in it."""
+        self.advances_of_id: list[list[int]] = [[] for _ in self.ids]
+        """Calls by id that may be run forward again."""
+        for call, value in enumerate(self.gives):
+            if value >= 0:
+                self.advances_of_id[self.id_index[calls[call].id]].append(call)
+
+    def _given(self, call: int) -> int:
+        value = self.profile.calls[call].gives
+        if value is None or value in self.inputs[call] or self.value_storage[value] < 0:
+            return -1
+        return value if self.enter[call] <= self.born[self.value_storage[value]] < self.exit[call] else -1
+
+    def _is_in(self, call: int, row: int) -> bool:
+        return call in self.around[int(self.slot_call[row])]
+
+    def recipe(self, value: int, passed: Flags) -> Recipe:
+        """What it takes to remake `value` when nobody holds the values in `passed`: they are made on the way."""
+        on_the_way = passed & self.remakeable & ~self.shared
+        try:
+            return recipe_of(value, self.profile.values, self.needs, on_the_way)
+        except RecursionError as error:
+            raise contradiction(f"value {value} is made through more others than can be followed") from error
+
+    def could_need(self, node: int) -> set[int]:
+        """The nodes on which it depends what making `node` takes."""
+        if node >= self.n_values:
+            return set(self.inputs[node - self.n_values])
+        found = {value for call in self._given_by.get(node, ()) for value in self.inputs[call]}
+        through = [node]
+        for value in through:  # grows while it runs
+            found.update(self.needs[value])
+            through += [need for need in self.needs[value] if self.may_pass[need] and need not in through]
+        return found
+
+    def _shared(self, saved: set[int]) -> Flags:
+        """Remakeable values that are not `saved` and that several remakes need, also through views that are not."""
+        needed_by = [0] * self.n_values
+        for value in reversed(range(self.n_values)):
+            is_view = value not in saved and not self.value_bytes[value]
+            for need in self.needs[value] if self.remakeable[value] else ():
+                needed_by[need] += needed_by[value] if is_view else 1
+        counts = np.array(needed_by, np.int64)
+        unsaved = np.array([value not in saved for value in range(self.n_values)], np.bool_)
+        shared: Flags = self.remakeable & unsaved & (counts > 1) & (np.array(self.value_bytes, np.int64) > 0)
+        return shared
+
+    def _dependents_first(self) -> Ints:
+        asked_by: dict[int, set[int]] = {node: set() for node in range(self.n_values + len(self.inputs))}
+        for value, needs in enumerate(self.needs):
+            for need in needs:
+                asked_by[need].add(value)
+        for call, inputs in enumerate(self.inputs):
+            asked_by[self.n_values + call] |= self.caught[call]
+            for value in inputs:
+                asked_by[value].add(self.n_values + call)
+                if self.gives[call] >= 0:
+                    asked_by[value].add(self.gives[call])
+        try:
+            return np.array(list(graphlib.TopologicalSorter(asked_by).static_order()), np.int64)
+        except graphlib.CycleError as error:
+            raise contradiction(f"a replay needs what it makes (nodes {error.args[1]})") from error

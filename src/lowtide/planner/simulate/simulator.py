@@ -1,0 +1,134 @@
+"""Decisions -> peak and extra time: the one simulator that solvers, reports and tests all use.
+
+What happens to memory in the step is told by `memory_sweep.py`; here decisions get their names, and peaks their parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from lowtide.planner.inplace_savings import extra_ms, number_of, with_in_place
+from lowtide.planner.records import Decisions, Prediction, Profile
+from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.memory_sweep import Sweep, Sweeper
+from lowtide.planner.simulate.profile_index import Index
+
+
+def predict(profile: Profile, decisions: Decisions) -> Prediction:
+    """Peak, extra time and extra FLOPs of the step under `decisions`.
+
+    Raises ValueError for decisions that the profile does not know or cannot carry out, LowtideError for a profile that
+    contradicts itself. For many predictions of one profile, hold a `Simulator`.
+    """
+    return Simulator(profile).predict(decisions)
+
+
+class Simulator:
+    """Predicts what a step needs under any decisions about one profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.index = Index(profile)
+        self._backward = min(profile.phases.get("backward", self.index.end - 1), self.index.end - 1)
+        self._sweeper = Sweeper(self.index, self._backward)
+        self._with_in_place: dict[int, Simulator] = {}
+
+    def predict(self, decisions: Decisions) -> Prediction:
+        """As `predict`, for this profile."""
+        if decisions.in_place:
+            n = number_of(self.profile, decisions.in_place)
+            found = self._in_place(n).predict(replace(decisions, in_place=frozenset()))
+            return replace(found, extra_ms=found.extra_ms + extra_ms(self.profile, n))
+        sweep = self.sweep(self.choice(decisions))
+        position = int(sweep.usage.argmax())
+        return Prediction(
+            peak_bytes=self.profile.static.total + sweep.peak,
+            peak_position=position,
+            held_bytes=sum(self._storages_at(sweep, self._backward).values()),
+            extra_ms=sweep.extra_ms,
+            extra_flops=sweep.extra_flops,
+            parts=self._parts(sweep, position),
+            host_bytes=sweep.host_bytes,
+        )
+
+    def _in_place(self, n: int) -> Simulator:
+        """One of the step with gradients in place."""
+        if n not in self._with_in_place:
+            self._with_in_place[n] = Simulator(with_in_place(self.profile, n))
+        return self._with_in_place[n]
+
+    def choice(self, decisions: Decisions) -> Choice:
+        """`decisions` as flags. Raises ValueError for what the profile does not know or cannot do."""
+        index, choice = self.index, self.nothing()
+        for address in decisions.remake:
+            if address not in index.address_index:
+                raise ValueError(f"no slot of this profile has the address {address!r}")
+            choice.remake[index.address_index[address]] = True
+        for ids, flags in ((decisions.replay, choice.replay), (decisions.advance, choice.advance)):
+            for id_ in ids:
+                if id_ not in index.id_index:
+                    raise ValueError(f"no call of this profile has the id {id_!r}")
+                flags[index.id_index[id_]] = True
+        for address in decisions.offload:
+            if address not in index.address_index:
+                raise ValueError(f"no slot of this profile has the address {address!r}")
+            if not index.can_offload:
+                raise ValueError(f"{address} may not be offloaded: the profile says nothing of a way to the host")
+            choice.offload[index.address_index[address]] = True
+        asked = choice.remake[index.slot_address]
+        impossible = set(index.slot_address[asked]) - set(index.slot_address[asked & index.slot_remakeable])
+        for row in sorted(impossible):
+            raise ValueError(f"{index.addresses[row]} has no recipe that can remake it")
+        for call in self.profile.calls:
+            if call.id in decisions.replay and not index.calls_of_id[index.id_index[call.id]]:
+                raise ValueError(f"{call.id} may not be replayed: {call.refused}")
+            if call.id in decisions.advance and not index.advances_of_id[index.id_index[call.id]]:
+                raise ValueError(f"{call.id} may not be advanced: nothing says that its result can be made so")
+        return choice
+
+    def nothing(self) -> Choice:
+        """The choice to keep everything."""
+        addresses, ids = len(self.index.addresses), len(self.index.ids)
+        return Choice(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
+
+    def sweep(self, choice: Choice) -> Sweep:
+        """The step under `choice`."""
+        return self._sweeper.sweep(choice)
+
+    def decisions(self, choice: Choice) -> Decisions:
+        """`choice` by name."""
+        return Decisions(
+            remake=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.remake)),
+            replay=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.replay)),
+            advance=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.advance)),
+            offload=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.offload)),
+        )
+
+    def _storages_at(self, sweep: Sweep, position: int) -> dict[str, int]:
+        """Bytes by category of the storages that are there at `position`."""
+        there = np.flatnonzero((self.index.born <= position) & (position < sweep.ends))
+        found = {"activations": 0, "loss head": 0}
+        for storage in there.tolist():
+            category = self.profile.storages[storage].category
+            found[category] = found.get(category, 0) + self.profile.storages[storage].bytes
+        return found
+
+    def _parts(self, sweep: Sweep, position: int) -> dict[str, int]:
+        static, gradients = self.profile.static, self.profile.gradient_bytes[position]
+        temporaries = self.profile.base_bytes[position] - gradients
+        freed = max(0, -temporaries)  # of what was there at entry
+        return {
+            "parameters": static.parameters,
+            "gradients": static.gradients + gradients - freed,
+            "optimizer": static.optimizer,
+            "buffers": static.buffers,
+            "inputs": static.inputs,
+            "left from before": static.left,
+            "other tensors": static.others,
+            "margin": static.margin,
+            **self._storages_at(sweep, position),
+            "remade": int(sweep.copies.at(position).bytes.sum()),
+            "temporaries": temporaries + freed,
+        }

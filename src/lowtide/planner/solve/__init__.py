@@ -1,0 +1,1 @@
+"""Finds decisions: exact and greedy solvers, and the bound that no plan beats."""

@@ -1,0 +1,179 @@
+"""What a solver can decide one by one: groups of remakes, replays and advances, each with what it frees and costs.
+
+A storage is freed only when every value in it is dropped, and an address stands for the slots of every call of the
+model in the step. So remakes come in groups: storages that share an address go together. A replay or an advance is one
+call id; remakes inside a replay overlap with it, because what it brings back needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.planner.simulate.profile_index import Index, Ints
+
+MS_PER_FLOP = 1e-15
+"""FLOPs decide between what takes the same time, and where no time was measured."""
+_Node = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Storages that are dropped together, by remaking or by offloading everything in them."""
+
+    number: int
+    addresses: Ints
+    storages: frozenset[int]
+    cost: float
+    expensive: bool
+    inside: frozenset[int]
+    """Ids of the calls whose replay would bring all of it back."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """One module call, in every call of the model."""
+
+    id: int
+    start: int
+    """First position of its forward."""
+    storages: frozenset[int]
+    """What it can bring back."""
+    cost: float
+    around: frozenset[int]
+    """Ids of the replayable calls around it."""
+    within: frozenset[int]
+    """Ids of the replayable calls inside it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Advance:
+    """One module call whose result is not kept, in every call of the model."""
+
+    id: int
+    start: int
+    """First position of its forward."""
+    storages: frozenset[int]
+    """What its results are in."""
+    cost: float
+
+
+def replays_of(index: Index) -> dict[int, Replay]:
+    """The calls whose replay brings something back, by id."""
+    profile = index.profile
+    brings_back = {
+        id_: frozenset(int(index.value_storage[value]) for call in calls for value in index.caught[call])
+        for id_, calls in enumerate(index.calls_of_id)
+    }
+    around: dict[int, set[int]] = {id_: set() for id_, storages in brings_back.items() if storages}
+    for id_, outer in around.items():
+        enclosing = {index.id_index[profile.calls[o].id] for call in index.calls_of_id[id_] for o in index.around[call]}
+        outer |= (enclosing & around.keys()) - {id_}
+    return {
+        id_: Replay(
+            id=id_,
+            start=int(index.enter[index.calls_of_id[id_][0]]),
+            storages=brings_back[id_],
+            cost=sum(profile.calls[c].cost_ms + profile.calls[c].flops * MS_PER_FLOP for c in index.calls_of_id[id_]),
+            around=frozenset(outer),
+            within=frozenset(inner for inner, its in around.items() if id_ in its),
+        )
+        for id_, outer in around.items()
+    }
+
+
+def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
+    """What can be remade, joined where it shares an address or a storage."""
+    joined = _joined(index, np.flatnonzero(index.slot_remakeable).tolist())
+    around = [set(index.around[call]) for call in index.slot_call.tolist()]
+    for row in np.flatnonzero(index.slot_is_input).tolist():
+        around[row].discard(int(index.slot_call[row]))
+    rows_of: dict[int, list[int]] = {}
+    for row, storage in enumerate(index.slot_storage.tolist()):
+        rows_of.setdefault(storage, []).append(row)
+
+    found: list[Group] = []
+    for members in joined.sets():
+        storages = frozenset(number for kind, number in members if kind == "storage")
+        rows = [row for storage in storages for row in rows_of[storage]]
+        values = sorted({value for value in index.slot_value[rows].tolist() if index.remakeable[value]})
+        passing = set().union(*(index.passing[value] for value in values))
+        recipes = [index.recipes[value] for value in (*values, *sorted(passing))]
+        ids = ({index.id_index[index.profile.calls[call].id] for call in around[row]} & replays.keys() for row in rows)
+        found.append(
+            Group(
+                number=len(found),
+                addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
+                storages=storages,
+                cost=sum(recipe.ms + recipe.flops * MS_PER_FLOP for recipe in recipes),
+                expensive=any(recipe.expensive for recipe in recipes),
+                inside=frozenset(id_ for id_ in set.intersection(*ids) if storages <= replays[id_].storages),
+            )
+        )
+    return found
+
+
+def advances_of(index: Index) -> list[Advance]:
+    """The calls that can be run forward for their results, in the order of the forward pass."""
+    calls = index.profile.calls
+    found = [
+        Advance(
+            id=id_,
+            start=int(index.enter[its[0]]),
+            storages=frozenset(int(index.value_storage[index.gives[call]]) for call in its),
+            cost=sum(calls[call].advance_ms + calls[call].advance_flops * MS_PER_FLOP for call in its),
+        )
+        for id_, its in enumerate(index.advances_of_id)
+        if its
+    ]
+    return sorted(found, key=lambda advance: (advance.start, advance.id))
+
+
+def offloads_of(index: Index, n_groups: int) -> list[Group]:
+    """What can be offloaded, joined as remakes are; numbered after those, of which there are `n_groups`."""
+    rows = np.flatnonzero(~index.slot_is_state).tolist() if index.can_offload else ()
+    found: list[Group] = []
+    for members in _joined(index, rows).sets():
+        storages = frozenset(number for kind, number in members if kind == "storage")
+        found.append(
+            Group(
+                number=n_groups + len(found),
+                addresses=np.array(sorted(number for kind, number in members if kind == "address"), np.int64),
+                storages=storages,
+                cost=float(index.offload_ms[list(storages)].sum()),
+                expensive=False,
+                inside=frozenset(),
+            )
+        )
+    return found
+
+
+def _joined(index: Index, rows: Iterable[int]) -> _Joined:
+    """The addresses and storages of some slots, together where they are in one slot."""
+    joined = _Joined()
+    for row in rows:
+        joined.join(("address", int(index.slot_address[row])), ("storage", int(index.slot_storage[row])))
+    return joined
+
+
+class _Joined:
+    """Disjoint sets, in the order in which their first members came."""
+
+    def __init__(self) -> None:
+        self._leader: dict[_Node, _Node] = {}
+
+    def join(self, one: _Node, other: _Node) -> None:
+        self._leader[self._find(other)] = self._find(one)
+
+    def _find(self, node: _Node) -> _Node:
+        while (leader := self._leader.setdefault(node, node)) != node:
+            node = leader
+        return node
+
+    def sets(self) -> list[list[_Node]]:
+        found: dict[_Node, list[_Node]] = {}
+        for node in self._leader:
+            found.setdefault(self._find(node), []).append(node)
+        return list(found.values())

@@ -1,0 +1,236 @@
+"""Greedy searches: take what is worth most, then take back what turned out to be unnecessary.
+
+The problem is a covering problem with one row for each position: take enough bytes off every position that is over the
+limit. The greedy rule for it takes the move with the most covered bytes for its cost, and counts at no position more
+than is still missing there (Dobson 1982, doi 10.1287/moor.7.4.515). A move that only shifts the peak covers little by
+that measure, and what a move covers is always simulated, never guessed. Then what turned out to be unnecessary is taken
+back, most costly first. The same is done from other starts.
+
+Deterministic. Not optimal: `exact.py` is better wherever its rows say nearly all; this one finds the smallest peaks,
+where they do not, mends what is a little over, and needs no solver.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from lowtide.planner.simulate.assignment import OFFLOADED, REMADE, Choice
+from lowtide.planner.simulate.memory_sweep import Sweep
+from lowtide.planner.simulate.profile_index import Flags
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.candidates import Replay
+from lowtide.planner.solve.moves import Move, Moves
+from lowtide.planner.solve.pareto_pool import Pool
+
+GOOD_ENOUGH = 0.9
+"""A move is made that is worth this share of the most that any other can be worth."""
+MOST_TRIED = 6
+"""Moves that are simulated for one choice, unless none of them helps."""
+MANY = 600
+"""With more moves than this the smallest peak is looked for from one start only."""
+
+
+MANY_DETOURS, SOME = 64, 16
+"""With more detours than the first not all are simulated, but about as many as the second, a few times over."""
+
+
+class Search:
+    """Greedy searches on one profile. Limits are peaks in bytes beyond `static`."""
+
+    def __init__(self, moves: Moves) -> None:
+        self.simulator: Simulator = moves.simulator
+        self.moves = moves
+        self.seen = Pool()
+        """The best of all choices that were looked at, also on the way to others."""
+        self._known: set[bytes] = set()
+        """The keys of these choices."""
+
+    def sweep(self, choice: Choice) -> Sweep:
+        sweep = self.simulator.sweep(choice)
+        if choice.key not in self._known:
+            self._known.add(choice.key)
+            self.seen.add(choice, sweep)
+        return sweep
+
+    def cost(self, choice: Choice) -> float:
+        return self.moves.cost(self.sweep(choice))
+
+    def fits(self, choice: Choice, limit: int) -> bool:
+        return self.sweep(choice).peak <= limit
+
+    def attempts(self, limit: int, *starts: Choice) -> Iterator[Choice]:
+        """Choices that fit: greedy from `starts`; and all cheap remakes with replays of the first calls of a level."""
+        cheap = self.moves.remade(expensive=False)
+        for start in starts:
+            if self.fits(choice := self.reduced(start, limit), limit):
+                yield choice
+        for level in self.moves.levels():
+            # The early calls, because what they hold is held longest. The peak falls with each, but for small bumps.
+            prefixes = range(1, len(level) + 1)
+            count = bisect.bisect_left(prefixes, True, key=lambda n: self.fits(_replayed(cheap, level[:n]), limit))
+            if count < len(level):
+                yield _replayed(cheap, level[: count + 1])
+
+    def reduced(self, choice: Choice, limit: int) -> Choice:
+        """`choice`, with moves made until it fits or no move helps."""
+        in_vain: set[Move] = set()
+        sweep = self.sweep(choice)
+        while sweep.peak > limit:
+            worth = self.moves.worth(choice, sweep, np.maximum(sweep.usage - limit, 0))
+            likely = [(float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0]
+            here = (choice, sweep, limit)
+            move = (
+                self._best(*here, [pair for pair in likely if pair[1] not in in_vain], in_vain)
+                or self._best(*here, [pair for pair in likely if pair[1] in in_vain], set())
+                or self._best_detour(*here, self.moves.detours(choice, sweep))
+            )
+            if move is None:
+                break
+            choice = move.after(choice)
+            sweep = self.sweep(choice)
+        return choice
+
+    def _best(
+        self, choice: Choice, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], in_vain: set[Move]
+    ) -> Move | None:
+        """Of `moves`, given with the most that each can be worth and the best first, one that is worth most."""
+        missing, cost = _missing(sweep, limit), self.moves.cost(sweep)
+        best, most = None, 0.0
+        for tried, (bound, move) in enumerate(moves):
+            if best is not None and (most >= GOOD_ENOUGH * bound or (tried >= MOST_TRIED and bound < math.inf)):
+                break
+            after = self.sweep(move.after(choice))
+            covered = missing - _missing(after, limit)
+            if covered <= 0:
+                in_vain.add(move)
+                continue
+            worth = covered / max(self.moves.cost(after) - cost, 1e-9)
+            if worth > most:
+                best, most = move, worth
+        return best
+
+    def _best_detour(self, choice: Choice, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
+        """Of `moves` one that is worth most; of very many the best of some, and then of those around it, and so on.
+
+        What is kept again of a long chain takes the more off its peak the closer it is to the middle.
+        """
+
+        def best(numbers: Iterable[int]) -> Move | None:
+            return self._best(choice, sweep, limit, [(math.inf, moves[n]) for n in numbers], set())
+
+        apart = len(moves) // SOME if len(moves) > MANY_DETOURS else 1
+        found = best(range(apart // 2, len(moves), apart))
+        if found is None and apart > 1:
+            return best(range(len(moves)))
+        while found is not None and apart > 1:
+            at, reach, apart = moves.index(found), apart, max(1, 2 * apart // SOME)
+            found = best(sorted({at, *range(max(0, at - reach), min(len(moves), at + reach + 1), apart)}))
+        return found
+
+    def pruned(self, choice: Choice, limit: int) -> Choice:
+        """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones.
+
+        Several at once as long as that works, which takes fewer simulations.
+        """
+        sweep = self.sweep(choice)
+        full = self._unkeepable(sweep, limit)
+        left, size = self.moves.undoing(choice), 1
+        while left:
+            part = [move for move in left[:size] if not self._is_in_vain(move, choice, full)]
+            less = choice
+            for move in part:
+                less = move.after(less)
+            after = self.sweep(less)
+            if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
+                if part:
+                    choice, sweep = less, after
+                    full = self._unkeepable(sweep, limit)
+                left, size = left[size:], 2 * size
+            elif size > 1:
+                size = max(1, size // 4)
+            else:
+                left = left[1:]
+        return choice
+
+    @staticmethod
+    def _is_in_vain(move: Move, choice: Choice, full: Flags) -> bool:
+        """Whether something that `move` keeps again has no room, as no simulation needs to tell."""
+        kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
+        return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
+            full[list(advance.storages)].any() for advance in move.unadvance
+        )
+
+    def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
+        """Storages for which there is no room between the end of forward and their remake: no simulation needed."""
+        index = self.simulator.index
+        node, start = sweep.copies.node, sweep.copies.start
+        stored = node < index.n_values
+        stored[stored] = index.value_storage[node[stored]] >= 0
+        back = np.full(len(index.dies), index.end, np.int64)
+        np.minimum.at(back, index.value_storage[node[stored]], start[stored])
+        back[back == index.end] = 0
+        # The most between two positions, where the second is the larger one; what is after every other one is not used.
+        spans = np.column_stack((index.dies, back)).ravel()
+        most = np.maximum.reduceat(np.append(sweep.usage, 0), spans)[::2] if len(spans) else spans
+        full: Flags = index.storage_bytes > limit - np.where(index.dies < back, most, 0)
+        return full
+
+    def tidied(self, choice: Choice) -> Choice:
+        """`choice` without decisions that change nothing."""
+        index, sweep = self.simulator.index, self.sweep(choice)
+        calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
+        calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.advances_of_id[id_]]
+        effective = sweep.state[index.slot_value] == REMADE
+        effective &= ~index.slot_is_input | np.isin(index.slot_call, calls)
+        needed = np.zeros_like(choice.remake)
+        needed[index.slot_address[effective]] = True
+        leaving = np.zeros_like(choice.offload)
+        leaving[index.slot_address[sweep.state[index.slot_value] == OFFLOADED]] = True
+        tidy = Choice(choice.remake & needed, choice.replay, choice.advance, choice.offload & leaving)
+        same = self.sweep(tidy)
+        return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
+
+    def smallest(self) -> list[Choice]:
+        """Choices with the smallest peak: of everything done at once, and of greedy searches for less and less."""
+        moves = self.moves
+        starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
+        starts += [
+            move.after(start)
+            for start in starts
+            for move in (*(Move(replay=level) for level in moves.levels()), *moves.deep())
+        ]
+        starts += sorted(moves.chains(), key=lambda choice: self.simulator.sweep(choice).peak)[:1]
+        best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
+        other, step = self.simulator.nothing(), (peak - self._floor()) // 2
+        while step > peak // 200:
+            choice = self.reduced(best, peak - step)
+            if len(moves.moves) <= MANY:
+                other = self.reduced(other, peak - step)
+                choice = min(choice, other, key=lambda choice: self.sweep(choice).peak)
+            if self.fits(choice, peak - step):
+                best, peak = choice, self.sweep(choice).peak
+            else:
+                step //= 2
+        best = min(self.seen.found, key=lambda found: (found.peak, found.cost)).choice
+        return [best, *([other] if self.fits(other, self.sweep(best).peak) else [])]
+
+    def _floor(self) -> int:
+        """A peak that no choice can beat: nothing held, nothing remade."""
+        index = self.simulator.index
+        changes = np.zeros(index.end + 1, np.int64)
+        np.add.at(changes, index.born, index.storage_bytes)
+        np.subtract.at(changes, index.dies, index.storage_bytes)
+        return int((index.base + changes.cumsum()[:-1]).max())
+
+
+def _missing(sweep: Sweep, limit: int) -> int:
+    """Bytes over the limit, added up over all positions."""
+    return int(np.maximum(sweep.usage - limit, 0).sum())
+
+
+def _replayed(choice: Choice, replays: Sequence[Replay]) -> Choice:
+    return Move(replay=tuple(replays)).after(choice)

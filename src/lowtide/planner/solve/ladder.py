@@ -1,0 +1,255 @@
+"""Decisions that keep a step's peak within a budget, and never cost more where the budget is larger.
+
+Branch and bound (`exact.py`) and, where it leaves a gap or is not asked for, greedy searches (`greedy.py`); the
+cheapest of all that was simulated on the way wins.
+
+**More budget never costs more** time, nor more FLOPs for the same time. A search alone may have bad luck with the
+larger of two budgets. So it is run on the rungs of a ladder that the asked budget has no part in: the smallest peak,
+the plain peak, and the middles between them, halved again and again towards the asked budget for as long as the costs
+on both sides of it differ. A rung is solved once the rungs on both sides of it are, and takes the cheapest choice seen
+that fits it and costs no less than the rung above and no more than the rung below. That choice is the plan of every
+budget from its own peak to the rung, and halving goes on below it. By induction costs fall from rung to rung, and a
+rung's plan is the same whichever budget led to it. A budget between two rungs is given a step of the staircase between
+them: choices seen on the way to those two rungs, each with a larger peak and lower costs than the last. That is the
+same staircase for every budget between the two. FLOPs by themselves may rise: the smallest peaks take replays that are
+slow and count few, and whoever was held to as few would be as slow with much more memory.
+
+Greedy searches begin where the rung above ended, with what a little more room needs; elsewhere only if that is near.
+
+Deterministic. What is given up for the order: `NEAR` of the cost or one of `2 ** HALVINGS` parts of the budget's range,
+and now and then a lucky find. Not yet: fewer rungs are solved for very deep models, so that planning stays quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowtide.errors import Infeasible
+from lowtide.planner.objectives import by_work
+from lowtide.planner.records import CHECKPOINTED, Decisions, Profile
+from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.exact import Bytes, Exact, is_rough
+from lowtide.planner.solve.greedy import MANY, Search
+from lowtide.planner.solve.milp import is_over
+from lowtide.planner.solve.moves import Moves
+from lowtide.planner.solve.pareto_pool import Found, Pool, Span, staircase
+from lowtide.units import format_bytes
+
+Solver = Callable[[Simulator, int], Decisions]
+"""From a simulator and a budget in bytes to decisions whose predicted peak is within it. Raises Infeasible."""
+
+HALVINGS = 12
+"""Rungs that are solved on the way to one budget, at most."""
+NEAR = 0.01
+"""Between two rungs whose costs are this close no further ones are solved."""
+DEPTH = 400
+"""With more storages than this it is one less, and one less again each time that there are twice as many."""
+GOOD = 1.05
+"""Branch and bound that comes this close to its bound is not compared with greedy searches."""
+POOR = 1.2
+"""The same where greedy searches take long: they begin only where the rung above ended."""
+NEAR_PLAIN = 0.5
+"""Above this share of the plain peak greedy searches also begin with nothing, from where few steps lead to it."""
+NOTHING_NEW = 1e-3
+"""A rung that costs less than the one below by no more than this share of it tells nothing new ..."""
+STUCK = 0.05
+"""... and if costs differ by no more than this share, no more rungs are solved above it."""
+
+
+NOTHING_SAVED = 0.97
+"""Of the plain step's peak: where plans save less than the rest it is said."""
+
+
+_TEMPORARIES = {
+    "before forward": "at its peak, before forward, are temporaries",
+    "forward": "at its peak, in forward, are temporaries, of which smaller batches need less",
+    "backward": "at its peak, in backward, are temporaries, of which smaller batches need less",
+    "after backward": "at its peak, after backward, are temporaries, as of the update",
+}
+
+
+def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> Decisions:
+    """Decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
+
+    What was found stays with the simulator: further budgets take less long. With `until` (by `time.monotonic()`) the
+    search ends there with the best that was found by then; the smallest peak is looked for in any case. Raises
+    Infeasible, with the smallest peak that was found.
+    """
+    return _solve(ladder_of(simulator), budget_bytes, until)
+
+
+def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
+    """As `solve`, without branch and bound."""
+    return _solve(Ladder(simulator, exact=False), budget_bytes)
+
+
+def _solve(ladder: Ladder, budget_bytes: int, until: float | None = None) -> Decisions:
+    simulator = ladder.simulator
+    found = ladder.best(budget_bytes - simulator.profile.static.total, until)
+    if found is None:
+        raise infeasible(simulator, budget_bytes, ladder.bottom.choice)
+    return simulator.decisions(Search(ladder.moves).tidied(found.choice))
+
+
+def most_saving(simulator: Simulator) -> Decisions:
+    """The decisions with the smallest peak that the search finds."""
+    ladder = ladder_of(simulator)
+    return simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
+
+
+def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Infeasible:
+    """The error for a budget below the peak of `smallest`."""
+    prediction, plain = (simulator.predict(made) for made in (simulator.decisions(smallest), Decisions()))
+    step_ms = simulator.profile.step_ms
+    # the simulator may have gradients written in place, which saves something, too
+    plain_bytes = max(plain.peak_bytes, simulator.profile.measured_plain_peak_bytes or 0)
+    notes, temporaries = [], prediction.parts.get("temporaries", 0)
+    if temporaries and prediction.peak_bytes > NOTHING_SAVED * plain_bytes:
+        begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
+        phase = begun[max(begun)] if begun else "before forward"
+        notes.append(f"plans save next to nothing of this step: {format_bytes(temporaries)} {_TEMPORARIES[phase]}")
+    notes += [note for note in simulator.profile.notes if CHECKPOINTED in note]
+    return Infeasible(
+        budget_bytes=budget_bytes,
+        smallest_peak_bytes=prediction.peak_bytes,
+        parts={name: size for name, size in prediction.parts.items() if size},
+        extra_ratio=prediction.extra_ms / step_ms if step_ms else None,
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rung:
+    """The plan for one limit, what was seen in looking for it, and what `exact.py` has to know for the next one."""
+
+    limit: int
+    found: Found
+    pool: Pool
+    left_out: Bytes
+
+
+class Ladder:
+    """Plans for peaks between the smallest and the plain one, found when they are asked for."""
+
+    def __init__(self, simulator: Simulator, *, exact: bool = True) -> None:
+        self.simulator = simulator
+        self.moves = Moves(simulator)
+        self.exact = Exact(simulator, self.moves) if exact else None
+        self._rungs: dict[int, Rung] = {}
+        self._quick = self.exact is None or len(self.moves.moves) <= MANY
+        """Whether greedy searches take little time here, or are all that there is."""
+        search, low = Search(self.moves), _low(simulator.profile, self._quick)
+        for found in low:
+            search.sweep(found.choice)
+        peak = low[0].peak
+        pruned = search.pruned(low[0].choice, peak)
+        choice = pruned if search.sweep(pruned).peak == peak else low[0].choice
+        self.bottom = Found.of(choice, search.sweep(choice))
+        """One with the smallest peak. Luck with times may have found a smaller one: that is promised to nobody."""
+        search.sweep(simulator.nothing())
+        self.top = min(search.seen.found, key=lambda found: (found.cost, found.peak))
+        self._first = Rung(self.bottom.peak, self.bottom, search.seen, {})
+        self._halvings = HALVINGS
+        storages = len(simulator.index.storage_bytes)
+        while storages > DEPTH and self._halvings > 1:
+            storages, self._halvings = storages // 2, self._halvings - 1
+
+    def best(self, limit: int, until: float | None = None) -> Found | None:
+        """The plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
+
+        Where `until` ends the search, it is the cheapest that was found so far, and not part of the order.
+        """
+        if limit < self.bottom.peak:
+            return None
+        if limit >= self.top.peak:
+            return self.top
+        if limit == self.bottom.peak:
+            return self.bottom
+        low, high, span, way = self.bottom.peak, self.top.peak, Span(self.top, self.bottom), [self._first]
+        for _ in range(self._halvings):
+            middle = (low + high) // 2
+            if middle == low or span.is_narrow(NEAR):
+                break
+            rung = self._rungs.get(middle)
+            if rung is None:
+                rung = self._solved(middle, span, way, until)
+                if is_over(until):  # cut short, so that it depends on the clock: nobody else is given it
+                    return self._so_far(limit, [*way, rung])
+                self._rungs[middle] = rung
+            way.append(rung)
+            if middle <= limit:
+                is_stuck = span.is_narrow(STUCK) and Span(rung.found, span.most).is_narrow(NOTHING_NEW)
+                low, span = middle, Span(span.least, rung.found)
+                if is_stuck:
+                    break
+            elif rung.found.peak <= limit:
+                return rung.found
+            else:  # from the rung's own peak on, nothing is cheaper than it
+                high, span = rung.found.peak, Span(rung.found, span.most)
+        steps = staircase([span.least, *(found for rung in way for found in rung.pool.found)], span)
+        return [step for step in steps if step.peak <= limit][-1]
+
+    def _so_far(self, limit: int, way: list[Rung]) -> Found:
+        """The cheapest that was found on the way, or that one greedy search finds."""
+        search = Search(self.moves)
+        search.reduced(self.simulator.nothing(), limit)
+        found = (each for pool in (search.seen, *(rung.pool for rung in way)) for each in pool.found)
+        return min((each for each in found if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
+
+    def _solved(self, limit: int, span: Span, way: list[Rung], until: float | None) -> Rung:
+        """The rung `limit`, whose cost is to be in `span`; `way` leads to it. Ends early at `until`."""
+        search, seen = Search(self.moves), [rung.pool for rung in way]
+        # Where the rows leave out too much to be a guide, they may still be one for a larger limit.
+        guides = (rung for rung in reversed(way) if rung.limit > limit or not is_rough(rung.left_out, rung.limit))
+        bound, left_out = 0.0, next(guides).left_out
+        if self.exact is not None:
+            bound, left_out = self.exact.search(search, limit, span, left_out, until)
+        found = _cheapest(limit, span, [*seen, search.seen])
+        enough = GOOD if self._quick else POOR
+        if not is_over(until) and (self.exact is None or self.exact.cost_of(found) > enough * bound):
+            if self._quick:
+                begin = [span.least.choice]
+                if limit > NEAR_PLAIN * self.top.peak:
+                    begin += [self.simulator.nothing(), self.moves.remade(expensive=False)]
+                starts = [*search.attempts(limit, *begin), found.choice]
+            else:
+                starts = [search.reduced(span.least.choice, limit)]
+            for choice in {choice.key: choice for choice in starts}.values():
+                if not is_over(until) and search.fits(choice, limit):
+                    search.pruned(choice, limit)
+            found = _cheapest(limit, span, [*seen, search.seen])
+        return Rung(limit, found, search.seen, left_out)
+
+
+def _low(profile: Profile, is_quick: bool) -> list[Found]:
+    """Choices with small peaks, smallest first. No clock has a part in them: each rehearsal of a step finds them."""
+    search = Search(Moves(Simulator(by_work(profile))))
+    smallest = search.smallest()
+    peak = search.sweep(smallest[0]).peak
+    others = search.attempts(peak, search.moves.remade(expensive=False)) if is_quick else ()
+    for choice in (*smallest, *others):
+        search.pruned(choice, peak)
+    return sorted(search.seen.found, key=lambda found: (found.peak, found.cost))
+
+
+def _cheapest(limit: int, span: Span, seen: Sequence[Pool]) -> Found:
+    """Of all that was `seen` the cheapest that fits and costs what `span` allows."""
+    if span.least.peak <= limit:
+        return span.least
+    found = (pool.best(limit, span) for pool in seen)
+    return min((span.most, *(each for each in found if each is not None)), key=lambda each: each.cost)
+
+
+_RECENT: list[Ladder] = []
+
+
+def ladder_of(simulator: Simulator) -> Ladder:
+    """The ladder of `simulator`: one of the last few where it was among them, with what was found on it."""
+    for ladder in _RECENT:
+        if ladder.simulator is simulator:
+            return ladder
+    _RECENT.append(Ladder(simulator))
+    del _RECENT[:-4]
+    return _RECENT[-1]

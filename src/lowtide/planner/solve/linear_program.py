@@ -1,0 +1,283 @@
+"""The problem of a profile as a linear program that promises too much and never too little.
+
+For each storage x says that it is dropped, d that it is remade, o that it is offloaded; for each call q says that it
+runs again, and a that it is advanced; for each value that several remakes need and nobody holds p says that it is made.
+Whatever a solver decides gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time than
+the least that these rows allow. What is left out only makes it look cheaper.
+
+    dropped     x <= d + o + the q and a that can bring it back; nothing is kept that is saved in a running call alone
+    passing     d <= p, and p <= p' for what p needs in its turn
+    capacity    at position t: base + storages alive by themselves + (1 - x) * bytes of what is kept for backward
+                + x * bytes of what backward has read and not let go of + bytes of what is made early <= limit
+    early       what is remade needs its operands, and a call its inputs, before backward asks for them itself:
+                m[v, t] >= m[u, t] + d[v] - 1 where a remake of u needs v, with m[u, t] = d[u] once u is read;
+                a call that runs for one value makes all others that it brings back, unless a call inside it does
+
+Left out: scratch memory, what advances are made from, operands kept longer than backward needs them, values that share
+a storage once they are made again; and of what is made early all but the `NEAREST` values that backward asks for next
+and are worth mentioning.
+The rows of one position have variables of their own, so that a program (`milp.py`) is put together from any
+positions.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.planner.simulate.profile_index import Ints
+from lowtide.planner.simulate.simulator import Simulator
+
+Floats = npt.NDArray[np.float64]
+Row = tuple[dict[int, float], float]
+"""Coefficients by variable, and the most that they may add up to."""
+IGNORED = 0.0005
+"""What is made early of less than this share of the plain step's peak is left out."""
+NEAREST = 16
+"""Values whose early making is looked at, for one position."""
+
+
+class Rows(NamedTuple):
+    """Rows of a program, entry by entry. Variables from `Covering.n_fixed` on belong to these rows only."""
+
+    row: Ints
+    variable: Ints
+    value: Floats
+    most: Floats
+    n_own: int
+    """Variables that belong to these rows only."""
+
+
+class Spans(NamedTuple):
+    """For each storage the positions [start, end) in which it takes so many bytes; none where `end` is not later."""
+
+    start: Ints
+    end: Ints
+    bytes: Ints
+
+    def at(self, position: int) -> Ints:
+        """Bytes by storage at `position`."""
+        return np.where((self.start <= position) & (position < self.end), self.bytes, 0)
+
+    def usage(self, n_positions: int, shares: Floats | float = 1.0) -> Floats:
+        """Bytes by position of such shares of the storages."""
+        size = np.where(self.start < self.end, self.bytes * shares, 0.0)
+        changes = np.zeros(n_positions + 1)
+        np.add.at(changes, self.start, size)
+        np.subtract.at(changes, self.end, size)
+        found: Floats = changes.cumsum()[:-1]
+        return found
+
+
+class Covering:
+    """Rows and costs for one profile. Memory is in bytes beyond `static`, costs are in milliseconds."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        index = self.index = simulator.index
+        self.simulator = simulator
+        self.calls = [call for calls in index.calls_of_id for call in calls if index.caught[call]]
+        n = self.n_storages = len(index.storage_bytes)
+        self.runs = {call: 2 * n + number for number, call in enumerate(self.calls)}
+        """The variable of each call."""
+        passing = sorted(set().union(*index.passing))
+        self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
+        """The variable of each value that is made once for several remakes."""
+        first = 2 * n + len(self.calls) + len(passing)
+        given = [call for calls in index.advances_of_id for call in calls]
+        self.advances = {call: first + number for number, call in enumerate(given)}
+        """The variable of each call that can be run forward for its result."""
+        first += len(given)
+        self.offloads = {storage: first + storage for storage in range(n)} if index.can_offload else {}
+        """The variable of each storage that can be copied to the host."""
+        self.n_fixed = first + len(self.offloads)
+        self._given: dict[int, list[int]] = {}
+        for call, variable in self.advances.items():
+            self._given.setdefault(index.gives[call], []).append(variable)
+
+        rows = np.flatnonzero(~index.slot_is_input)
+        pairs = sorted(set(zip(index.slot_storage[rows].tolist(), index.slot_value[rows].tolist(), strict=True)))
+        self._values: list[list[int]] = [[] for _ in range(n)]
+        for storage, value in pairs:
+            self._values[storage].append(value)
+        self.alone = {storage: values[0] for storage, values in enumerate(self._values) if len(values) == 1}
+        """For each storage with one saved value that value."""
+        self._storage_of = {value: storage for storage, value in self.alone.items()}
+        self._bring: dict[int, list[int]] = {}
+        for call in self.calls:
+            for value in sorted(index.caught[call]):
+                self._bring.setdefault(value, []).append(call)
+        self._asks: dict[int, list[int]] = {}
+        """For each value the saved values whose remake needs it."""
+        for value in self.alone.values():
+            for operand in index.recipes[value].operands if index.remakeable[value] else ():
+                self._asks.setdefault(operand, []).append(value)
+        self._needing: dict[int, list[int]] = {}
+        for call in self.calls:
+            for value in index.inputs[call]:
+                self._needing.setdefault(value, []).append(call)
+
+        self._memory()
+        self._costs()
+        self.structure = _joined(self._structure(), self.n_fixed)
+        """The rows that hold at every position."""
+        self._early = sorted(
+            (int(index.read[value]), storage, value)
+            for storage, value in self.alone.items()
+            if self.upper[storage]
+            and (value in self._asks or value in self._bring or value in self._needing)
+            and self.copy_bytes[storage] > IGNORED * self.plain
+        )
+        self._at: dict[int, Rows] = {}
+
+    def _memory(self) -> None:
+        """When each storage is there, and with how many bytes: in any case, if it is kept, and if it is made again."""
+        index, n = self.index, self.n_storages
+        until = np.zeros(n, np.int64)
+        start, end = np.zeros((2, n), np.int64)
+        self.copy_bytes = np.zeros(n, np.int64)
+        for storage, values in enumerate(self._values):
+            until[storage] = min((index.released[value] for value in values), default=0)
+        for storage, value in self.alone.items():
+            start[storage], end[storage] = index.read[value], index.released[value]
+            self.copy_bytes[storage] = min(index.bytes_of[storage], index.value_bytes[value])
+        self.base = index.base + Spans(index.born, index.dies, index.storage_bytes).usage(index.end)
+        self.kept = Spans(index.dies, until, index.storage_bytes)
+        self.copied = Spans(start, end, self.copy_bytes)
+        self.all_kept = self.base + self.kept.usage(index.end)
+        self.plain = max(1, int(self.all_kept.max()))
+        """About the peak of the plain step: rows are written in parts of it."""
+
+    def _costs(self) -> None:
+        """What each variable costs, in ms and in FLOPs, and the most that it can be."""
+        index, n = self.index, self.n_storages
+        self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
+        for storage, values in enumerate(self._values):
+            read = [value for value in values if index.read[value] < index.end]
+            made = (index.remakeable[v] or v in self._bring or v in self._given for v in values)
+            self.upper[storage] = (all(made) or index.can_offload) and bool(values)
+            self.upper[n + storage] = self.upper[storage] and any(index.remakeable[v] or v not in read for v in values)
+            if len(read) == len(values):
+                recipes = [index.recipes[value] for value in read if index.remakeable[value]]
+                self.ms[n + storage] = min((recipe.ms for recipe in recipes), default=0.0)
+                self.flops[n + storage] = min((recipe.flops for recipe in recipes), default=0)
+        for call, variable in self.runs.items():
+            self.ms[variable] = self.simulator.profile.calls[call].cost_ms
+            self.flops[variable] = self.simulator.profile.calls[call].flops
+        for call, variable in self.advances.items():
+            self.ms[variable] = self.simulator.profile.calls[call].advance_ms
+            self.flops[variable] = self.simulator.profile.calls[call].advance_flops
+        for storage, variable in self.offloads.items():
+            self.ms[variable] = index.offload_ms[storage]
+        for value, variable in self.passes.items():
+            self.ms[variable], self.flops[variable] = index.recipes[value].ms, index.recipes[value].flops
+
+    def _structure(self) -> list[Row]:
+        index, n, found = self.index, self.n_storages, list[Row]()
+        for storage, values in enumerate(self._values):
+            bring = {self.runs[call] for value in values for call in self._bring.get(value, ())}
+            bring |= {variable for value in values for variable in self._given.get(value, ())}
+            bring |= {self.offloads[storage]} if self.offloads else set()
+            found.append(({storage: 1.0, n + storage: -1.0, **dict.fromkeys(bring, -1.0)}, 0.0))
+            found.append(({n + storage: 1.0, storage: -1.0}, 0.0))
+        follows = set(index.slot_value[index.follower].tolist())
+        slot_calls: dict[int, list[int]] = {}
+        for row in np.flatnonzero(~index.slot_is_input).tolist():
+            slot_calls.setdefault(int(index.slot_value[row]), []).append(int(index.slot_call[row]))
+        self.inside: dict[int, list[int]] = {call: [] for call in self.calls}
+        """For each call the storages that it cannot but bring back, unless they are remade."""
+        for storage, value in self.alone.items():
+            for call in self._bring.get(value, ()) if value not in follows else ():
+                if all(call in index.around[inner] for inner in slot_calls[value]):
+                    self.inside[call].append(storage)
+                    found.append(({self.runs[call]: 1.0, storage: -1.0}, 0.0))
+        made = [(n + storage, value) for storage, value in self.alone.items() if index.read[value] < index.end]
+        for variable, value in [*made, *((variable, value) for value, variable in self.passes.items())]:
+            found += [({variable: 1.0, self.passes[need]: -1.0}, 0.0) for need in sorted(index.passing[value])]
+        return found
+
+    def usage(self, dropped: Floats) -> Floats:
+        """Bytes at each position for shares `dropped` of the storages, less what is made early."""
+        return self.base + self.kept.usage(self.index.end, 1.0 - dropped) + self.copied.usage(self.index.end, dropped)
+
+    def at(self, position: int) -> Rows:
+        """The rows for one position. The last is its capacity: at most 0, to which (limit / `plain`) is to be added."""
+        if position not in self._at:
+            rows, early = self._made_early(position)
+            capacity: dict[int, float] = {}
+            kept, copied = self.kept.at(position), self.copied.at(position)
+            for storage in np.flatnonzero(kept | copied).tolist():
+                capacity[storage] = float(copied[storage] - kept[storage]) / self.plain
+            for storage, variable in early.items():
+                capacity[variable] = float(self.copy_bytes[storage]) / self.plain
+            rows.append((capacity, -int(self.all_kept[position]) / self.plain))
+            self._at[position] = _joined(rows, self.n_fixed)
+        return self._at[position]
+
+    def _made_early(self, position: int) -> tuple[list[Row], dict[int, int]]:
+        """Rows for what is made before backward reads it, and the variable that says so, by storage."""
+        index, n, rows, first = self.index, self.n_storages, list[Row](), self.n_fixed
+        ahead = [
+            (storage, value)
+            for read, storage, value in self._early
+            if index.dies[storage] <= position < min(read, index.released[value])
+        ][:NEAREST]
+        there = {storage: first + number for number, (storage, _) in enumerate(ahead)}
+        remade = {value: first + len(ahead) + number for number, (_, value) in enumerate(ahead)}
+        runs = {call for _, value in ahead for call in (*self._bring.get(value, ()), *self._needing.get(value, ()))}
+        ran = {call: first + 2 * len(ahead) + number for number, call in enumerate(sorted(runs))}
+
+        def made(value: int) -> int | None:
+            """The variable that says that `value` has been remade by now."""
+            if index.read[value] <= position:
+                return n + self._storage_of[value]
+            return remade.get(value)
+
+        for call in ran:
+            for storage in self.inside[call]:
+                if index.read[self.alone[storage]] <= position:
+                    others = self._other_ways(call, storage)
+                    rows.append(({self.runs[call]: 1.0, n + storage: -1.0, ran[call]: -1.0, **others}, 0.0))
+        for storage, value in ahead:
+            asked = [v for u in self._asks.get(value, ()) if (v := made(u)) is not None]
+            asked += [ran[call] for call in self._needing.get(value, ())]
+            for variable in asked:
+                rows.append(({variable: 1.0, storage: 1.0, there[storage]: -1.0}, 1.0))
+                rows.append(({variable: 1.0, n + storage: 1.0, remade[value]: -1.0}, 1.0))
+                bringing = dict.fromkeys((ran[call] for call in self._bring.get(value, ())), -1.0)
+                bringing |= dict.fromkeys(self._given.get(value, ()), -1.0)
+                bringing |= {self.offloads[storage]: -1.0} if self.offloads else {}
+                rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **bringing}, 1.0))
+            for call in self._bring.get(value, ()):
+                if storage in self.inside[call]:
+                    others = self._other_ways(call, storage)
+                    rows.append(({ran[call]: 1.0, n + storage: -1.0, there[storage]: -1.0, **others}, 0.0))
+        return rows, there
+
+    def _other_ways(self, call: int, storage: int) -> dict[int, float]:
+        """What may bring back what is saved in `call` instead of its replay: that of a call inside, an advance."""
+        value = self.alone[storage]
+        inner = (self.runs[c] for c in self._bring[value] if c != call and call in self.index.around[c])
+        offload = (self.offloads[storage],) if self.offloads else ()
+        return dict.fromkeys((*inner, *self._given.get(value, ()), *offload), -1.0)
+
+
+@lru_cache(maxsize=4)
+def covering_of(simulator: Simulator) -> Covering:
+    """The covering problem of `simulator`, put together once for the solver and for the bound."""
+    return Covering(simulator)
+
+
+def _joined(rows: list[Row], n_fixed: int) -> Rows:
+    entries = [(number, variable, value) for number, (row, _) in enumerate(rows) for variable, value in row.items()]
+    row, variable, value = zip(*entries, strict=True) if entries else ((), (), ())
+    variables = np.array(variable, np.int64)
+    return Rows(
+        row=np.array(row, np.int64),
+        variable=variables,
+        value=np.array(value, np.float64),
+        most=np.array([most for _, most in rows], np.float64),
+        n_own=max(0, int(variables.max(initial=0)) + 1 - n_fixed),
+    )

@@ -1,0 +1,264 @@
+"""Rows of a covering problem, put together and given to HiGHS: as shares of decisions, and as decisions.
+
+HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) is stopped by the number of branch-and-bound nodes, not by
+a clock unless one is given: the same programme has the same answer each time. Before it branches, decisions that are
+settled are taken out: where the reduced cost of a variable at its bound is more than `slack`, an answer with the
+variable elsewhere costs at least that much more than the relaxation (Dantzig, Fulkerson and Johnson 1954,
+doi 10.1287/opre.2.4.393). What is found with little slack is good, found in a tenth of the time, and says how much
+slack is needed for the best.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lowtide.planner.simulate.profile_index import Flags
+from lowtide.planner.solve.linear_program import Covering, Floats, Row
+from lowtide.utils.stderr_filter import without_noise
+
+AT_ONCE = 4
+"""Positions that are added from one round to the next."""
+ROUNDS = 8
+"""Relaxations that are solved, at most, until no position is over the limit."""
+NODES = 10
+"""Nodes of the search tree that are looked at, at most."""
+NEAR_ENOUGH = 2e-3
+"""Share of the cost at which the search for decisions ends, if not before."""
+FREE = 1e-9
+"""Milliseconds that shares are taken of where the relaxation costs nothing."""
+NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
+"""HiGHS 1.8 to 1.12 prints this when it mends a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
+CLOSE = 5e-3
+"""Decisions that cost only this share more than the relaxation are as good as the cheapest."""
+CORES = ((1e-4, CLOSE), (3e-3, 0.03), (0.03, np.inf), (np.inf, np.inf))
+"""Shares of the relaxation's cost within which decisions are looked for, one after the other; and how far above the
+relaxation decisions may be with which no larger core is looked through. The third takes ten times as long as the first.
+"""
+OPEN = 1e-6
+"""Shares that are this far from nothing and from all are of open decisions."""
+FEW_OPEN, MANY_OPEN = 8, 16
+"""With more decisions that the relaxation leaves open only the smallest core is looked through, or no bound raised:
+time grows with their number far faster than with that of all decisions."""
+FAR = 0.06
+"""Share by which what is known may be above the relaxation for the larger of these two: beyond that a bound that is
+raised a little tells no more."""
+SMALL = 300
+"""Variables up to which a bound is always raised: it takes no time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What HiGHS found. `variables` are the fixed ones of the covering problem; None if nothing was found."""
+
+    variables: Floats | None
+    cost: float
+    """Infinite if nothing was found."""
+    bound: float
+    """No answer to these rows costs less; infinite if there is none."""
+    usage: dict[int, float]
+    """Bytes at the positions of the programme, corrections included."""
+
+
+NOTHING = Answer(None, np.inf, 0.0, {})
+IMPOSSIBLE = Answer(None, np.inf, np.inf, {})
+
+
+@dataclass(slots=True)
+class Programme:
+    """One limit, the positions that matter for it, and whatever else an answer shall keep to."""
+
+    covering: Covering
+    limit: int
+    cost: Floats
+    """For each fixed variable."""
+    positions: list[int] = field(default_factory=list)
+    more: dict[int, float] = field(default_factory=dict)
+    """Bytes by position that the covering problem leaves out and that a simulation found there."""
+    rows: list[Row] = field(default_factory=list)
+    """Rows in the fixed variables, beyond those of the covering problem."""
+    until: float | None = None
+    """When to end the search for decisions, by `time.monotonic()`."""
+    _last: tuple[object, _Relaxation] | None = None
+
+    def add(self, usage: Floats) -> bool:
+        """Take in the positions at which `usage` is most over the limit; whether there was a new one."""
+        new = binding(usage, self.limit, self.positions)
+        self.positions += new
+        return bool(new)
+
+    def relaxed(self) -> Answer:
+        """Shares of decisions at the least cost, with positions added until none is over the limit."""
+        covering = self.covering
+        if not self.positions:
+            self.add(covering.usage(np.zeros(covering.n_storages)))
+        best = Answer(np.zeros(covering.n_fixed), 0.0, 0.0, {})
+        for _ in range(ROUNDS if self.positions else 0):
+            answer = self._relaxation().answer
+            if answer.variables is None:
+                return answer if answer.bound == np.inf else best
+            best = answer
+            if not self.add(covering.usage(answer.variables[: covering.n_storages])):
+                break
+        return best
+
+    def decisions(self, *, any_will_do: bool = False) -> Answer:
+        """Decisions for the positions so far: the cheapest, or near them; or if `any_will_do` the first found.
+
+        Looked for in one core after the other, until a larger one would take more time than it is worth.
+        """
+        relaxed = self._relaxation()
+        least = relaxed.answer.bound
+        if relaxed.answer.variables is None:
+            return relaxed.answer
+        best, tried, known = NOTHING, 0.0, None
+        for share, enough in CORES:
+            slack = min(share * max(least, FREE), best.cost - least)
+            if slack <= tried:
+                break
+            settled, tried = relaxed.settled(slack), slack
+            if known is None or not np.array_equal(settled, known):  # else the answer is the same
+                best = min(best, relaxed.rows.whole(settled), key=lambda answer: answer.cost)
+            known = settled
+            found = best.variables is not None
+            if best.cost <= (1 + enough) * least or (found and (any_will_do or relaxed.n_open > FEW_OPEN)):
+                break
+        return best
+
+    def bound(self, known: float) -> float:
+        """What decisions for the positions so far cost at least, where some are `known` that cost no more than that.
+
+        Better than that of shares only where these are not close to what is known, and not too many are open.
+        """
+        relaxed = self._relaxation()
+        least = relaxed.answer.bound
+        slack = known - least
+        if relaxed.answer.variables is None or slack <= CLOSE * least:
+            return least
+        is_small = self.covering.n_fixed <= SMALL
+        if relaxed.n_open > (FEW_OPEN if slack > FAR * least else MANY_OPEN) and not is_small:
+            return least
+        return max(least, min(relaxed.rows.whole(relaxed.settled(slack)).bound, known))
+
+    def _relaxation(self) -> _Relaxation:
+        """Of the rows so far; the last one, where nothing has changed since."""
+        now = len(self.positions), len(self.rows), tuple(self.more.items())
+        if self._last is None or self._last[0] != now:
+            self._last = now, _Rows(self).relaxed()
+        return self._last[1]
+
+
+def is_over(until: float | None) -> bool:
+    """Whether it is later than `until`, by `time.monotonic()`; None for no limit."""
+    return until is not None and time.monotonic() >= until
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Relaxation:
+    """The answer in shares, and how much more one costs, at least, with a variable not at nothing, or not at all."""
+
+    rows: _Rows
+    answer: Answer
+    more: Floats
+    less: Floats
+
+    @property
+    def n_open(self) -> int:
+        """How many decisions are neither to be taken nor not."""
+        assert self.answer.variables is not None
+        return int(np.count_nonzero(np.abs(self.answer.variables - 0.5) < 0.5 - OPEN))
+
+    def settled(self, slack: float) -> tuple[Flags, Flags]:
+        """The decisions that are the same in every answer that costs at most `slack` more: at nothing, and at all."""
+        fixed = np.arange(self.rows.n) < self.rows.covering.n_fixed
+        return fixed & (self.more > slack), fixed & (self.less > slack)
+
+
+class _Rows:
+    """A programme as A @ variables <= b. Imports SciPy where it solves: who only reads records need not wait for it."""
+
+    def __init__(self, programme: Programme) -> None:
+        from scipy.sparse import csr_array
+
+        self.programme = programme
+        covering = self.covering = programme.covering
+        rows, variables, values, most = [], [], [], []
+        n_rows, n_own, n_fixed = 0, 0, covering.n_fixed
+        self.capacity: list[int] = []
+        """The rows that say how much memory there is, one for each position."""
+        for part in (covering.structure, *map(covering.at, programme.positions)):
+            rows.append(part.row + n_rows)
+            variables.append(np.where(part.variable >= n_fixed, part.variable + n_own, part.variable))
+            values.append(part.value)
+            most.append(part.most)
+            n_rows, n_own = n_rows + len(part.most), n_own + part.n_own
+            self.capacity.append(n_rows - 1)
+        del self.capacity[0]
+        for row, limit in programme.rows:
+            rows.append(np.full(len(row), n_rows))
+            variables.append(np.array(list(row), np.int64))
+            values.append(np.array(list(row.values()), np.float64))
+            most.append(np.array([limit]))
+            n_rows += 1
+        self.n = n_fixed + n_own
+        # Integers of 32 bits: SciPy 1.11 solves with no others.
+        places = tuple(np.concatenate(each).astype(np.int32) for each in (rows, variables))
+        entries = np.concatenate(values), places
+        self.matrix = csr_array(entries, shape=(n_rows, self.n))
+        self.most: Floats = np.concatenate(most)
+        room = [programme.limit - programme.more.get(position, 0.0) for position in programme.positions]
+        self.most[self.capacity] += np.array(room, np.float64) / covering.plain
+        self.cost = np.concatenate([programme.cost, np.zeros(n_own)])
+        self.upper = np.concatenate([covering.upper, np.ones(n_own)])
+
+    def relaxed(self) -> _Relaxation:
+        """The answer in shares of decisions."""
+        from scipy.optimize import linprog
+
+        bounds = np.column_stack((np.zeros(self.n), self.upper))
+        found = linprog(self.cost, A_ub=self.matrix, b_ub=self.most, bounds=bounds, method="highs")
+        if found.status != 0:
+            none = np.zeros(self.n)
+            return _Relaxation(self, IMPOSSIBLE if found.status == 2 else NOTHING, none, none)
+        return _Relaxation(self, self._answer(found.x, float(found.fun)), found.lower.marginals, -found.upper.marginals)
+
+    def whole(self, settled: tuple[Flags, Flags]) -> Answer:
+        """Decisions close to the bound, with what is `settled` left as it is."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
+        options: dict[str, float] = {"node_limit": NODES, "mip_rel_gap": NEAR_ENOUGH}
+        if self.programme.until is not None:
+            options["time_limit"] = max(0.0, self.programme.until - time.monotonic())
+        with without_noise(1, NOISE):
+            found = milp(
+                self.cost,
+                integrality=np.arange(self.n) < self.covering.n_fixed,
+                bounds=Bounds(lower, upper),
+                constraints=LinearConstraint(self.matrix, -np.inf, self.most),
+                options=options,
+            )
+        if found.x is None:
+            return IMPOSSIBLE if found.status == 2 else NOTHING
+        return self._answer(found.x, float(found.mip_dual_bound))
+
+    def _answer(self, variables: Floats, bound: float) -> Answer:
+        slack = (self.matrix @ variables - self.most)[self.capacity]
+        usage = slack * self.covering.plain + self.programme.limit
+        at = dict(zip(self.programme.positions, usage.tolist(), strict=True))
+        return Answer(variables[: self.covering.n_fixed], float(self.cost @ variables), max(0.0, bound), at)
+
+
+def binding(usage: Floats, limit: int, known: list[int]) -> list[int]:
+    """Positions over the limit that are not `known`: each the worst around it, the worst of all first."""
+    over = np.array(usage, np.float64) - limit * (1 + 1e-7)
+    over[known] = 0
+    found: list[int] = []
+    reach = max(1, len(usage) // 50)
+    while len(found) < AT_ONCE and over.max() > 0:
+        worst = int(over.argmax())
+        found.append(worst)
+        over[max(0, worst - reach) : worst + reach + 1] = 0
+    return found

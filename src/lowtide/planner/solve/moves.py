@@ -1,0 +1,248 @@
+"""What a solver can do next: take decisions, take them back, and what each can be worth at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.memory_sweep import Sweep
+from lowtide.planner.simulate.profile_index import Ints
+from lowtide.planner.simulate.simulator import Simulator
+from lowtide.planner.solve.candidates import (
+    MS_PER_FLOP,
+    Advance,
+    Group,
+    Replay,
+    advances_of,
+    groups_of,
+    offloads_of,
+    replays_of,
+)
+
+Floats = npt.NDArray[np.float64]
+_Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Decisions to take, and others to take back."""
+
+    remake: tuple[Group, ...] = ()
+    keep: tuple[Group, ...] = ()
+    replay: tuple[Replay, ...] = ()
+    unreplay: tuple[Replay, ...] = ()
+    advance: tuple[Advance, ...] = ()
+    unadvance: tuple[Advance, ...] = ()
+    offload: tuple[Group, ...] = ()
+    unoffload: tuple[Group, ...] = ()
+
+    def after(self, choice: Choice) -> Choice:
+        """`choice`, changed by this move."""
+        more = choice.copy()
+        for group in self.keep:
+            more.remake[group.addresses] = False
+        for group in self.remake:
+            more.remake[group.addresses] = True
+        for group in self.unoffload:
+            more.offload[group.addresses] = False
+        for group in self.offload:
+            more.offload[group.addresses] = True
+        more.replay[[replay.id for replay in self.unreplay]] = False
+        more.replay[[replay.id for replay in self.replay]] = True
+        more.advance[[advance.id for advance in self.unadvance]] = False
+        more.advance[[advance.id for advance in self.advance]] = True
+        return more
+
+
+class Moves:
+    """The groups and replays of a profile, and the moves made of them."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        index = simulator.index
+        self.simulator = simulator
+        self.replays = replays_of(index)
+        self.groups = groups_of(index, self.replays)
+        self.advances = advances_of(index)
+        self.offloads = offloads_of(index, len(self.groups))
+        self.moves = [
+            *(Move(remake=(group,)) for group in self.groups),
+            *(self._replayed(replay, cheap=True) for replay in self.replays.values()),
+            *(self._replayed(replay, cheap=False) for replay in self.replays.values()),
+            *(Move(replay=(replay,)) for replay in self.replays.values() if replay.within),
+            *(Move(advance=(advance,)) for advance in self.advances),
+            *(Move(offload=(group,)) for group in self.offloads),
+        ]
+        """Each group remade; each call replayed with what is cheap in it remade; each with nothing in it remade; each
+        around the replays in it; each advanced; each group offloaded."""
+
+        self.read = np.full(len(index.born), index.end, np.int64)
+        """For each storage the first position at which backward reads what is in it."""
+        stored = index.value_storage >= 0
+        np.minimum.at(self.read, index.value_storage[stored], index.read[stored])
+        drops = [
+            [piece.storages for piece in (*m.remake, *m.offload)]
+            + [replay.storages for replay in m.replay]
+            + [advance.storages for advance in m.advance]
+            for m in self.moves
+        ]
+        self._relieves = _pairs(drops, lambda storages: storages)
+        self._remakes = _pairs((m.remake for m in self.moves), lambda group: (group.number,))
+        self._keeps = _pairs((m.keep for m in self.moves), lambda group: (group.number,))
+        self._unreplays = _pairs((m.unreplay for m in self.moves), lambda replay: (replay.id,))
+        self._clashes = _pairs((m.replay for m in self.moves), lambda replay: (replay.id,))
+        self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
+        around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in self.moves]
+        self._is_around = np.array([bool(within) for within in around], np.bool_)
+        """Moves that are for replays in other replays only: without these they are the same as another."""
+        self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
+        costs = [
+            sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) + sum(g.cost for g in m.offload)
+            for m in self.moves
+        ]
+        self._call_cost = np.array(costs, np.float64)
+        self._group_cost = np.array([group.cost for group in self.groups], np.float64)
+        self._group_address = np.array([group.addresses[0] for group in self.groups], np.int64)
+        self._id_cost = np.zeros(len(index.ids))
+        for replay in self.replays.values():
+            self._id_cost[replay.id] = replay.cost
+
+    def _replayed(self, replay: Replay, *, cheap: bool) -> Move:
+        inside = tuple(group for group in self.groups if replay.id in group.inside)
+        return Move(
+            remake=tuple(group for group in inside if cheap and not group.expensive),
+            keep=tuple(group for group in inside if group.expensive or not cheap),
+            replay=(replay,),
+            unreplay=tuple(self.replays[id_] for id_ in sorted(replay.within)),
+        )
+
+    def cost(self, sweep: Sweep) -> float:
+        """What a solver minimises: the extra time."""
+        return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
+
+    def worth(self, choice: Choice, sweep: Sweep, excess: Ints) -> Floats:
+        """For each move at most how much of `excess` (bytes over the budget, by position) it takes away per cost.
+
+        0 where nothing is left to gain. What one move takes back of another's is not in it, so a solver simulates a
+        move before it believes in it.
+        """
+        index, n = self.simulator.index, len(self.moves)
+        over = np.concatenate(([0], np.cumsum(excess > 0)))
+        area = np.concatenate(([0], np.cumsum(excess)))
+        start, end = index.dies, np.maximum(self.read, index.dies)
+        relief = np.minimum(index.storage_bytes * (over[end] - over[start]), area[end] - area[start])
+        relief[sweep.ends <= index.dies] = 0
+        move, storage = self._relieves
+        gain = np.bincount(move, relief[storage], n)
+
+        made = choice.remake[self._group_address]
+        cost = self._call_cost.copy()
+        move, group = self._remakes
+        cost += np.bincount(move, self._group_cost[group] * ~made[group], n)
+        move, group = self._keeps
+        cost -= np.bincount(move, self._group_cost[group] * made[group], n)
+        move, id_ = self._unreplays
+        cost -= np.bincount(move, self._id_cost[id_] * choice.replay[id_], n)
+        move, id_ = self._clashes
+        done = np.bincount(move, choice.replay[id_], n)
+        move, id_ = self._advanced
+        impossible = done + np.bincount(move, choice.advance[id_], n) > 0
+        move, id_ = self._within
+        impossible |= self._is_around & (np.bincount(move, choice.replay[id_], n) == 0)
+        found: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
+        return found
+
+    def detours(self, choice: Choice, sweep: Sweep) -> list[Move]:
+        """What can lower a peak that no more dropping lowers: keep what is made again there, replay inner calls."""
+        at = int(sweep.usage.argmax())
+        there = set(sweep.copies.at(at).node.tolist())
+        index, n_values = self.simulator.index, self.simulator.index.n_values
+        storages = {int(index.value_storage[node]) for node in there if node < n_values}
+        ids = {index.id_index[self.simulator.profile.calls[node - n_values].id] for node in there if node >= n_values}
+        found = [Move(keep=(group,)) for group in self.groups if group.storages & storages]
+        found += [Move(unoffload=(group,)) for group in self.offloads if group.storages & storages]
+        found += [Move(unadvance=(a,)) for a in self.advances if a.storages & storages and choice.advance[a.id]]
+        for id_ in sorted(ids):
+            replay = self.replays[id_]
+            inner = tuple(self.replays[i] for i in sorted(replay.within) if not self.replays[i].around & replay.within)
+            found += [
+                Move(unreplay=(replay,)),
+                *([Move(replay=inner, unreplay=(replay,)), Move(replay=inner)] if inner else []),
+            ]
+        return found
+
+    def undoing(self, choice: Choice) -> list[Move]:
+        """Each group and call of `choice` taken back: the costly ones first, of equal ones the late ones."""
+        index = self.simulator.index
+        parts: list[tuple[float, int, Move]] = [
+            (-group.cost, -min(int(index.born[s]) for s in group.storages), Move(keep=(group,)))
+            for group in self.groups
+            if choice.remake[group.addresses].any()
+        ]
+        parts += [
+            (-replay.cost, -replay.start, Move(unreplay=(replay,)))
+            for replay in self.replays.values()
+            if choice.replay[replay.id]
+        ]
+        parts += [
+            (-group.cost, -min(int(index.born[s]) for s in group.storages), Move(unoffload=(group,)))
+            for group in self.offloads
+            if choice.offload[group.addresses].any()
+        ]
+        parts += [(-a.cost, -a.start, Move(unadvance=(a,))) for a in self.advances if choice.advance[a.id]]
+        return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
+
+    def remade(self, *, expensive: bool) -> Choice:
+        """Every cheap group remade, and if `expensive` all others too."""
+        groups = tuple(group for group in self.groups if expensive or not group.expensive)
+        return Move(remake=groups).after(self.simulator.nothing())
+
+    def chains(self) -> list[Choice]:
+        """Everything remade but every n-th group, in the order of the forward pass: small peaks of long chains."""
+        groups = sorted(self.groups, key=lambda group: min(self.simulator.index.born[list(group.storages)]))
+        everything = self.remade(expensive=True)
+        return [Move(keep=tuple(groups[every - 1 :: every])).after(everything) for every in _strides(len(groups))]
+
+    def levels(self) -> list[tuple[Replay, ...]]:
+        """Sets of calls that can be replayed together, the outermost first; each in the order of the forward pass."""
+        replays = sorted(self.replays.values(), key=lambda replay: (replay.start, replay.id))
+        depth = max((len(replay.around) for replay in replays), default=-1)
+        return [
+            tuple(r for r in replays if len(r.around) == at or (len(r.around) < at and not r.within))
+            for at in range(depth + 1)
+        ]
+
+    def deep(self) -> list[Move]:
+        """Schedules for small peaks: all calls of a level replayed inside those of the level above; with every n-th
+        result kept; with all offloaded that they keep.
+        """
+        levels = self.levels()
+        found = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
+        for every in _strides(len(self.advances)):
+            advance = tuple(a for number, a in enumerate(self.advances, 1) if number % every)
+            found += [Move(replay=level, advance=advance) for level in levels]
+        if self.offloads:
+            found += [Move(offload=tuple(self.offloads))]
+            found += [Move(replay=level, offload=tuple(self.offloads)) for level in levels]
+        return found
+
+
+def _strides(n: int) -> list[int]:
+    """How far apart results are kept, of `n` that could be advanced; the last for keeping none."""
+    found, stride = [], 2
+    while stride <= n:
+        found.append(stride)
+        stride += max(1, stride // 3)
+    return [*found, n + 1] if n else []
+
+
+def _pairs(moves: Iterable[Sequence[_Part]], numbers: Callable[[_Part], Iterable[int]]) -> tuple[Ints, Ints]:
+    """Two columns: the number of a move, and one of the `numbers` of one of its parts."""
+    pairs = [(move, number) for move, parts in enumerate(moves) for part in parts for number in sorted(numbers(part))]
+    first, second = np.array(pairs, np.int64).reshape(-1, 2).T
+    return first, second

@@ -1,0 +1,71 @@
+"""The plans found so far of which none is beaten by another, and the order among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.memory_sweep import Sweep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """One choice and what it needs. `peak` is in bytes beyond `static`."""
+
+    peak: int
+    extra_ms: float
+    extra_flops: int
+    choice: Choice
+
+    @classmethod
+    def of(cls, choice: Choice, sweep: Sweep) -> Found:
+        return cls(sweep.peak, sweep.extra_ms, sweep.extra_flops, choice)
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        """What is compared: time, and FLOPs between what takes the same time."""
+        return self.extra_ms, self.extra_flops
+
+
+class Span(NamedTuple):
+    """What a plan may cost: no less than one and no more than another."""
+
+    least: Found
+    most: Found
+
+    def holds(self, cost: tuple[float, int]) -> bool:
+        return self.least.cost <= cost <= self.most.cost
+
+    def is_narrow(self, share: float) -> bool:
+        """Whether the times of the two ends differ by no more than `share` of the longer one."""
+        return self.most.extra_ms - self.least.extra_ms <= share * self.most.extra_ms
+
+
+class Pool:
+    """Choices of which none is beaten by another in both peak and cost. Of equal ones the first stays."""
+
+    def __init__(self) -> None:
+        self.found: list[Found] = []
+
+    def add(self, choice: Choice, sweep: Sweep) -> None:
+        """Take `choice` in unless one in here is as good in both, and drop those that it beats."""
+        new = Found.of(choice, sweep)
+        if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.found):
+            self.found = [f for f in self.found if f.peak < new.peak or f.cost < new.cost]
+            self.found.append(new)
+
+    def best(self, limit: int, span: Span) -> Found | None:
+        """The cheapest choice in here with a peak of at most `limit` that costs what `span` allows, or None."""
+        fitting = (f for f in self.found if f.peak <= limit and span.holds(f.cost))
+        return min(fitting, key=lambda found: found.cost, default=None)
+
+
+def staircase(found: Iterable[Found], span: Span) -> list[Found]:
+    """Of `found` and `span` a chain with ever larger peaks and ever lower costs."""
+    chain = [span.most]
+    for each in sorted(found, key=lambda each: (each.peak, each.cost)):
+        if each.peak > chain[-1].peak and span.least.cost <= each.cost < chain[-1].cost:
+            chain.append(each)
+    return chain

@@ -1,0 +1,299 @@
+"""Run a training step on trial: where does its memory go, and what would it cost to do without each part?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from lowtide._torch.device_timing import now_ms
+from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
+from lowtide.memory.events import Timeline
+from lowtide.memory.measure import recorder_for
+from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.simulate.simulator import predict
+from lowtide.profiler.assemble import TracedStep, assemble
+from lowtide.profiler.audit import CHANGED, Audit
+from lowtide.profiler.checkpointed_blocks import can_do_without, told, without_checkpoints
+from lowtide.profiler.host_bandwidth import bytes_per_ms
+from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.peak_margin import DRAWS, with_margin
+from lowtide.profiler.preconditions import (
+    SEVERAL_STREAMS,
+    by_contents,
+    check,
+    check_same_work,
+    check_saved,
+    check_uncompiled,
+    doubts,
+    is_specialised,
+)
+from lowtide.profiler.random_work import called, drawn_as, fullest
+from lowtide.profiler.trace import MostSaving, Trace
+from lowtide.profiler.trial_updates import Updates
+from lowtide.runtime.fingerprint import fingerprint, place_of, static_bytes
+from lowtide.runtime.tensor_writers import Overwritten
+from lowtide.state.process_group import check_waits_for_nobody, n_sent
+from lowtide.state.step_outcome import is_out_of_memory, unless_out_of_memory
+from lowtide.state.step_snapshot import Unchanged
+from lowtide.units import format_bytes
+from lowtide.utils.interrupts import held_back
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Static
+
+__all__ = ["OTHER_WORK", "rehearse"]
+
+Step = Callable[[Any], Any]
+T = TypeVar("T")
+
+DOUBTFUL: Final = 0.02
+"""Share of the plain peak by which two runs may differ without a word."""
+DOUBTFUL_BYTES: Final = 2**19
+"""And bytes: the trace packs bits and holds random numbers, which is much beside a model of some KiB."""
+
+
+OVERFLOWS: Final = (
+    "there is a GradScaler, and no optimizer stepped in the rehearsal: if one does in training, what it needs for that "
+    "comes on top"
+)
+NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
+OTHER_WORK: Final = (
+    "if the work depends on random numbers, as with LayerDrop, on the values of parameters, as where experts are "
+    "chosen, on lengths that are in the batch, as of packed sequences, or on counts and iterators of the step's own, "
+    "plans hold only for what was done in the rehearsal"
+)
+
+
+@held_back()
+def rehearse(
+    model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None, in_place: bool = True
+) -> Profile:
+    """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
+    check(model, step, batch, optimizer)
+    check_uncompiled(model)
+    with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+        step = updates.step
+        if is_specialised(model):
+            step(batch)
+            unchanged.rewind()
+        refused: dict[type[nn.Module], str] = {}
+        orders: set[tuple[str, ...]] = set()
+        """What modules were called, in order."""
+
+        def seen(batch: Any) -> Any:
+            with called(model) as calls:
+                result = updates.run(batch)
+            orders.add(tuple(calls))
+            return result
+
+        def tried(*, frugal: bool = False) -> _Tried:
+            audit, frugal = _audited(model, step, batch, unchanged, refused, in_place, frugal=frugal)
+            updates.follow()
+            updates.undo()
+            there = static_bytes(model, batch, unchanged.optimizers)
+            unchanged.rewind()
+            engine, sent = MostSaving(model, audit), n_sent()
+            trace, recorder = unless_out_of_memory(lambda: _trace(engine, seen, batch), _does_not_fit)
+            check_waits_for_nobody(sent)
+            return _Tried(audit, frugal, there, engine, trace, recorder)
+
+        def profiled() -> tuple[_Tried, Profile]:
+            found = _without_mismatch(tried, unchanged, refused)
+            # Auditing takes more than the plain step, which may fit all the same; on a CPU that may end the process.
+            hopeless = found.frugal and place_of(model).type == "cpu"
+            there, places = static_bytes(model, batch, unchanged.optimizers)  # gradients have moved
+            plain, step_ms = (None, 0.0) if hopeless else _plain(model, updates, batch, seen)
+            measured = None
+            if plain is not None:
+                measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
+            check_same_work(model, found.audit, found.trace)
+            notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * unchanged.overflows + [*updates.notes()]
+            return found, found.profile(model, batch, (measured, step_ms), notes)
+
+        found, profile = profiled()
+        if len(orders) > 1:
+            share = fullest(lambda: _calls(model, step, batch, unchanged))
+            if share is not None:
+                unchanged.restore()
+                with drawn_as(share):
+                    found, profile = profiled()
+            profile = replace(profile, draws=DRAWS)
+        profile = with_margin(profile, model, updates, batch, unchanged)
+        saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
+    without = None if saved is None else saved.profile(model, batch, (None, 0.0))
+    return told(doubted(profile), found.audit.checkpointed, without)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A step that was audited and traced."""
+
+    audit: Audit
+    frugal: bool
+    there: tuple[Static, frozenset[int]]
+    """In memory before it was traced, and its addresses."""
+    engine: MostSaving
+    trace: Trace
+    recorder: Recorder
+
+    def profile(
+        self, model: nn.Module, batch: Any, plain: tuple[int | None, float], notes: Iterable[str] = ()
+    ) -> Profile:
+        """The profile, with the plain step's peak and time."""
+        audit, place = self.audit, place_of(model)
+        static = with_others(*self.there, self.recorder)
+        traced = TracedStep(
+            values=audit.values,
+            slots=audit.slots,
+            calls=audit.calls,
+            kept=self.trace.kept,
+            replayed=self.engine.decisions.replay,
+            stream=self.recorder.stream,
+            entry=self.recorder.entry_addresses,
+            given=audit.inputs,
+            written_over=audit.written_over,
+            allows_in_place=audit.allows_in_place,
+        )
+        return assemble(
+            traced,
+            fingerprint=fingerprint(model, batch),
+            static=static,
+            plain=plain,
+            offload_bytes_per_ms=bytes_per_ms(place),
+            notes=(*doubts(model, place), *by_contents(audit), *notes, *in_words(model, static)),
+        )
+
+
+def _without_checkpoints(tried: Callable[..., _Tried], unchanged: Unchanged) -> _Tried | None:
+    """The step as it is where nothing checkpoints itself, or None if that can't be rehearsed."""
+    unchanged.restore()
+    try:
+        with without_checkpoints():
+            saved = tried(frugal=True)
+    except LowtideError:  # it does not fit, for example: then only the number is missing
+        return None
+    return saved if saved.trace.packs == len(saved.audit.slots) else None
+
+
+def _calls(model: nn.Module, step: Step, batch: Any, unchanged: Unchanged) -> list[str]:
+    """The modules that a step calls which begins as the first one did."""
+    unchanged.restore()
+    with called(model) as calls:
+        step(batch)
+    return calls
+
+
+def _does_not_fit(said: str) -> RehearsalError:
+    return RehearsalError(
+        f"the step runs out of memory even where each repeated block is let go of as soon as it has run: {said}\n"
+        "  Rehearse it with a smaller batch, of which lowtide.accumulate makes a large one, or make room on the "
+        "device. lowtide.foresee(model, step, batch) says what the step needs without taking it."
+    )
+
+
+def doubted(profile: Profile) -> Profile:
+    """`profile`, with a note where the plain step, which draws other random numbers, had another peak than it says."""
+    measured, predicted = profile.measured_plain_peak_bytes, predict(profile, Decisions()).peak_bytes
+    predicted -= profile.static.margin
+    if measured is None or abs(predicted - measured) <= max(DOUBTFUL_BYTES, DOUBTFUL * measured):
+        return profile
+    note = (
+        f"of two runs without a plan one has a peak of {format_bytes(predicted)}, one of {format_bytes(measured)}: "
+        f"{OTHER_WORK}"
+    )
+    return replace(profile, notes=(*profile.notes, note))
+
+
+def _without_mismatch(run: Callable[[], T], unchanged: Unchanged, refused: dict[type[nn.Module], str]) -> T:
+    """What `run` gives, with nothing run again that found something else in backward than in forward."""
+    while True:
+        try:
+            return run()
+        except (ReplayMismatch, Overwritten) as error:
+            if error.module_class is not None and error.module_class not in refused:
+                refused[error.module_class] = CHANGED
+            elif not (isinstance(error, Overwritten) and error.is_of_parameter):
+                raise
+        unchanged.restore()
+
+
+def _audited(
+    model: nn.Module,
+    step: Step,
+    batch: Any,
+    unchanged: Unchanged,
+    refused: dict[type[nn.Module], str],
+    in_place: bool,
+    *,
+    frugal: bool = False,
+) -> tuple[Audit, bool]:
+    """The audit, and whether it is a frugal one, as where another does not fit."""
+
+    def repeated(*, frugal: bool) -> Audit:
+        while (audit := _audit(model, step, batch, frugal, refused, in_place)).leaked:
+            unchanged.restore()
+        return audit
+
+    try:
+        return repeated(frugal=frugal), frugal
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # outside of `except`: the failed step's frames, and all they hold, are gone by now
+    unchanged.restore()
+    return unless_out_of_memory(lambda: repeated(frugal=True), _does_not_fit), True
+
+
+def _audit(
+    model: nn.Module, step: Step, batch: Any, frugal: bool, refused: dict[type[nn.Module], str], in_place: bool
+) -> Audit:
+    _, static = static_bytes(model, batch, ())
+    with recorder_for(place_of(model)) as recorder:
+        audit = Audit(model, static, recorder.mark, frugal=frugal, refused=refused, in_place=in_place)
+        with audit.running():
+            step(batch)
+    name = type(model).__name__
+    check_saved(model, audit)
+    if not audit.slots:
+        raise RehearsalError(
+            f"the step returned without a call of {name} that saved anything for backward. Pass the very module that "
+            "the step calls (not a wrapped, compiled or copied one), and do not call it under no_grad."
+        )
+    if len(audit.streams) > 1:
+        raise RehearsalError(SEVERAL_STREAMS)
+    if not audit.reads:
+        raise RehearsalError("the step ran no backward through the model: call loss.backward() inside of it.")
+    audit.settle(recorder.stream)
+    return audit
+
+
+def _trace(engine: MostSaving, step: Step, batch: Any) -> tuple[Trace, Recorder]:
+    with recorder_for(place_of(engine.model)) as recorder:
+        trace = Trace(engine, recorder.mark)
+        with trace.running():
+            step(batch)
+    return trace, recorder
+
+
+def _plain(model: nn.Module, updates: Updates, batch: Any, run: Step) -> tuple[Recorder | None, float]:
+    """A recording of the step without any plan, and its time; None if it runs out of memory."""
+    place = place_of(model)
+    updates.undo()
+    try:
+        with recorder_for(place) as recorder:
+            run(batch)
+        updates.undo()
+        began = now_ms(place)  # of a step by itself: recording takes time, and the first one loads kernels
+        updates.step(batch)
+        step_ms = now_ms(place) - began
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, 0.0
+    return recorder, step_ms

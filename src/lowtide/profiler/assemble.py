@@ -1,0 +1,320 @@
+"""From what an audit and a trace saw to the frozen `Profile`: events become positions, tensors become storages."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lowtide.memory.events import EventStream, most_between
+from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
+from lowtide.profiler.audit_inplace import Together, in_place, with_their_own
+from lowtide.profiler.backward_passes import Pass, in_passes, passes
+from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.freed_operands import withdraw_gone
+from lowtide.profiler.trace_reader import Seen, levels, natural_ends, phases, watch
+from lowtide.profiler.unrecorded_operands import blocks_of
+from lowtide.runtime.recipes import RECIPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A traced step, on the drafts of an audit."""
+
+    values: list[ValueDraft]
+    slots: list[SlotDraft]
+    calls: list[CallDraft]
+    kept: set[int]
+    """The slots that were kept in the trace."""
+    replayed: frozenset[str]
+    """Its replayed calls."""
+    stream: EventStream
+    entry: Mapping[int, int]
+    """The address of each block that was there before."""
+    given: list[list[str]]
+    """For each call of the model from outside what it was given, in words."""
+    written_over: list[Together]
+    """The gradients that were written in place."""
+    allows_in_place: bool
+    """Whether any might be."""
+
+
+def assemble(
+    step: TracedStep,
+    *,
+    fingerprint: Fingerprint,
+    static: Static,
+    plain: tuple[int | None, float],
+    offload_bytes_per_ms: float | None = None,
+    notes: tuple[str, ...] = (),
+) -> Profile:
+    """The profile of a traced step. `plain`: peak in bytes and time in ms of such a step without any plan."""
+    values = _upstream_first(step.values, step.slots, step.calls)
+    seen = watch(step.stream, step.entry)
+    noted = blocks_of(values, seen)
+    withdraw_gone(values, step.slots, seen)
+    several = passes(seen, len(step.stream.events))
+    natural_ends(seen, step.slots, step.kept, {k for k, call in enumerate(step.calls) if call.id in step.replayed})
+    _one_storage_a_value(seen, step.slots)
+    groups = _groups(values, step.slots, step.calls)
+    _even_out(values, step.calls, groups)
+    records = _Records(step, values, seen, noted, several, groups)
+    level = levels(step.stream, records.cuts, set(records.blocks), seen)
+    found = Profile(
+        fingerprint=fingerprint,
+        static=static,
+        base_bytes=with_their_own(step.written_over, level),
+        gradient_bytes=level.gradients,
+        phases=phases(seen, records.position),
+        storages=records.storages(),
+        values=records.values(),
+        slots=records.slots(),
+        calls=records.calls(level.first),
+        step_ms=plain[1],
+        measured_plain_peak_bytes=plain[0],
+        in_place=in_place(step.written_over, level),
+        allows_in_place=step.allows_in_place,
+        given=tuple(dict.fromkeys(map(", ".join, step.given))),
+        offload_bytes_per_ms=offload_bytes_per_ms,
+        notes=notes,
+    )
+    return in_passes(found, several, records.position)
+
+
+class _Records:
+    """The drafts of a step as records: with positions for events, and storages for blocks."""
+
+    def __init__(
+        self,
+        step: TracedStep,
+        values: list[ValueDraft],
+        seen: Seen,
+        noted: dict[int, int],
+        several: Sequence[Pass],
+        groups: dict[int, str],
+    ) -> None:
+        self._values, self._slots, self._calls = values, step.slots, step.calls
+        self._seen, self._groups = seen, groups
+        self._end = len(step.stream.events)
+        seeds = {n for n in seen.block_of_slot if values[step.slots[n].value].is_seed}
+        always = {seen.block_of_slot.pop(n) for n in seeds}  # there in any plan: part of the level, not of a decision
+        seen.block_of_input = {at: block for at, block in seen.block_of_input.items() if block not in always}
+        there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
+        self.blocks = sorted(there, key=seen.born.__getitem__)
+        """Those that a plan decides on."""
+        self._number = {block: i for i, block in enumerate(self.blocks)}
+        self.cuts = sorted(
+            {0}
+            | {seen.born[b] for b in self.blocks}
+            | {seen.dies.get(b, self._end) for b in self.blocks}
+            | set(seen.read.values())
+            | set(seen.release.values())
+            | set(seen.enter.values())
+            | set(seen.leave.values())
+            | {event for read in several for first_and_over in read.values() for event in first_and_over}
+        )
+        """The first event of each position."""
+        self._storage_of_value: dict[int, int] = {}
+        self._labels: dict[int, str] = {}
+        for n, block in seen.block_of_slot.items():
+            self._found(self._slots[n], block)
+        for (k, place), block in seen.block_of_input.items():
+            if place < len(self._calls[k].inputs):
+                self._found(self._calls[k].inputs[place], block)
+        for i, block in noted.items():
+            self._storage_of_value[i] = self._number[block]
+            self._labels.setdefault(block, "operand")
+        self._states = [i for i, draft in enumerate(values) if draft.state_of is not None]
+        self._storage_of_value |= {i: len(self.blocks) + n for n, i in enumerate(self._states)}
+
+    def _found(self, slot: SlotDraft, block: int) -> None:
+        self._storage_of_value.setdefault(slot.value, self._number[block])
+        self._labels.setdefault(block, slot.label)
+
+    def position(self, event: int) -> int:
+        """The one that an event is in."""
+        return bisect.bisect_right(self.cuts, event) - 1
+
+    def storages(self) -> tuple[Storage, ...]:
+        """Of blocks, and of what is there only where something is to be made again."""
+        seen = self._seen
+        of_groups = (seen.leave[k] for k, group in self._groups.items() if group and k in seen.leave)
+        last_block = max(of_groups, default=self._end)
+        found = (
+            Storage(
+                bytes=seen.bytes[block],
+                born=self.position(seen.born[block]),
+                dies=self.position(seen.dies.get(block, self._end)),
+                label=self._labels.get(block, ""),
+                category="loss head" if seen.born[block] > last_block else "activations",
+            )
+            for block in self.blocks
+        )
+        return (*found, *(self._state(self._values[i]) for i in self._states))
+
+    def _state(self, draft: ValueDraft) -> Storage:
+        """Memory that is there only where something that holds it is to be made again, from a call's beginning on."""
+        assert draft.state_of is not None
+        at = self.position(self._seen.enter[draft.state_of])
+        label = f"{self._calls[draft.state_of].id}: to make it again"
+        return Storage(bytes=draft.bytes, born=at, dies=at, label=label)
+
+    def values(self) -> tuple[Value, ...]:
+        """Each after what it needs."""
+        return tuple(
+            Value(
+                storage=self._storage_of_value.get(i),
+                bytes=draft.bytes,
+                node=draft.node,
+                recipe=draft.recipe,
+                needs=draft.needs,
+                over=draft.over,
+                cost_ms=draft.cost_ms,
+                flops=draft.flops,
+                expensive=draft.flops > 0 or (draft.recipe in RECIPES and RECIPES[draft.recipe].expensive),
+                transient_bytes=draft.transient_bytes,
+                refused=draft.refused,
+            )
+            for i, draft in enumerate(self._values)
+        )
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Saved tensors; then what calls were given, which holds it where they are run again; then their states."""
+        seen = self._seen
+        saved = (
+            Slot(
+                address=slot.address,
+                value=slot.value,
+                storage=self._number.get(seen.block_of_slot.get(n, -1)),
+                call=slot.call,
+                label=slot.label,
+                need=self.position(seen.read[n]) if n in seen.read else None,
+                release=self.position(seen.release[n]) if n in seen.release else None,
+            )
+            for n, slot in enumerate(self._slots)
+        )
+        inputs = (
+            Slot(
+                address=slot.address,
+                value=slot.value,
+                storage=self._number.get(seen.block_of_input.get((k, place), -1)),
+                call=slot.call,
+                label=slot.label,
+                is_input=True,
+            )
+            for k, call in enumerate(self._calls)
+            for place, slot in enumerate(call.inputs)
+        )
+        states = (
+            Slot(
+                address=f"{call.id}@{len(call.inputs)}",
+                value=call.state,
+                storage=self._storage_of_value[call.state],
+                call=k,
+                label=f"{call.id}: random numbers and buffers",
+                is_input=True,
+                is_state=True,
+            )
+            for k, call in enumerate(self._calls)
+            if call.state is not None
+        )
+        return (*saved, *inputs, *states)
+
+    def calls(self, first_level: Sequence[int]) -> tuple[Call, ...]:
+        """The calls of modules. `first_level`: the bytes at the beginning of each position."""
+        seen = self._seen
+        return tuple(
+            Call(
+                id=call.id,
+                cls=call.cls,
+                parent=call.parent,
+                enter=self.position(seen.enter[k]),
+                exit=self.position(seen.leave[k]),
+                cost_ms=call.cost_ms,
+                flops=call.flops,
+                refused=call.refused,
+                group=self._groups.get(k),
+                gives=call.gives,
+                advance_ms=call.advance_ms,
+                advance_flops=call.advance_flops,
+                state_bytes=0 if call.state is None else self._values[call.state].bytes,
+                begins_at=first_level[self.position(seen.enter[k])],
+            )
+            for k, call in enumerate(self._calls)
+        )
+
+
+def _one_storage_a_value(seen: Seen, slots: list[SlotDraft]) -> None:
+    """What a graph made by backward saves of something that was made again is, where that is kept, the kept memory."""
+    first: dict[int, int] = {}
+    for n, block in seen.block_of_slot.items():
+        known = first.setdefault(slots[n].value, block)
+        if block in seen.copies:
+            seen.block_of_slot[n] = known
+
+
+def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
+    """Fill in what each audited recipe allocated beyond its result, from the marks around its run."""
+    peaks = dict(most_between(stream, "making", "made"))
+    for draft in values:
+        if draft.spent is not None and draft.recipe is not None:
+            draft.transient_bytes = max(0, peaks.get(draft.spent, 0) - draft.bytes)
+
+
+def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> list[ValueDraft]:
+    """The values, each after what it needs; slots and inputs are pointed to the new places."""
+    place: dict[int, int] = {}
+
+    def visit(index: int) -> int:
+        if index not in place:
+            needs = tuple(visit(need) for need in values[index].needs)
+            place[index] = len(ordered)
+            over = values[index].over
+            ordered.append(replace(values[index], needs=needs, over=None if over is None else place[over]))
+        return place[index]
+
+    ordered: list[ValueDraft] = []
+    for index in range(len(values)):
+        visit(index)
+    for slot in (*slots, *(slot for call in calls for slot in call.inputs)):
+        slot.value = place[slot.value]
+    for call in calls:
+        call.gives = None if call.gives is None else place[call.gives]
+        call.state = None if call.state is None else place[call.state]
+    return ordered
+
+
+def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
+    """Give equal work equal times, the least that was measured: a plan shall not follow the noise of one run."""
+    alike: dict[object, list[ValueDraft | CallDraft]] = {}
+    for value in values:
+        if value.recipe is not None:
+            needs = tuple(values[need].bytes for need in value.needs)
+            alike.setdefault((value.recipe, value.bytes, value.flops, needs), []).append(value)
+    for index, group in groups.items():
+        alike.setdefault(group, []).append(calls[index])
+    for drafts in alike.values():
+        cost_ms = min(draft.cost_ms for draft in drafts)
+        for draft in drafts:
+            draft.cost_ms = cost_ms
+    for group in set(groups.values()):
+        given = [calls[k] for k, its in groups.items() if its == group and calls[k].gives is not None]
+        least_ms = min((call.advance_ms for call in given), default=0.0)
+        for call in given:
+            call.advance_ms = least_ms
+
+
+def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> dict[int, str]:
+    """Calls that save the same kinds of tensors of the same sizes in the same order, where there are at least two."""
+    keys: dict[int, str] = {}
+    for k, call in enumerate(calls):
+        saved = [
+            (values[slots[n].value].node, values[slots[n].value].bytes) for n in range(call.first_slot, call.stop_slot)
+        ]
+        if saved and call.parent is not None:
+            keys[k] = hashlib.blake2b(repr((call.cls, saved)).encode(), digest_size=6).hexdigest()
+    count: dict[str, int] = {}
+    for key in keys.values():
+        count[key] = count.get(key, 0) + 1
+    return {k: key for k, key in keys.items() if count[key] > 1}

@@ -1,0 +1,398 @@
+"""The audit: every saved tensor of a step is remade once, and every module call that could be replayed is run again.
+
+Each result is compared with the true tensor bit by bit; what differs on this model and device is not used. The same run
+counts FLOPs and measures times. Everything is kept meanwhile, so it needs the memory of the plain step; a frugal audit
+needs no more than that, and less where modules have children: it lets go of each block when it has been audited, and
+replays it in backward. Outside of blocks it lets go of tensors that what is kept makes again (`released_tensors.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lowtide._torch import around_checkpoints, in_backward, next_sequence_number, storage_id
+from lowtide._torch.device_timing import now_ms
+from lowtide.profiler import address_checks as addresses
+from lowtide.profiler import fsdp_units as sharding
+from lowtide.profiler import partial_reads as readers
+from lowtide.profiler.assemble import transients
+from lowtide.profiler.audit_inplace import AuditInPlace, Together
+from lowtide.profiler.audit_recompute import MIN_BYTES, Remakes
+from lowtide.profiler.differing_modules import CallShape
+from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
+from lowtide.profiler.fsdp_units import AROUND_UNITS, Units
+from lowtide.profiler.measure_call import CAN_GO_WRONG, advance, timed
+from lowtide.profiler.repeated_blocks import freed_blocks, repeated_blocks, worth_a_replay
+from lowtide.profiler.replay_check import Witness
+from lowtide.runtime import saved_values as values
+from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_interceptor import Seam
+from lowtide.runtime.engine import Pass
+from lowtide.runtime.fingerprint import in_words, tensors_in
+from lowtide.runtime.recompute import Remake
+from lowtide.runtime.replay import Frame
+from lowtide.runtime.saved_values import Geometry, Handle, Maker, Probe, Value
+from lowtide.state.appended_items import take_back
+from lowtide.state.bitwise import identical
+from lowtide.state.own_generators import DRAWS, OwnDraws
+from lowtide.state.process_group import n_sent
+from lowtide.state.side_effects import CHANGES, ITERATES, OwnState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.memory.events import EventStream
+
+
+LEAKS = "it gives tensors to something outside of it, such as a list: run again, it would do so twice"
+CHANGED = "it finds something else in backward than in forward: it reads what has changed in between"
+WAITS = "it waits for other processes, which need not run it again when this one does"
+RAISED = "it raised an exception"
+
+
+class Audit(Remakes, Probe):
+    """An engine that keeps everything, tries everything, and is the probe that measures what it tries."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        static: frozenset[int],
+        mark: Callable[[str, object], None],
+        *,
+        frugal: bool = False,
+        refused: dict[type[nn.Module], str] | None = None,
+        in_place: bool = True,
+    ) -> None:
+        """`refused` has for classes of modules why they are not run again; those that turn out to be so are added.
+
+        Unless `in_place`, no gradient is written over another.
+        """
+        super().__init__(model, static, mark, frugal=frugal)
+        self.calls: list[CallDraft] = []
+        self.refused = {} if refused is None else refused
+        self.leaked: str | None = None
+        """A call whose second run did, so that the step was another one than the plain step."""
+        self.inputs: list[list[str]] = []
+        """What tensors each call of the model from outside was given, in words."""
+        self.by_contents: dict[str, str] = {}
+        """Operators whose results are as large as the contents of a tensor make them, and a module with each."""
+        self.checkpointed: Counter[str] = Counter()
+        """By the path of the module that it is in, how many calls torch.utils.checkpoint was given."""
+        self.reads = 0
+        self.written_over: list[Together] = []
+        """Gradients that can be written in place."""
+        self.allows_in_place = in_place
+        self._tried_in_place: AuditInPlace | None = None
+        self._mark = mark
+        self._blocks = repeated_blocks(model)
+        self._freed = freed_blocks(model) if frugal else frozenset()
+        """Those that are let go of once they have been audited."""
+        self._around_blocks = frozenset(
+            m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
+        )
+        self._returned: Any = RAISED
+        self._units = Units(model)
+        self._own_draws = OwnDraws(model)
+        self._witness = Witness(mark)
+        self._results: list[Value] = []
+        """What the block that was let go of last has returned."""
+        self._given: set[int] = set()
+        """Values that calls were given."""
+        self._own_states: dict[Frame, OwnState] = {}
+        """What calls in progress could change, as it was when they began."""
+        self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
+        """What a replay of each call would read before backward, with the versions that it wants."""
+        self._sent: list[int] = []
+        """For each call in progress, in how many collective operations this process had taken part."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The model's calls in this block are audited."""
+        self.install()
+        values.probe = self
+        try:
+            with self._units.watched(), around_checkpoints(self._checkpoints), contextlib.ExitStack() as stack:
+                if self.allows_in_place:
+                    self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
+                yield
+        finally:
+            values.probe = None
+            self.remove()
+            self._open.clear()
+            self._sent.clear()
+            self._own_states.clear()
+            self.let_go_of_all()
+            self._late.clear()
+
+    def withdraw_overwritten(self) -> None:
+        written = self.written_in_forward()
+        lost = {
+            call.id
+            for call, read in self._read
+            if any(tensor._version != version or storage_id(tensor) in written for tensor, version in read)
+        }
+        self._read.clear()
+        for call in self.calls if lost else ():
+            if call.id in lost:
+                call.gives, call.refused = None, CHANGED
+        super().withdraw_overwritten()
+
+    def settle(self, stream: EventStream) -> None:
+        """The step is over: what was found out becomes what can be decided. `stream` is what was recorded."""
+        readers.settle(self.enough, self.values, self.slots)
+        sharding.settle(self.values, self.slots, self.calls, self.homes)
+        addresses.settle(self.values, [*self.slots, *(given for call in self.calls for given in call.inputs)])
+        transients(self.values, stream)
+        if self._tried_in_place is not None:
+            self.written_over = self._tried_in_place.settle(stream)
+
+    def _checkpoints(self) -> None:
+        """Something in the call in progress checkpoints itself; not in a trial run, nor in backward."""
+        if self.scope is not None:
+            self.checkpointed[self.scope.path] += 1
+
+    @property
+    def shapes(self) -> list[CallShape]:
+        """The calls, with how much each has saved."""
+        found = [CallShape(call.id.rpartition("#")[0], call.parent) for call in self.calls]
+        for slot in self.slots:
+            found[slot.call].n_saved += 1
+        return found
+
+    def sized_by_contents(self, operator: str) -> None:
+        if self.scope is not None:  # not in a trial run
+            self.by_contents.setdefault(operator, self.scope.id.rpartition("#")[0])
+
+    # --- module calls
+
+    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.scope is not None
+        parent = self._open[-1][0] if self._open else None
+        call = CallDraft(id=self.scope.id, cls=type(seam.module).__name__, parent=parent, first_slot=len(self.slots))
+        self.calls.append(call)
+        self._open.append((len(self.calls) - 1, None))
+        self._sent.append(self._n_sent())
+        self._units.hold(seam.module)
+        if seam.module in self._units.apart:
+            self.homes.spans[len(self.calls) - 1] = next_sequence_number(), sys.maxsize
+            self.homes.gone |= {len(self.calls) - 1} if seam.module in self._units.gone else set()
+        if parent is None:
+            self.begin_forward()
+            self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
+            call.refused = "it is the whole model"
+        elif not worth_a_replay(seam.module):
+            call.refused = "what it saves has recipes"
+        elif seam.module in self._units.around:
+            call.refused = AROUND_UNITS
+        elif seam.module in self._around_blocks:
+            call.refused = "the blocks in it are replayed instead"
+        else:
+            self._open[-1] = len(self.calls) - 1, (frame := Frame(seam, args, kwargs, self.argument))
+            if self._why_refused(seam.module) is None:
+                self._own_states[frame] = OwnState(seam.module, frame.surroundings)
+
+    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+        handle = super().pack(now, tensor)
+        if self._frugal and not any(frame is not None and frame.seam.module in self._freed for _, frame in self._open):
+            self.lend(handle, tensor)
+            self.lent.let_go()
+        return handle
+
+    def lend(self, handle: Handle, tensor: Tensor) -> None:
+        """Let go of a tensor that has just been saved, if it is made again of what is kept without a matrix product."""
+        value = handle.value
+        index = self._index[value]
+        maker, _ = self._late.get(index, (None, 0))
+        is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
+        if maker is not None and is_cheap and self.lent.may_go(value, maker):
+            self._witness.saved(self._slot_of[handle], tensor)
+            self.lent.add(value, maker)
+
+    def argument(self, tensor: Tensor) -> Handle:
+        """Hold an argument of the call that begins, as an input slot of it."""
+        assert self.scope is not None
+        value, view = self.known(tensor)
+        index, call = self._index[value], self.calls[-1]
+        self._given.add(index)
+        label = f"{self.scope.path}: argument {describe(tensor, self.values[index].node)}"
+        address = f"{call.id}@{len(call.inputs)}"
+        call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
+        return Handle(value, view)
+
+    def returning(self, seam: Seam, result: Any) -> None:
+        self._returned = result
+
+    def leaving(self, seam: Seam) -> None:
+        index, frame = self._open[-1]
+        if index in self.homes.spans:
+            self.homes.spans[index] = self.homes.spans[index][0], next_sequence_number()
+        waited = self._n_sent() != self._sent.pop()
+        returned, self._returned = self._returned, RAISED
+        call = self.calls[index]
+        call.stop_slot = len(self.slots)
+        self.try_shape(index, returned)
+        if frame is not None:
+            frame.close()
+            call.refused = WAITS if waited else self.try_all(call, frame, returned)
+            if call.refused is None:
+                call.state = self.state(frame.surroundings.nbytes)
+                self._read.append((call, frame.read(given=not self._frugal)))
+                if seam.module in self._freed:
+                    self.relied_on.frames.add(frame)
+                    self.let_go(call, frame, returned)
+            self.lent.let_go()
+        self._units.let_go(seam.module)
+        self._open.pop()
+
+    def _n_sent(self) -> int:
+        """Collective operations so far, but for those that gathered parameters."""
+        return n_sent() - self._units.n_sent
+
+    def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
+        """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
+        module, own = frame.seam.module, self._own_states.pop(frame, None)
+        why = RAISED if returned is RAISED else self._why_refused(module)
+        if why is not None:
+            return why
+        assert own is not None
+        if own.iterates or own.has_changed():
+            return ITERATES if own.iterates else CHANGES
+        frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
+        refused = self.try_replay(call, frame)
+        if refused is None and module in self._blocks and module not in self._units.apart:
+            self.try_advance(call, frame, returned)
+        if frame.is_held_outside():
+            take_back(first, next_sequence_number())
+            if frame.is_held_outside():
+                self.leaked = str(frame.seam)
+            call.gives, refused = None, LEAKS
+            self.refused[type(module)] = LEAKS
+        frame.held = None
+        if self._own_draws.put_back(states):
+            call.gives, refused = None, DRAWS
+            self.refused[type(module)] = DRAWS
+        return refused
+
+    def _why_refused(self, module: nn.Module) -> str | None:
+        """Why a module is not run again, nor anything that has one of its class inside."""
+        kinds = map(type, module.modules()) if self.refused else ()
+        return next((self.refused[kind] for kind in kinds if kind in self.refused), None)
+
+    def try_replay(self, call: CallDraft, frame: Frame) -> str | None:
+        """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""
+        packed = range(call.first_slot, call.stop_slot)
+        inputs = {slot.value for slot in call.inputs}
+        inside = {self.slots[n].value for n in packed} - inputs
+        if not any(self.values[value].bytes >= MIN_BYTES for value in inside):
+            return "it saves little besides its arguments"
+        brought_back = [n for n in packed if not self.values[self.slots[n].value].is_seed]
+        frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in brought_back}
+        wrong, looked_ms = list[str](), [0.0]
+
+        def look(place: int, tensor: Tensor) -> None:
+            began = now_ms(self._place)
+            if not wrong and (why := self.differs(call.first_slot + place, tensor)) is not None:
+                wrong.append(why)
+            looked_ms[0] += now_ms(self._place) - began
+
+        try:
+            _, call.cost_ms, call.flops = timed(
+                lambda: frame.look(look), self._flops, self._place, frame.forward_again, lambda: looked_ms[0]
+            )
+        except CAN_GO_WRONG as error:
+            return f"running it again failed: {type(error).__name__}: {error}".splitlines()[0]
+        return wrong[0] if wrong else None
+
+    def differs(self, n: int, tensor: Tensor) -> str | None:
+        """Compare what was saved in slot `n` with what a second run saves there: why they are not the same, if so."""
+        value, view = self._handles[n]
+        try:
+            saved = value.get()
+        except RuntimeError as error:  # changed in place: PyTorch minds only if backward reads it
+            return str(error)
+        if view is not None and tensor.shape != saved.shape:  # a buffer was a view, and its copy is none
+            saved, view = saved.as_strided(*view), None
+        return (
+            None if identical(tensor, saved, view) else f"running it again gives other bits for {self.slots[n].label}"
+        )
+
+    def try_advance(self, call: CallDraft, frame: Frame, returned: Any) -> None:
+        """Run a call forward to its result and compare it."""
+        if (advanced := advance(frame, returned, self._flops, self._place)) is not None:
+            result, call.advance_ms, call.advance_flops = advanced
+            value, _ = self.known(result)
+            call.gives = self._index[value]
+            self._passed_through.append(value)
+
+    def let_go(self, call: CallDraft, frame: Frame, returned: Any) -> None:
+        """Free what an audited block saved: its replay brings it back."""
+        self.let_go_of_results()
+        for result in tensors_in_call((returned,), {}):
+            if result.requires_grad:  # now, as it may be made again of what is about to go
+                self._results.append(self.known(result)[0])
+        inputs = {slot.value for slot in call.inputs}
+        if frame.seam.module in self._units.apart:  # what it returned is read where it can't be run again
+            given = {storage_id(tensor) for tensor in tensors_in(returned)}
+            inputs |= {
+                self._index[value]
+                for value, _ in self._saved_in(call)
+                if value.tensor is not None and storage_id(value.tensor) in given
+            }
+        mine: dict[Value, int] = {}
+        for n, (value, view) in enumerate(self._saved_in(call), call.first_slot):
+            draft = self.values[self._index[value]]
+            if self._index[value] not in inputs and draft.bytes and not draft.is_seed:
+                tensor = value.get()
+                self._witness.saved(n, tensor if view is None else tensor.as_strided(*view))
+                mine.setdefault(value, n - call.first_slot)
+        for value in mine:
+            self.lent.add(value, frame)
+        frame.values = {place: weakref.ref(value) for value, place in mine.items()}
+
+    def let_go_of_results(self) -> None:
+        """Of what earlier blocks returned: what was computed of that has been tried by now."""
+        for value in self._results:
+            index = self._index[value]
+            maker, _ = self._late.get(index, (None, 0))
+            if maker is not None and self.values[index].recipe and index not in self._saved | self._given:
+                self.lent.add(value, maker)
+        self._passed_through += self._results
+        self._results.clear()
+
+    def _saved_in(self, call: CallDraft) -> list[tuple[Value, Geometry | None]]:
+        return [self._handles[n] for n in range(call.first_slot, call.stop_slot)]
+
+    # --- the probe
+
+    @property
+    def engine(self) -> Audit:  # type: ignore[override]
+        return self
+
+    def has_packed(self, handle: Handle) -> bool:
+        return handle in self._slot_of
+
+    def reading(self, handle: Handle) -> None:
+        if not self._open:
+            self.let_go_of_results()
+            self.let_go_of_all()
+        self.reads += 1
+        self.time_late(handle)
+
+    def given(self, handle: Handle, tensor: Tensor) -> None:
+        self._witness.read(self._slot_of[handle], handle, tensor)
+
+    def making(self, maker: Maker) -> None:
+        self._meter.making()
+
+    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+        if isinstance(maker, Remake):
+            self._meter.made(maker, outputs[0])
+            if in_backward():
+                self.timed(maker)

@@ -1,0 +1,411 @@
+"""One half of the audit: every tensor that a step saves is kept, and remade once if there is a recipe.
+
+The result is compared with the true tensor bit by bit; what differs on this model and device is not used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide._torch import parts_of, sequence_number, storage_id
+from lowtide._torch.device_timing import now_ms
+from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_noted
+from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
+from lowtide.profiler.fsdp_units import Homes
+from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
+from lowtide.profiler.partial_reads import Enough, are_signs_of
+from lowtide.profiler.released_tensors import Lent
+from lowtide.profiler.unrecorded_operands import Unrecorded
+from lowtide.runtime.engine import Engine, Pass
+from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.forward_pass import Scope
+from lowtide.runtime.partial_saves import packed, saved_for_shape, saves_signs
+from lowtide.runtime.recipes import CannotRemake
+from lowtide.runtime.recompute import Remake, certain
+from lowtide.runtime.recompute_builder import Builder, Owners
+from lowtide.runtime.replay import Frame
+from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, rootless
+from lowtide.runtime.view_geometry import producer
+from lowtide.state.bitwise import identical
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.operand_capture import Place
+
+MIN_BYTES = 4096
+"""Smaller saved tensors are always kept."""
+
+NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
+
+
+class Remakes(Engine):
+    """An engine that keeps everything, and tries the recipe of everything."""
+
+    def __init__(
+        self, model: nn.Module, static: frozenset[int], mark: Callable[[str, object], None], *, frugal: bool
+    ) -> None:
+        super().__init__(model, {})
+        self.values: list[ValueDraft] = []
+        self.slots: list[SlotDraft] = []
+        self.elements: list[int] = []
+        """Of the tensor in each slot."""
+        self.streams: set[int] = set()
+        """Of a GPU: those in which tensors were saved."""
+        self._static = static
+        self._frugal = frugal
+        self._flops = Flops()
+        self._place = place_of(model)
+        self._meter = Meter(mark, self._flops, self._place)
+        self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
+        self._saved: set[int] = set()
+        """Values that a slot has had so far; others are arguments of calls, which only a replay would hold."""
+        self._open: list[tuple[int, Frame | None]] = []
+        """The calls in progress, and the frames of those that may be replayed."""
+        self._handles: dict[int, tuple[Value, Geometry | None]] = {}
+        self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self._passed_through: list[Value] = []
+        self._noted: dict[int, set[Place]] = {}
+        """By value, where what it is made of was noted: in no other call a plan has that noted."""
+        self._unrecorded = Unrecorded(static)
+        self._made_of: dict[int, set[int]] = {}
+        """By value, the memory of what it is made of and nothing has made: parameters, and what else is there."""
+        self._versions: list[tuple[Tensor, int]] = []
+        """Parameters when forward began. Not buffers: DistributedDataParallel writes to all of them in each forward."""
+        self._late: dict[int, tuple[Remake, int]] = {}
+        """By value, the remake that will be timed once more where backward reads it, and which output it gives."""
+        self._timed: weakref.WeakKeyDictionary[Remake, int] = weakref.WeakKeyDictionary()
+        """The values of these remakes, and of those that they pass through."""
+        self.enough: dict[int, Enough] = {}
+        """By slot, what is enough of a tensor for it."""
+        self.homes = Homes()
+        self.relied_on.takes_values = False
+        self.lent = Lent(self._index, self._saved, self.values)
+        self.builder = self._numbering = Numbering(self.builder.owners)
+
+    def let_go_of_all(self) -> None:
+        """Hold no tensor any longer: backward begins, or the step is over."""
+        self.withdraw_overwritten()
+        self._handles.clear()
+        self._passed_through.clear()
+        self._meter.forget()
+
+    def notes(self, scope: Scope) -> bool:
+        return True
+
+    def copied(self, tensor: Tensor, who: str) -> None:
+        """Nothing to say: no plan will read it once more."""
+
+    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+        scope = now.scope
+        assert scope is not None
+        if tensor.is_cuda:
+            self.streams.add(torch.cuda.current_stream(tensor.device).stream_id)
+        value, view = self.known(tensor)
+        index = self._index[value]
+        if not self.values[index].node and self.values[index].bytes:
+            self.try_mask(index, tensor)
+        if view is None and saves_signs(tensor):
+            self.try_signs(value, tensor)
+        if index not in self._saved and noted_elsewhere(self._noted.get(index, set()), scope):
+            self.values[index].recipe, self.values[index].refused = None, NOTED_ELSEWHERE
+        label = f"{scope.path or type(self.model).__name__}: {describe(tensor, self.values[index].node)}"
+        slot = SlotDraft(address=f"{scope.id}:{scope.ordinal}", label=label, value=index, call=self._open[-1][0])
+        handle = Handle(value, view)
+        self._handles[len(self.slots)], self._slot_of[handle] = (value, view), len(self.slots)
+        self._saved.add(index)
+        self.slots.append(slot)
+        self.elements.append(tensor.numel())
+        scope.ordinal += 1
+        return handle
+
+    def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
+        """The kept value of a tensor, audited when it is first seen."""
+        base, node, output, view = producer(tensor)
+        if node is None:
+            value = rootless(base)
+            self.add(value, base, "")
+            return value, view
+        there = registered(node, output)
+        if there is not None and there in self._index and (there in self.lent or not isinstance(there.maker, Remake)):
+            if there in self.lent and self._index[there] not in self._saved:
+                self.lent.give_back(there, base)
+            return there, view
+        if there is None or there not in self._index:
+            value = Value(base.detach(), output=output)
+            index = self.add(value, base, node.name())
+            self.homes.born[index] = sequence_number(node)
+            self.try_recipe(index, node, output, base)
+        else:  # so far only passed through in the remakes of others
+            value = there
+            if not certain(value):
+                value.maker = self.builder.remake(node, output, base).maker
+            self.compare(self._index[value], value, base)
+            value.keep(base.detach())
+        register(node, output, value)
+        return value, view
+
+    def add(self, value: Value, base: Tensor, node: str) -> int:
+        """A new value; 0 bytes for what is there anyway."""
+        is_parameter = value.leaf and self.builder.owners.sharded  # whole for a while: it is not kept for backward
+        parts = [p for p in parts_of(base) if not is_parameter and p.untyped_storage().data_ptr() not in self._static]
+        self._index[value] = len(self.values)
+        self.values.append(ValueDraft(bytes=sum(part.numel() * part.element_size() for part in parts), node=node))
+        return len(self.values) - 1
+
+    def state(self, size: int) -> int:
+        """A value for `size` bytes that are held, from the call in progress on, so that something can be made again."""
+        self.values.append(ValueDraft(bytes=size, node="", state_of=self._open[-1][0]))
+        return len(self.values) - 1
+
+    def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
+        return self._unrecorded.take(place, operand)
+
+    def withdraw_overwritten(self) -> None:
+        """Keep what is made of an operand that has changed since it was looked at."""
+        lost = self._unrecorded.overwritten()
+        self._unrecorded.clear()
+        for index, places in self._noted.items() if lost else ():
+            if places & lost:
+                self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
+        written = self.written_in_forward()
+        for index, memory in self._made_of.items() if written else ():
+            if memory & written:
+                self.values[index].recipe, self.values[index].refused = None, OVERWRITTEN
+        self._made_of.clear()
+        self._versions.clear()
+
+    def begin_forward(self) -> None:
+        """The model is called. It may be once more before backward, and write to what was read in the first call."""
+        if not self._versions:
+            self._versions = [(p, p._version) for p in self.model.parameters() if not p.is_inference()]
+
+    def written_in_forward(self) -> set[int]:
+        """The memory of parameters that were written to since forward began, as by `max_norm`."""
+        return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
+
+    def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
+        """Find out whether and at what cost a recipe remakes a value."""
+        draft = self.values[index]
+        if draft.bytes < MIN_BYTES:
+            draft.refused = "too small to gain anything"
+            return
+        try:
+            self.compare(index, self.builder.remake(node, output, base), base)
+        except CannotRemake as why:
+            draft.refused = str(why)
+
+    def try_mask(self, index: int, tensor: Tensor) -> None:
+        """Find out whether a tensor that no node made is a mask, of which the bits can be kept."""
+        began = now_ms(self._place)
+        try:
+            value = packed(MASK, tensor)
+        except CannotRemake:
+            return
+        packing_ms = now_ms(self._place) - began
+        self.compare(index, value, tensor)
+        draft = self.values[index]
+        if draft.recipe is not None:
+            assert isinstance(value.maker, Remake)
+            draft.node, draft.needs = MASK, (self.state(value.maker.constants["bits"].nbytes),)
+            draft.cost_ms += packing_ms
+
+    def try_signs(self, known: Value, tensor: Tensor) -> None:
+        """Find out what it takes to keep, for a tensor that is being saved for its signs, a bit for each element."""
+        found = []
+        for _ in range(2):  # the first run may pay for new pages
+            began = now_ms(self._place)
+            try:
+                value = packed(SIGNS, tensor)
+            except CannotRemake:
+                return
+            packing_ms, maker = now_ms(self._place) - began, value.maker
+            assert isinstance(maker, Remake)
+            if not are_signs_of(maker.make(value), tensor):
+                return
+            spent = self._meter.of(maker)
+            found.append(replace(spent, recipe=SIGNS, cost_ms=packing_ms + spent.cost_ms))
+            bits = ValueDraft(bytes=maker.constants["bits"].nbytes, node="", state_of=self._open[-1][0])
+        draft = min(found, key=lambda draft: draft.cost_ms)
+        self.enough[len(self.slots)] = Enough(draft, bits, self.is_passable(known, tensor.grad_fn, tensor.output_nr))
+
+    def try_shape(self, call: int, result: Any) -> None:
+        """The call that returned `result` is over: find out whether it has itself saved something for its shape."""
+        held = saved_for_shape(result)
+        n = None if held is None else self._slot_of.get(held)  # others in the call may have saved the same tensor
+        if held is None or n is None or self.slots[n].call != call:
+            return
+        value, view = self._handles[n]
+        if value.tensor is not None and value.tensor.nbytes >= MIN_BYTES:
+            size = packed(SHAPE, held.get()).get().untyped_storage().nbytes()
+            draft = ValueDraft(bytes=size, node=SHAPE, recipe=SHAPE)
+            node, output = result.grad_fn.next_functions[0]
+            is_passable = view is None and self.is_passable(value, node, output)
+            is_on_edge = node is not None and registered(node, output) is value
+            self.enough[n] = Enough(draft, None, is_passable, is_on_edge)
+
+    def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
+        """Whether what is made of a value, an output of this node, can make it on the way."""
+        draft = self.values[self._index[value]]
+        if node is None or draft.recipe is None or NOTED in draft.node:  # which is so where it is saved
+            return False
+        try:
+            return certain(self.builder.remake(node, output))
+        except CannotRemake:
+            return False
+        finally:
+            register(node, output, value)
+
+    def compare(self, index: int, value: Value, base: Tensor) -> None:
+        """Remake `value` and compare it with what it should be."""
+        draft, maker = self.values[index], value.maker
+        assert isinstance(maker, Remake)
+        assert self.scope is not None
+        places = self._noted[index] = self.places_of(maker)
+        if noted_elsewhere(places, self.scope):
+            draft.refused = NOTED_ELSEWHERE
+            return
+        if self._frugal and needs_a_replay(maker):
+            draft.refused = "what it is made of is inside a block that is replayed to save memory"
+            return
+        try:
+            with self._flops:
+                made = maker.make(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            draft.refused = f"its recipe failed: {error}".splitlines()[0]
+            return
+        draft.bytes = base.numel() * base.element_size()
+        spent = self._meter.of(maker)
+        self._made_of[index] = memory_of(maker)
+        draft.needs = self.operands(maker)
+        draft.own_strides = "out_stride" in maker.recipe.constants
+        draft.over = self.over(maker)
+        if maker.recipe.alias and [self.values[need].bytes for need in draft.needs] == [draft.bytes]:
+            (draft.over,) = draft.needs  # the result is in the memory of what it is a view of
+        draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
+        if any(map(self.only_given, draft.needs)):
+            draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
+        elif identical(made, base):
+            draft.recipe = maker.recipe.node
+            if places:
+                draft.node = with_noted(draft.node, (place.ordinal for place in places if place.ordinal is not None))
+            del made
+            if draft.cost_ms < SHORT_MS:
+                maker.make(value)  # in memory that has been touched: the first run may have paid for new pages
+                draft.cost_ms = self._meter.of(maker).cost_ms
+            if maker.operands:
+                self._late[index] = maker, value.output
+                self._timed[maker] = index
+        else:
+            draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
+
+    def time_late(self, handle: Handle) -> None:
+        """Backward is about to read a slot: what does its remake take here, and does it give the same bits?
+
+        In forward its operands have just been made, and are in the caches of a processor: in backward they come from
+        memory. The first run of an op may also pay for what its library sets up. And cuDNN, when it tries algorithms
+        out (`torch.backends.cudnn.benchmark`), does so in each thread anew: backward on a card has one of its own.
+        """
+        n = self._slot_of.get(handle)
+        maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
+        if n is None or maker is None or needs_a_replay(maker):
+            return
+        if self._frugal and not self.lent.has_room_for(handle.value, maker):
+            return
+        draft = self.values[self.slots[n].value]
+        try:
+            if not identical(maker.make(Value(maker=maker, output=output)), handle.value.get()):
+                draft.recipe, draft.refused = None, "remaking it in backward gives other bits"
+        except RuntimeError:  # changed in place: what it is made of, or itself, of which PyTorch will tell
+            draft.recipe, draft.refused = None, OVERWRITTEN
+
+    def timed(self, maker: Remake) -> None:
+        """A remake has run in backward."""
+        if maker in self._timed:
+            self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
+
+    def places_of(self, maker: Remake) -> set[Place]:
+        """Where the things were noted that a remake takes, or any remake that it may pass through."""
+        found = set(maker.noted)
+        for value in (handle.value for handle in maker.operands if handle is not None):
+            index = self._index.get(value)
+            if isinstance(value.maker, Remake):
+                found |= self.places_of(value.maker)
+            elif index is not None and index not in self._saved:
+                found |= self._noted.get(index, set())
+        return found
+
+    def only_given(self, index: int) -> bool:
+        """Whether a value is there, as it is, because it was given to a call, so far, or is made of such a one."""
+        draft = self.values[index]
+        if index in self._saved or draft.noted is not None:
+            return False
+        return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.needs))
+
+    def operands(self, maker: Remake) -> tuple[int, ...]:
+        """Indices of a remake's operands, without what is always there; those only passed through are added here."""
+        needs = []
+        for value in (handle.value for handle in maker.operands if handle is not None):
+            if value not in self._index and isinstance(value.maker, Remake):
+                upstream = self.operands(value.maker)
+                spent = self._meter.of(value.maker)
+                self._index[value] = self._timed[value.maker] = len(self.values)
+                if value in self._numbering.numbers:
+                    self.homes.born[len(self.values)] = self._numbering.numbers[value]
+                over = self.over(value.maker)
+                self.values.append(replace(spent, needs=upstream, over=over, recipe=spent.node))
+                self._passed_through.append(value)
+            if value not in self._index and (draft := self._unrecorded.draft(value)) is not None:
+                self._index[value] = len(self.values)
+                self.values.append(draft)
+            if value in self._index:
+                needs.append(self._index[value])
+        return tuple(dict.fromkeys(needs))
+
+    def over(self, maker: Remake) -> int | None:
+        """The index of the operand that a remake wrote its result over."""
+        return None if maker.over is None else self._index[maker.over]
+
+
+class Numbering(Builder):
+    """A builder that knows for what it has built of which node each value is."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, owners: Owners) -> None:
+        super().__init__(owners)
+        self.numbers: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
+
+    def remake(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
+        value = super().remake(node, output, like, depth)
+        self.numbers[value] = sequence_number(node)
+        return value
+
+
+def noted_elsewhere(places: Iterable[Place], scope: Scope) -> bool:
+    """Whether any of the places is in another call."""
+    return any(place.call != scope.id for place in places)
+
+
+def memory_of(maker: Remake) -> set[int]:
+    """The memory of all that is read for a remake, and for those that it passes through."""
+    found = set[int]()
+    for value in (handle.value for handle in maker.operands if handle is not None):
+        if isinstance(value.maker, Remake):
+            found |= memory_of(value.maker)
+        elif value.tensor is not None:
+            found.add(storage_id(value.tensor))
+    return found
+
+
+def needs_a_replay(maker: Remake) -> bool:
+    """Whether a remake would start a replay to get its operands."""
+    makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
+    return any(isinstance(m, Frame) or (isinstance(m, Remake) and needs_a_replay(m)) for m in makers)

@@ -1,0 +1,78 @@
+"""Names for the blocks of a step: each is a gradient, an activation of some module, of the loss head..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lowtide.memory.events import PHASE, Allocate, Category, EventStream, Free, Label, Mark
+from lowtide.profiler.repeated_blocks import repeated_blocks
+from lowtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.engine import Engine
+    from lowtide.runtime.saved_values import Handle
+
+
+class Names(Trace):
+    """A trace that also knows in which module each tensor was saved, and says where the phases of the step begin."""
+
+    def __init__(self, engine: Engine, mark: Callable[[str, object], None]) -> None:
+        super().__init__(engine, mark)
+        self.modules: list[str] = []
+        """Path of the module, for each saved tensor."""
+        self.blocks: set[int] = set()
+        """Numbers of the calls of repeated blocks."""
+        self._repeated = repeated_blocks(engine.model)
+        self._phase = ""
+
+    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begins("forward")
+        if seam.module in self._repeated:
+            self.blocks.add(len(self.calls))
+        super().entering(seam, args, kwargs)
+
+    def packed(self, handle: Handle, tensor: Tensor) -> None:
+        assert self.engine.scope is not None
+        self.modules.append(self.engine.scope.path)
+        super().packed(handle, tensor)
+
+    def reading(self, handle: Handle) -> None:
+        self._begins("backward")
+        super().reading(handle)
+
+    def _optimizer(self, what: str) -> None:
+        self._begins("optimizer")
+        super()._optimizer(what)
+
+    def _begins(self, phase: str) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self.mark(PHASE, phase)
+
+
+def labels(stream: EventStream, names: Names) -> dict[int, Label]:
+    """What each block turned out to be; blocks without a label are temporaries."""
+    found: dict[int, Label] = {}
+    at: dict[int, Allocate] = {}
+    blocks: dict[int, Allocate] = {}
+    leaves = [i for i, e in enumerate(stream) if type(e) is Mark and e.label == "leave" and e.data in names.blocks]
+    last = max(leaves, default=len(stream))
+    for i, event in enumerate(stream):
+        if type(event) is Allocate:
+            at[event.address] = blocks[event.block] = event
+        elif type(event) is Free and event.block in blocks:
+            at.pop(blocks[event.block].address, None)
+        elif type(event) is Mark:
+            match event.label, event.data:
+                case "pack", (int(slot), int(where)) if where in at:
+                    category: Category = "loss head" if i > last else "activations"
+                    found.setdefault(at[where].block, Label(category, names.modules[slot], at[where].op))
+                case ("gradients" | "optimizer state") as category, tuple(addresses):
+                    for where in addresses:
+                        if where in at:
+                            found.setdefault(at[where].block, Label(category))
+    return found

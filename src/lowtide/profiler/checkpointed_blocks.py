@@ -1,0 +1,52 @@
+"""Blocks that checkpoint themselves (torch.utils.checkpoint): plans leave them as they are, and say what that costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lowtide._torch import around_checkpoints
+from lowtide.planner.planning import smallest_peak
+from lowtide.planner.records import CHECKPOINTED
+from lowtide.profiler.repeated_blocks import repeated_blocks
+from lowtide.runtime.fingerprint import place_of
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.planner.records import Profile
+
+
+def without_checkpoints() -> AbstractContextManager[None]:
+    """Run what is checkpointed in this block as if it were not: the same bits, and all of it saved."""
+    return around_checkpoints(lambda: None, off=True)
+
+
+def can_do_without(model: nn.Module) -> bool:
+    """Return True if a step that saves all is no danger to the process.
+
+    Memory that runs out on a CPU may end it; where blocks repeat, a frugal audit needs no more than checkpoints do.
+    """
+    return place_of(model).type != "cpu" or bool(repeated_blocks(model))
+
+
+def told(profile: Profile, checkpointed: Counter[str], without: Profile | None) -> Profile:
+    """Return `profile` with a note of what is `checkpointed`, by path; `without` is of the step that saves all."""
+    if not checkpointed:
+        return profile
+    n_calls = checkpointed.total()
+    where = ", ".join(path or "the model" for path in list(checkpointed)[:3]) + ", ..." * (len(checkpointed) > 3)
+    calls = "a call" if n_calls == 1 else f"{n_calls} calls"
+    note = f"{calls} in {where} checkpoint themselves ({CHECKPOINTED}), which plans leave as it is"
+    if without is None:
+        note += ": rehearse without that to see what a plan for it needs"
+    else:
+        now, then = smallest_peak(profile)[1].peak_bytes, smallest_peak(without)[1].peak_bytes
+        note += (
+            f": without that the smallest peak would be {format_bytes(then)} instead of {format_bytes(now)}. To do "
+            "without, leave out the checkpointing (in transformers: gradient_checkpointing_disable())"
+        )
+    return replace(profile, notes=(*profile.notes, note))

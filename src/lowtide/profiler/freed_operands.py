@@ -1,0 +1,57 @@
+"""What can't be made again after all, because what it is made of is gone when it is saved.
+
+The audit holds every tensor. Under a plan, as in a plain step, a branch of the graph that nobody will ever read is gone
+with its result, and so is what it alone had saved.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from lowtide.planner.address_nodes import NOTED
+from lowtide.profiler.drafts import SlotDraft, ValueDraft
+from lowtide.profiler.trace_reader import Seen
+
+
+def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) -> None:
+    """Keep such values. They come after what they need."""
+    saved: dict[int, list[int]] = {}
+    for n, slot in enumerate(slots):
+        if n in seen.packed:
+            saved.setdefault(slot.value, []).append(n)
+
+    claims = _claims(values, saved)
+
+    @cache
+    def is_there(index: int, event: int) -> bool:
+        """Whether somebody holds a value by then, or it can be made of what somebody holds."""
+        if values[index].noted is not None:
+            earlier = [n for n in claims.get(index, ()) if seen.packed[n] < event]
+            return not earlier or any(event < seen.release.get(n, math.inf) for n in earlier)
+        if index not in saved:
+            return values[index].recipe is None or can_be_made(index, event)
+        if any(seen.packed[n] <= event < seen.release.get(n, math.inf) for n in saved[index]):
+            return True
+        return NOTED not in values[index].node and can_be_made(index, event)
+
+    @cache
+    def can_be_made(index: int, event: int) -> bool:
+        return values[index].recipe is not None and all(is_there(need, event) for need in values[index].needs)
+
+    for index in saved:
+        if values[index].recipe is not None and not all(can_be_made(index, seen.packed[n]) for n in saved[index]):
+            values[index].recipe, values[index].refused = None, "what it is made of is gone when it is saved"
+
+
+def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
+    """For each operand that autograd does not record the slots that can be made of it: with the first it is theirs."""
+    found: dict[int, set[int]] = {}
+    for index, slots in saved.items():
+        pending = [*values[index].needs]
+        for need in pending:  # grows while it runs
+            if values[need].noted is not None:
+                found.setdefault(need, set()).update(slots)
+            elif need not in saved:
+                pending += values[need].needs
+    return found

@@ -1,0 +1,161 @@
+"""Rehearsals of models that `fully_shard` has sharded (`runtime/fsdp_scopes.py`).
+
+A unit gathers its parameters before its forward, lets go of them after it, and gathers them again for its backward.
+While a unit is audited it does not let go of them: what it saved is made again in its forward. And of what is made
+inside of it, only that is decided about which is read inside of it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lowtide._torch import ShardGroup, n_collectives, parts_by_itself, shard_groups
+from lowtide.runtime.fsdp_scopes import units
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+
+ELSEWHERE = "it is read outside of the sharded module that made it, whose parameters are not whole by then"
+TAKES_ELSEWHERE = "it takes what only another sharded module could make again, whose parameters are not whole by then"
+NEVER = "the parameters of the sharded module that it is inside of are not gathered for backward"
+AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
+
+
+class Units:
+    """The units of a model that are sharded again between their forward and their backward, during an audit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = units(model.modules())
+        inside = {below for unit in found for below in unit.modules() if below is not unit}
+        asked = (unit for unit in found if unit in inside or not parts_by_itself(unit))
+        self.apart = frozenset(u for u in asked if any(group.parts_after_forward for group in shard_groups(u)))
+        self.gone = frozenset(u for u in self.apart if not all(g.is_whole_in_backward for g in shard_groups(u)))
+        """Of these, those that are not gathered for their backward."""
+        modules = model.modules() if self.apart else ()
+        self.around = frozenset(m for m in modules if any(b in self.apart for b in m.modules() if b is not m))
+        """Modules that have units inside."""
+        self._gathering = [_Counted(group) for unit in found for group in shard_groups(unit)]
+        self._held: list[nn.Module] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """This block counts what units send, and keeps each whole from its `hold` to its `let_go`."""
+        with ExitStack() as stack:
+            for counted in self._gathering:
+                stack.enter_context(counted)
+            try:
+                yield
+            finally:
+                while self._held:
+                    self._let_go(self._held.pop())
+
+    @property
+    def n_sent(self) -> int:
+        """Collective operations that gathered parameters."""
+        return sum(counted.n for counted in self._gathering)
+
+    def hold(self, module: nn.Module) -> None:
+        """A call begins: a unit stays whole when its forward is over."""
+        if module in self.apart:
+            self._held.append(module)
+            for group in shard_groups(module):
+                group.stay_whole()
+
+    def let_go(self, module: nn.Module) -> None:
+        """It is over, and nothing is tried any more."""
+        if module in self.apart:
+            self._held.remove(module)
+            self._let_go(module)
+
+    def _let_go(self, module: nn.Module) -> None:
+        for group in shard_groups(module):
+            group.part()
+
+
+class _Counted:
+    """What gathers the parameters of a group, with a count of its collective operations."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
+        self.n = 0
+
+    def __enter__(self) -> None:
+        self._gather, scatter = self._group.senders
+        self._group.senders = self, scatter
+
+    def __exit__(self, *_: object) -> None:
+        self._group.senders = self._gather, self._group.senders[1]
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._gather.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = n_collectives()
+        try:
+            return self._gather(*args, **kwargs)
+        finally:
+            self.n += n_collectives() - before
+
+
+class Homes:
+    """Inside of which call of a unit each value was made."""
+
+    def __init__(self) -> None:
+        self.born: dict[int, int] = {}
+        """By value, the number of the autograd node that made it."""
+        self.spans: dict[int, tuple[int, int]] = {}
+        """By call of a unit, the first number of a node made inside of it, and the first one after."""
+        self.gone: set[int] = set()
+        """Those of them that are not gathered for their backward."""
+
+    def of(self, index: int) -> int | None:
+        """The innermost call of a unit in which a value was made; None for a value that was made in none."""
+        number = self.born.get(index)
+        if number is None:
+            return None
+        found = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
+        return max(found)[1] if found else None
+
+
+def settle(values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequence[CallDraft], homes: Homes) -> None:
+    """Refuse what would have to be made again where the unit that made it is not whole."""
+    if not homes.spans:
+        return
+    around: list[frozenset[int]] = []
+    for index, call in enumerate(calls):  # parents come before their children
+        above = frozenset[int]() if call.parent is None else around[call.parent]
+        around.append(above | {index} if index in homes.spans else above)
+    readers: dict[int, set[frozenset[int]]] = {}
+    for slot in (*slots, *(given for call in calls for given in call.inputs)):
+        readers.setdefault(slot.value, set()).add(around[slot.call])
+    home = {index: at for index in range(len(values)) if (at := homes.of(index)) is not None}
+    held = {index for index, at in home.items() if any(at not in there for there in readers.get(index, ()))}
+    for index, at in home.items():
+        if at in homes.gone:
+            values[index].recipe, values[index].refused = None, NEVER
+        elif index in held:
+            values[index].recipe, values[index].refused = None, ELSEWHERE
+    for call, there in zip(calls, around, strict=True):
+        if there & homes.gone and call.refused is None:
+            call.refused = NEVER
+    for index, value in enumerate(values):
+        if value.recipe is not None and any(
+            home[need] not in there for need in _upstream(index, values, home, held) for there in readers.get(index, ())
+        ):
+            value.recipe, value.refused = None, TAKES_ELSEWHERE
+
+
+def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
+    """What might have to be made again for a value, of what has a home: itself, and what it takes that is not held."""
+    found: set[int] = set()
+    pending = [index]
+    while pending:
+        at = pending.pop()
+        if at not in found and at not in held:
+            found.add(at)
+            pending += values[at].needs
+    return found & set(home)

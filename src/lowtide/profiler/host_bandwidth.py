@@ -1,0 +1,40 @@
+"""How fast memory of a device is copied to the host and back."""
+
+from __future__ import annotations
+
+import torch
+
+from lowtide.state.step_outcome import is_out_of_memory
+
+PROBE_BYTES = 2**24
+"""Little, for a card may be nearly full, and long enough: about a millisecond."""
+RUNS = 3
+
+
+def bytes_per_ms(device: torch.device | str) -> float | None:
+    """Of the slower way, to and from pinned memory; None for the CPU, and where there is no memory left to try it."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):  # events are recorded in its streams
+        try:
+            host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+            data = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+        return PROBE_BYTES / max(_took_ms(host, data), _took_ms(data, host))
+
+
+def _took_ms(to: torch.Tensor, source: torch.Tensor) -> float:
+    """The least of a few runs; the first pays for what is set up."""
+    took = list[float]()
+    for _ in range(RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        to.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end))
+    return min(took)

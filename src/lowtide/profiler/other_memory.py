@@ -1,0 +1,70 @@
+"""What was in memory when a step began, beside what belongs to it: other models, averages of weights, data.
+
+A budget is for all memory of the step, so all of that counts. Outputs of the step before, in a variable of a loop, are
+part of it: when the loop binds the variable anew, they go, and the level of the recording sinks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from torch import nn
+
+from lowtide._torch import parts_of
+from lowtide.memory.events import Free
+from lowtide.report.text_table import listed
+from lowtide.runtime.fingerprint import place_of
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.memory.events import Recorder
+    from lowtide.planner.records import Static
+
+NOTEWORTHY: Final = 0.01
+"""Share of all that is there from which on tensors of no model are named."""
+
+
+def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -> Static:
+    """`static` of a step that was recorded, with what else was there: `addresses` are those of `static`."""
+    entry = recorder.entry_addresses
+    freed = (event for event in recorder.stream if type(event) is Free and event.block in entry)
+    left_bytes = sum(event.bytes for event in freed if entry[event.block] not in addresses)
+    others_bytes = recorder.beside_bytes(addresses, static.total)
+    return replace(static, left=left_bytes, others=max(0, others_bytes - left_bytes))
+
+
+def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
+    """A note of what is counted beside the model: `Teacher, 12 MiB, and other tensors, 5 MiB`; none of nothing."""
+    models = other_models(model)
+    found = [f"{name}, {format_bytes(n_bytes)}" for name, n_bytes in models.items()]
+    rest_bytes = static.others - sum(models.values())
+    if rest_bytes >= NOTEWORTHY * static.total:
+        found.append(f"{'other ' if found else ''}tensors of no model, {format_bytes(rest_bytes)}")
+    return (f"in memory beside {type(model).__name__}, and counted: {listed(found)}",) if found else ()
+
+
+def other_models(model: nn.Module) -> dict[str, int]:
+    """Other models that are alive on its device, by class: bytes of their parameters, gradients and buffers.
+
+    A module inside of another one is part of that. What is also the model's, or of one before, is left out.
+    """
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    inside = {id(child) for module in alive for child in module._modules.values()}
+    there, seen = place_of(model), set[int]()
+    found: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for module in (model, *(module for module in alive if id(module) not in inside)):
+        n_bytes = 0
+        for tensor in (*module.parameters(), *(p.grad for p in module.parameters()), *module.buffers()):
+            for part in () if tensor is None or tensor.is_meta else parts_of(tensor):
+                storage = part.untyped_storage()
+                if part.device == there and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    n_bytes += storage.nbytes()
+        if n_bytes and module is not model:
+            found[type(module).__name__] += n_bytes
+            count[type(module).__name__] += 1
+    return {name if count[name] == 1 else f"{count[name]} of {name}": n_bytes for name, n_bytes in found.items()}

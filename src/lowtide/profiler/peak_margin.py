@@ -1,0 +1,63 @@
+"""What steps need beyond what is predicted of them, as it is measured under the plan of the smallest peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from lowtide.memory.events import Timeline
+from lowtide.memory.measure import recorder_for
+from lowtide.planner.planning import smallest_plan
+from lowtide.profiler.other_memory import with_others
+from lowtide.runtime.fingerprint import place_of, static_bytes
+from lowtide.runtime.planned_engine import Planned
+from lowtide.state.step_outcome import is_out_of_memory
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.planner.records import Profile
+    from lowtide.profiler.trial_updates import Updates
+    from lowtide.state.step_snapshot import Unchanged
+
+DRAWS: Final = 8
+"""Steps that are measured where the work is drawn at random, each with other random numbers."""
+
+
+def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any, unchanged: Unchanged) -> Profile:
+    """`profile`, of which all peaks are higher by as much as a measured step was above what was predicted of it.
+
+    Under the plan of the smallest peak: a budget of its size is one that an error names, and is to be kept to the byte.
+    """
+    plan = smallest_plan(profile)
+    engine = Planned(model, plan)
+    engine.tell = lambda said: None
+    unchanged.rewind()
+    engine.install()
+    try:
+        peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + profile.draws)]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return profile
+    finally:
+        engine.remove()
+    margin = max(0, max(peaks) - plan.predicted.peak_bytes)
+    found = replace(profile, static=replace(profile.static, margin=margin))
+    if not profile.draws:
+        return found
+    note = (
+        f"the work of a step is drawn at random: plans are for the step in which every block runs, and leave "
+        f"{format_bytes(margin)} for what else varied in {profile.draws} steps with other random numbers"
+    )
+    return replace(found, notes=(*profile.notes, note))
+
+
+def recorded_peak(model: nn.Module, updates: Updates, batch: Any, unchanged: Unchanged) -> int:
+    """The peak of a step and of the updates that follow it, what was there before included."""
+    static, addresses = static_bytes(model, batch, unchanged.optimizers)
+    with recorder_for(place_of(model)) as recorder:
+        updates.run(batch)
+    updates.undo()
+    return with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes

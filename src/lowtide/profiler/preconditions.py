@@ -1,0 +1,162 @@
+"""What can't be rehearsed is refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch import Convolution, is_compiled
+from lowtide.errors import RehearsalError
+from lowtide.runtime.fingerprint import tensors_in
+from lowtide.state.introspection import names_in, users_functions
+from lowtide.state.process_group import check_sharding
+from lowtide.state.reachable_state import Reached
+
+if TYPE_CHECKING:
+    from lowtide.profiler.audit import Audit
+    from lowtide.profiler.trace import Trace
+
+SEVERAL_STREAMS = (
+    "the model computes in several CUDA streams. What is made again for one of them in backward could be used by "
+    "another before it is there: run the model's forward in one stream."
+)
+
+
+NESTED = (
+    "nested tensors (torch.nested) go through the model: what they save has no memory of its own that could be planned "
+    "or foreseen. Pad them, with a mask, or leave that part out of the model that is given here."
+)
+
+
+def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
+    """Refuse what can't be rehearsed. Raises RehearsalError."""
+    if not isinstance(model, torch.nn.Module):
+        raise RehearsalError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    if not callable(step):
+        raise RehearsalError(
+            f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise RehearsalError(
+            f"optimizer takes a torch.optim.Optimizer, found {type(optimizer).__name__}. Leave it out: tensors of its "
+            "own that the step's code refers to are put back without it."
+        )
+    if not torch.is_grad_enabled():  # in inference mode, too
+        block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise RehearsalError(
+            f"this is called inside of torch.{block}(), where no forward has a backward: call it outside of that block."
+        )
+    if not model.training:
+        raise RehearsalError(
+            f"{type(model).__name__} is in eval mode: its plan would not hold in training. Call model.train() first."
+        )
+    if not any(p.requires_grad for p in model.parameters()) and not _is_gone_through(step, batch):
+        raise RehearsalError(
+            f"no parameter of {type(model).__name__} requires a gradient, and nothing else that the step has: there is "
+            "no backward to plan."
+        )
+    check_one_device(model)
+    check_sharding(model.modules())
+
+
+def _is_gone_through(step: Any, batch: Any) -> bool:
+    """Whether something before a frozen model may be trained: a prompt, an image, what the step says to be."""
+    tensors = (*tensors_in(batch), *Reached(step).tensors)
+    says = any("requires_grad" in name for function in users_functions(step) for name in names_in(function.__code__))
+    return says or any(tensor.requires_grad for tensor in tensors)
+
+
+def check_one_device(model: torch.nn.Module) -> None:
+    """Refuse a model that is spread over devices: the peak of each would have to be planned. Raises RehearsalError."""
+    if isinstance(model, torch.nn.DataParallel) and len(model.device_ids) > 1:
+        raise RehearsalError(
+            f"torch.nn.DataParallel runs copies of the model on {len(model.device_ids)} devices, and memory is planned "
+            "for one. Let the process see one of them (CUDA_VISIBLE_DEVICES=0), or start a process for each."
+        )
+    places = sorted({str(p.device) for p in model.parameters()})
+    if len(places) > 1:
+        raise RehearsalError(
+            f"parameters of {type(model).__name__} are on {' and '.join(places)}: memory is planned for one. Put "
+            "the whole model on one device, or fit the part of it that is on the device in need."
+        )
+
+
+def doubts(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
+    """What may keep bits from being the same although the rehearsal found none that differ: notes for the profile."""
+    cudnn = torch.backends.cudnn
+    convolves = any(isinstance(module, Convolution) for module in model.modules())
+    if place.type == "cuda" and convolves and cudnn.benchmark and not cudnn.deterministic:
+        return (
+            "torch.backends.cudnn.benchmark is on: convolutions that are run again in backward may take another "
+            "algorithm and give other bits, unless torch.backends.cudnn.deterministic is on, too",
+        )
+    return ()
+
+
+def by_contents(audit: Audit) -> tuple[str, ...]:
+    """A note for the profile of a step whose tensors are as large as what is in the batch makes them."""
+    if not audit.by_contents:
+        return ()
+    where = ", ".join(f"{operator} in {path or 'the model'}" for operator, path in audit.by_contents.items())
+    return (
+        f"some tensors are as large as what is in the batch makes them ({where}): another batch of the same size may "
+        "need more than this one, and a plan for it may go above its budget",
+    )
+
+
+def check_uncompiled(model: torch.nn.Module) -> None:
+    """Refuse a model that is compiled as a whole, or TorchScript. Raises RehearsalError."""
+    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    if any(_is_all_of(module, model) for module in scripted):
+        raise RehearsalError(
+            f"{getattr(model, 'original_name', type(model).__name__)} is TorchScript as a whole (torch.jit.script or "
+            "torch.jit.trace), whose own executor decides what it keeps for backward.\n"
+            "  Train the module that it was made from, and script it after training; or script its repeated blocks "
+            "alone: `model.layers[i] = torch.jit.script(model.layers[i])`. Such blocks can be planned for."
+        )
+    if is_compiled(model):
+        raise RehearsalError(
+            f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and compiled "
+            "code decides by itself what it keeps for backward.\n"
+            "  Compile its repeated blocks instead, each in its place, before this: `for block in model.layers: "
+            "block.compile()`. That takes less time to compile, and blocks can be planned for. Or give the compiled "
+            "code a budget of its own: torch._functorch.config.activation_memory_budget = 0.5."
+        )
+
+
+def _is_all_of(part: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Return True if all that is trained in `model` is in `part`."""
+    return {*map(id, model.parameters())} <= {*map(id, part.parameters())}
+
+
+def check_saved(model: torch.nn.Module, audit: Audit) -> None:
+    """Refuse a step of which all saved tensors are out of reach. Raises RehearsalError."""
+    if not audit.slots and audit.bypassed is not None:
+        raise RehearsalError(f"{type(model).__name__} was called {audit.bypassed}")
+
+
+def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
+    """Refuse a step that does other work when it is run again. Raises RehearsalError."""
+    for one, other in zip(audit.inputs, trace.inputs, strict=False):
+        if one != other and len(one) == len(other):  # else it may be a state that the first run begins
+            raise RehearsalError(
+                f"the step called {type(model).__name__} with {', '.join(one)} in one run and with {', '.join(other)} "
+                "in the next. It must do the same work each time that it is given the same batch: draw the batch "
+                "outside of the step, and pass it in."
+            )
+    if trace.packs != len(audit.slots):
+        raise RehearsalError(
+            f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
+            "work each time that it is given the same batch and random numbers, also after an update of its parameters."
+        )
+
+
+def is_specialised(model: torch.nn.Module) -> bool:
+    """Whether parts of the model are compiled, or TorchScript, which save other tensors once they have been run."""
+    return has_torchscript(model) or any(map(is_compiled, model.modules()))
+
+
+def has_torchscript(model: torch.nn.Module) -> bool:
+    """Return True if parts of the model are TorchScript."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())

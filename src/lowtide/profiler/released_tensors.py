@@ -1,0 +1,73 @@
+"""Tensors that a frugal audit has let go of: what brings each back, and how much memory that leaves for trials."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lowtide.profiler.drafts import ValueDraft
+from lowtide.runtime.recompute import Remake
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.runtime.saved_values import Maker, Value
+
+
+class Lent:
+    """The values of a step that are made again in its backward, although the plain step holds them."""
+
+    def __init__(self, index: Mapping[Value, int], saved: set[int], drafts: Sequence[ValueDraft]) -> None:
+        """`index` has the place in `drafts` of all values that exist; those in `saved` have slots."""
+        self._index, self._saved, self._drafts = index, saved, drafts
+        self._values: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._most: int | None = None
+        """Bytes of all saved values when they were counted first."""
+
+    def __contains__(self, value: Value) -> bool:
+        return value in self._values
+
+    def add(self, value: Value, maker: Maker) -> None:
+        """Let go of a value, which `maker` brings back."""
+        value.tensor, value.maker = None, maker
+        self._values.add(value)
+
+    def give_back(self, value: Value, tensor: Tensor) -> None:
+        """Keep a value after all: it is saved, or given to a call."""
+        self._values.discard(value)
+        value.keep(tensor.detach())
+
+    def let_go(self) -> None:
+        """In forward: let go again of what was brought back to be looked at."""
+        for value in self._values:
+            value.tensor = None
+
+    def may_go(self, value: Value, maker: Remake) -> bool:
+        """Return True if `maker` brings a value back that has one reader, and takes only what backward reads as well.
+
+        An operand of which backward reads nothing may be overwritten in between, and nothing would tell.
+        """
+        operands = [handle.value for handle in maker.operands if handle is not None]
+        return (
+            value.kept
+            and value.readers == 1
+            and not maker.noted
+            and all(each.kept and (each.leaf or self._index.get(each) in self._saved) for each in operands)
+        )
+
+    def has_room_for(self, value: Value, maker: Remake) -> bool:
+        """Return True if making a value once more, where backward reads it, takes no more than the plain step has held.
+
+        The gradient that is about to be computed is as large as the value; what it is made of comes on top.
+        """
+        needed = {value, *(handle.value for handle in maker.operands if handle is not None)}
+        missing = [each for each in needed if each.tensor is None and each in self._index]
+        more = sum(self._drafts[self._index[each]].bytes for each in missing)
+        if not more:
+            return True
+        there = [(each, n) for each, n in self._index.items() if n in self._saved]
+        held = sum(self._drafts[n].bytes for each, n in there if each.tensor is not None)
+        if self._most is None:
+            self._most = sum(self._drafts[n].bytes for _, n in there)
+        return more <= self._most - held

@@ -1,0 +1,106 @@
+"""Whether backward reads the bits that forward saved, of all that is made again in between.
+
+What a replay finds in backward may be another thing than right after the call, where the audit compared it: an object
+that the call reads has been written to, or a context has ended. A number for each tensor is remembered, not the tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide._torch import is_fake, parts_of
+from lowtide.errors import ReplayMismatch
+from lowtide.memory.events import ASIDE
+from lowtide.runtime import saved_values as values
+from lowtide.runtime.replay import Frame
+from lowtide.runtime.saved_values import Probe
+from lowtide.state.bitwise import number_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.runtime.engine import Engine
+    from lowtide.runtime.saved_values import Handle, Value
+
+
+class Witness:
+    """Knows what was saved, by a number for each tensor. What it does itself is left out of recordings by `mark`."""
+
+    def __init__(self, mark: Callable[[str, object], None]) -> None:
+        self._mark = mark
+        self._saved: dict[int, int] = {}
+
+    def saved(self, key: int, tensor: Tensor) -> None:
+        """Remember a tensor that will be made again."""
+        if not is_fake(tensor):
+            self._saved[key] = self._sum(tensor)
+
+    def read(self, key: int, handle: Handle, tensor: Tensor) -> None:
+        """Backward reads `tensor`. Raises ReplayMismatch where that has other bits than what was saved, for certain.
+
+        Where a second try gives others still, an operator adds up in any order, and the plain step's bits vary, too.
+        """
+        known = self._saved.get(key)
+        if known is None or (found := self._sum(tensor)) == known:
+            return
+        maker = handle.value.maker
+        if isinstance(maker, Frame) and self._sum(_once_more(maker, handle.value)) != found:
+            return
+        who = str(maker.seam) if isinstance(maker, Frame) else "what is remade of a block that was run again"
+        raise ReplayMismatch(
+            f"{who} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
+            "something that has changed in between, and this step ends before its update. Let it have that as an "
+            "argument, a buffer or an attribute.",
+            type(maker.seam.module) if isinstance(maker, Frame) else None,
+        )
+
+    def _sum(self, tensor: Tensor) -> int:
+        """A number of all its parts; see `number_of`."""
+        self._mark(ASIDE, True)
+        try:
+            with torch.no_grad():
+                return hash(tuple(number_of(part) for part in parts_of(tensor)))
+        finally:
+            self._mark(ASIDE, False)
+
+
+class Checked(Probe):
+    """A step under a plan of which each tensor that is made again is looked at."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._witness = Witness(lambda label, data: None)  # its memory counts: the step is measured
+        self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """What the model saves in this block is compared with what backward reads in it."""
+        values.probe = self
+        try:
+            yield
+        finally:
+            values.probe = None
+
+    def has_packed(self, handle: Handle) -> bool:
+        return handle in self._slots
+
+    def packed(self, handle: Handle, tensor: Tensor) -> None:
+        if not (handle.value.kept or handle.value.partial):
+            self._slots[handle] = slot = next(self._numbers)
+            self._witness.saved(slot, tensor)
+
+    def given(self, handle: Handle, tensor: Tensor) -> None:
+        self._witness.read(self._slots[handle], handle, tensor)
+
+
+def _once_more(frame: Frame, value: Value) -> Tensor:
+    """The value's tensor, from one more replay."""
+    found = frame.catch()
+    return next(tensor for place, tensor in found.items() if frame.values[place]() is value)

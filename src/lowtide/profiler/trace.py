@@ -1,0 +1,214 @@
+"""The trace: one step under the most saving decisions, with every allocation and with marks of what caused it.
+
+Because nearly everything is let go of as early as it can be, this one run shows for each saved tensor how long its
+memory would live by itself, and when backward needs it; what any other decisions would do to memory follows from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowtide._torch import backward_number, in_compiled_backward, parts_of, running_node_number
+from lowtide._torch.patching import of_this_thread
+from lowtide.planner.records import Decisions
+from lowtide.profiler.address_checks import nodes_at
+from lowtide.profiler.differing_modules import CallShape
+from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.external_references import Holding
+from lowtide.profiler.replay_check import Witness
+from lowtide.runtime import saved_values as values
+from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_interceptor import Seam
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.fingerprint import in_words
+from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.recompute import Remake
+from lowtide.runtime.replay import Frame
+from lowtide.runtime.saved_values import Handle, Maker, Probe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lowtide.profiler.audit import Audit
+    from lowtide.runtime.forward_pass import Scope
+    from lowtide.runtime.operand_capture import Place
+
+Mark = Callable[[str, object], None]
+
+
+class MostSaving(Engine):
+    """Lets go of all that an audit found can be. Nobody knows yet whether all of it really can."""
+
+    is_measured = True
+
+    def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
+        """Unless `in_place`, gradients are not written over: what the audit says of them is for batches of its size."""
+        self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
+        nodes = nodes_at(audit.values, audit.slots)
+        written_over = audit.written_over if in_place else []
+        least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
+        actions = actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay)
+        super().__init__(model, actions, in_place=[least])
+
+    def notes(self, scope: Scope) -> bool:
+        return True
+
+    def say(self, what: str) -> None:
+        """Nothing: of what is gone too early the profile says so, and the rest has been said in the audit."""
+
+
+class Trace(Probe):
+    """The probe that marks what happens in a step between its allocations.
+
+    Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
+    `alone` (addresses of what only the trace still holds), `states` (addresses of random numbers and the like that
+    something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
+    number of the pass, address of the memory that a graph made by backward, or compiled code, may hold), `noted` (call,
+    address of the memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`,
+    `gradients` and `gradients at entry` (their addresses), `in place` (kind of node, bytes of its gradient, which has
+    none of its own).
+    """
+
+    def __init__(self, engine: Engine, mark: Mark) -> None:
+        self.engine = engine
+        self._mark = mark
+        self._holding = Holding()
+        self._witness = Witness(mark)
+        self.inputs: list[list[str]] = []
+        """What tensors each call of the model from outside was given, in words."""
+        self.packs = 0
+        self.elements: list[int] = []
+        """Of the tensor in each slot."""
+        self.calls: list[CallShape] = []
+        self.kept: set[int] = set()
+        """Slots that were kept."""
+        self._open: list[int] = []
+        self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self._deaths: dict[int, weakref.ref[Handle]] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The model's calls in this block are traced."""
+        hooks = (
+            register_optimizer_step_pre_hook(of_this_thread(lambda *_: self._optimizer("begins"))),
+            register_optimizer_step_post_hook(of_this_thread(lambda *_: self.mark("optimizer", "ends"))),
+        )
+        self.engine.install()
+        values.probe = self
+        self._gradients("gradients at entry")
+        try:
+            yield
+            self._gradients()
+        finally:
+            values.probe = None
+            self.engine.remove()
+            self._deaths.clear()
+            for hook in hooks:
+                hook.remove()
+
+    def mark(self, label: str, data: object) -> None:
+        """Before it, what has nobody left but us."""
+        alone = self._holding.let_go()
+        if alone:
+            self._mark("alone", alone)
+        self._mark(label, data)
+
+    def _optimizer(self, what: str) -> None:
+        self._gradients()
+        self.mark("optimizer", what)
+
+    def _gradients(self, label: str = "gradients") -> None:
+        gradients = (p.grad for p in self.engine.model.parameters())
+        self.mark(label, tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g)))
+
+    def _address(self, tensor: Tensor) -> int:
+        return address(tensor)
+
+    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = tensors_in_call(args, kwargs)
+        if not self._open:
+            self.inputs.append([in_words([tensor]) for tensor in tensors])
+        self.mark("enter", (len(self.calls), tuple(map(self._address, tensors))))
+        self.calls.append(CallShape(seam.path, self._open[-1] if self._open else None))
+        self._open.append(len(self.calls) - 1)
+
+    def leaving(self, seam: Seam) -> None:
+        self.mark("leave", self._open.pop())
+
+    def packed(self, handle: Handle, tensor: Tensor) -> None:
+        slot = self.packs
+        self.packs += 1
+        self.calls[self._open[-1]].n_saved += 1
+        self.elements.append(tensor.numel())
+        if handle.value.kept and not handle.value.partial:  # which is let go of when its call is over
+            self.kept.add(slot)
+        self._slots[handle] = slot
+        self._deaths[slot] = weakref.ref(handle, lambda _: self.mark("release", slot))
+        is_whole_for_a_while = handle.value.leaf and self.engine.builder.owners.sharded
+        self.mark("pack", (slot, 0 if is_whole_for_a_while else self._address(tensor)))
+        self._holding.watch(handle)
+        self.mark("states", tuple(map(self._address, states_of(handle.value.maker))))
+        if not (handle.value.kept or handle.value.partial):
+            self._witness.saved(slot, tensor)
+
+    def noted(self, place: Place, operand: Tensor) -> None:
+        self.mark("noted", (self._open[-1], self._address(operand)))
+
+    def has_packed(self, handle: Handle) -> bool:
+        return handle in self._slots  # others are of other models, or of an earlier step, as by two models in turn
+
+    def reading(self, handle: Handle) -> None:
+        self.mark("read", (self._slots[handle], backward_number(), running_node_number()))
+
+    def given(self, handle: Handle, tensor: Tensor) -> None:
+        # A graph that backward makes, and compiled code, hold it whatever becomes of the handle.
+        if torch.is_grad_enabled() or in_compiled_backward():
+            self.mark("given", (self._slots[handle], backward_number(), self._address(tensor)))
+        self._witness.read(self._slots[handle], handle, tensor)
+
+    def making(self, maker: Maker) -> None:
+        self.mark("making", None)
+
+    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+        self.mark("made", None)
+
+    def writing_over(self, node: str, n_bytes: int) -> None:
+        self.mark("in place", (node, n_bytes))
+
+
+def states_of(maker: Maker | None) -> Iterable[Tensor]:
+    """What a value that is to be made again holds of tensors that nobody else has."""
+    if isinstance(maker, Frame):
+        return maker.surroundings.tensors
+    return [maker.constants["bits"]] if isinstance(maker, Remake) and "bits" in maker.constants else []
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 for tensors that have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> Decisions:
+    """Let go of all that can be: blocks of at most half of the saved bytes are replayed, the rest is remade."""
+    total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
+    replay: set[int] = set()
+    outside: set[int] = set()
+    for index, call in enumerate(calls):  # parents come before their children
+        if call.parent is None:
+            outside.add(index)
+        elif call.parent in outside:
+            if call.refused is None and 2 * total[index] <= total[0]:
+                replay.add(index)
+            else:
+                outside.add(index)
+    remake = {slot.address for slot in slots if slot.call in outside and values[slot.value].recipe is not None}
+    return Decisions(remake=frozenset(remake), replay=frozenset(calls[index].id for index in replay))

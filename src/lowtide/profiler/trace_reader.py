@@ -1,0 +1,184 @@
+"""Where in a recording of a traced step things happened, and what was in memory between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lowtide.memory.events import Allocate, EventStream, Free, Mark
+from lowtide.profiler.drafts import SlotDraft
+
+
+@dataclass(slots=True)
+class Seen:
+    """Where in the stream things happened: event indices."""
+
+    block_of_slot: dict[int, int] = field(default_factory=dict)
+    block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
+    noted: list[tuple[int, int | None]] = field(default_factory=list)
+    """Call and block of each operand that autograd does not record; None for memory that was there before the step."""
+    packed: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+    """For each slot the first time."""
+    reads: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Every one: event, slot, number of the backward pass, and of the node."""
+    release: dict[int, int] = field(default_factory=dict)
+    """When the last that holds a slot lets go of it: its handle, a graph that backward made, or compiled code."""
+    given: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By slot and pass the block that somebody was given who may hold it: a graph made by backward (`create_graph`), or
+    compiled code, which does until it has computed with it.
+    """
+    enter: dict[int, int] = field(default_factory=dict)
+    leave: dict[int, int] = field(default_factory=dict)
+    born: dict[int, int] = field(default_factory=dict)
+    dies: dict[int, int] = field(default_factory=dict)
+    alone: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The last event at which somebody else than the rehearsal held a block, and the first at which nobody did."""
+    bytes: dict[int, int] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
+    """Blocks that a remake or replay allocated, or holds so that it can run."""
+    gradients: set[int] = field(default_factory=set)
+    in_place: list[tuple[int, str, int]] = field(default_factory=list)
+    """Event, kind of node and bytes of each gradient that was written over another one."""
+
+
+def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
+    """`entry` has the address of each block that was there before."""
+    seen = Seen()
+    before = {where: block for block, where in entry.items()}
+    at: dict[int, int] = {}
+    addresses: dict[int, int] = {}
+    made: set[int] = set()
+    making = last_mark = 0
+    for i, event in enumerate(stream.events):
+        if type(event) is Allocate:
+            at[event.address] = event.block
+            addresses[event.block] = event.address
+            seen.born[event.block], seen.bytes[event.block] = i, event.bytes
+            if making:
+                made.add(event.block)
+        elif type(event) is Free:
+            seen.dies[event.block] = i
+            where = addresses.get(event.block)
+            if where is not None and at.get(where) == event.block:
+                del at[where]
+        elif type(event) is Mark:
+            if event.label == "alone" and isinstance(event.data, tuple):
+                for where in event.data:
+                    if where in at:
+                        seen.alone.setdefault(at[where], (last_mark, i))
+                continue
+            _note(seen, before if event.label == "gradients at entry" else at, i, event.label, event.data)
+            last_mark = i
+            making += {"making": 1, "made": -1}.get(event.label, 0)
+    seen.copies |= made & seen.dies.keys()  # what stays is a library's own, such as what cuBLAS computes in
+    for (slot, _), block in seen.given.items():
+        if slot in seen.release:
+            seen.release[slot] = max(seen.release[slot], seen.dies.get(block, 0))
+    return seen
+
+
+def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> None:
+    match label, data:
+        case "pack", (int(slot), int(where)):
+            seen.packed[slot] = i
+            if where in at:
+                seen.block_of_slot[slot] = at[where]
+        case "states", tuple(found):
+            seen.copies.update(at[where] for where in found if where in at)
+        case "read", (int(slot), int(number), int(node)):
+            seen.read.setdefault(slot, i)
+            seen.reads.append((i, slot, number, node))
+        case "given", (int(slot), int(number), int(where)):
+            if where in at:
+                seen.given[slot, number] = at[where]
+        case "noted", (int(call), int(where)):
+            seen.noted.append((call, at.get(where)))
+        case "release", int(slot):
+            seen.release[slot] = i
+        case "enter", (int(call), tuple(inputs)):
+            seen.enter[call] = i
+            for place, where in enumerate(inputs):
+                if where in at:
+                    seen.block_of_input[call, place] = at[where]
+        case "leave", int(call):
+            seen.leave[call] = i
+        case "in place", (str(node), int(n_bytes)):
+            seen.in_place.append((i, node, n_bytes))
+        case "gradients" | "gradients at entry", tuple(found):
+            seen.gradients.update(at[where] for where in found if where in at)
+
+
+def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
+    """Blocks that the trace held: say where they would have ended by themselves.
+
+    Between two marks nobody looks. If the last call that a block was given to ended in between, the block ended then.
+    What backward hands on, as the indices that become those of a sparse gradient, ends when nobody has it any longer.
+    """
+    over = max(seen.release.values(), default=0)
+    after_backward = min((born for born in seen.born.values() if born > over), default=math.inf)
+    held: dict[int, int] = {}
+    for n in kept & seen.block_of_slot.keys():
+        block = seen.block_of_slot[n]
+        held[block] = max(held.get(block, 0), seen.leave[slots[n].call])
+    for (call, _), block in seen.block_of_input.items():
+        if call in replayed or block in held:
+            held[block] = max(held.get(block, 0), seen.leave[call])
+    for call, noted in seen.noted:
+        if noted is not None:
+            held[noted] = max(held.get(noted, 0), seen.leave[call])
+    for block in held.keys() & seen.alone.keys():  # the others ended by themselves
+        if seen.dies.get(block, math.inf) > after_backward:
+            continue
+        last, first = seen.alone[block]
+        end = held[block] if last <= held[block] <= first else first
+        seen.dies[block] = min(end, seen.dies.get(block, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """For each position, bytes outside of storages and remade copies."""
+
+    most: tuple[int, ...]
+    """The most of these at once."""
+    gradients: tuple[int, ...]
+    """How many of these are gradients: fewer than none, where some went that were there before."""
+    first: tuple[int, ...]
+    """How many there are when it begins."""
+    written: tuple[tuple[int, int, tuple[str, int]], ...]
+    """Where gradients were written over others: position, bytes just before, kind of node and bytes of the gradient."""
+
+
+def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: Seen) -> Levels:
+    """What is in memory besides what decisions are about."""
+    in_place = {i: (node, n_bytes) for i, node, n_bytes in seen.in_place}
+    written = []
+    level = gradients = 0
+    base, gradient, first = [0] * len(cuts), [0] * len(cuts), [0] * len(cuts)
+    p = -1
+    for i, event in enumerate(stream.events):
+        if type(event) is Allocate and event.block not in storages and event.block not in seen.copies:
+            level += event.bytes
+            gradients += event.bytes if event.block in seen.gradients else 0
+        elif type(event) is Free and event.block not in storages and event.block not in seen.copies:
+            level -= event.bytes
+            gradients -= event.bytes if event.block in seen.gradients else 0
+        if p + 1 < len(cuts) and cuts[p + 1] == i:
+            p += 1
+            base[p], gradient[p], first[p] = level, gradients, level
+        elif level > base[p]:
+            base[p], gradient[p] = level, gradients
+        if i in in_place:
+            written.append((p, level, in_place[i]))
+    for q in range(p + 1, len(cuts)):
+        base[q], gradient[q], first[q] = level, gradients, level
+    return Levels(tuple(base), tuple(gradient), tuple(first), tuple(written))
+
+
+def phases(seen: Seen, at: Callable[[int], int]) -> dict[str, int]:
+    """The first position of each phase; `at` gives the position of an event."""
+    forward = min(seen.enter.values(), default=0)
+    backward = min(seen.read.values(), default=forward)
+    after = max((*seen.read.values(), *seen.release.values()), default=backward)
+    return {"forward": at(forward), "backward": at(backward), "after backward": at(after)}

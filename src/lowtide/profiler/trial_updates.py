@@ -1,0 +1,171 @@
+"""Updates that follow the step in the loop: by optimizers of the model that do not step inside of it.
+
+What they need belongs to the budget: their state, which the first update makes, and what an update takes for a while.
+So a rehearsal has them update the model after the step, and undoes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide._torch.patching import of_this_thread
+from lowtide.memory.events import Timeline
+from lowtide.memory.measure import recorder_for
+from lowtide.report.text_table import listed
+from lowtide.runtime.fingerprint import optimizers_of, place_of, state_bytes, updated_by
+from lowtide.state.step_outcome import is_out_of_memory
+from lowtide.state.step_snapshot import Unchanged
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Profile
+
+NO_OPTIMIZER: Final = (
+    "no optimizer has the model's parameters so far: what updates them, with the state that it makes, comes on top of "
+    "the budget. Make it before, or pass optimizer="
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update by optimizers needs that have not stepped so far."""
+
+    names: tuple[str, ...]
+    state_bytes: int
+    """Of the state that the first one makes."""
+    transient_bytes: int
+    untried: dict[str, str]
+    """By class, why an update by such an optimizer could not be tried."""
+
+    @classmethod
+    def tried(cls, model: nn.Module, optimizers: Sequence[Optimizer]) -> Update:
+        """Have them update `model` twice, with gradients of zeros where there are none, and undo that."""
+        place = place_of(model)
+        with Unchanged(model, step=lambda _: None) as unchanged, Updates(unchanged, model, only=optimizers) as updates:
+            for parameter in (p for p in model.parameters() if p.requires_grad and p.grad is None):
+                parameter.grad = torch.zeros_like(parameter)
+            before_bytes = state_bytes(optimizers, place)
+            updates.run(None)
+            made_bytes = state_bytes(optimizers, place) - before_bytes
+            with recorder_for(place) as recorder:
+                updates.run(None)
+        names = tuple(type(optimizer).__name__ for optimizer in updates.following)
+        return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
+
+    def counted(self, profile: Profile) -> Profile:
+        """`profile` with the state from the beginning on, and with an update behind the step."""
+        base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
+        level, in_place = base[-1], []
+        base[-1] = max(level, most_bytes)
+        for each in profile.in_place:
+            below = level - each.saved_bytes[-1]
+            saved_bytes = max(level, most_bytes) - max(below, most_bytes)
+            in_place.append(replace(each, saved_bytes=(*each.saved_bytes[:-1], saved_bytes)))
+            level = below
+        static = replace(profile.static, optimizer=profile.static.optimizer + self.state_bytes)
+        return replace(profile, static=static, base_bytes=tuple(base), in_place=tuple(in_place))
+
+    def notes(self) -> tuple[str, ...]:
+        """What is counted although it is yet to come, and what is not."""
+        if not self.names:
+            return _not_tried(self.untried)
+        made = (
+            f"updates by {listed(self.names)} are yet to come, and counted: {format_bytes(self.state_bytes)} of state"
+        )
+        return (made, *_not_tried(self.untried))
+
+
+class Updates:
+    """The optimizers of a model inside of `Unchanged`, which undoes what they do; watched in a `with` block."""
+
+    def __init__(
+        self,
+        unchanged: Unchanged,
+        model: nn.Module,
+        named: Optimizer | None = None,
+        *,
+        only: Iterable[Optimizer] | None = None,
+    ) -> None:
+        self._unchanged, self._model = unchanged, model
+        self.following = optimizers_of(model, named) if only is None else [*only]
+        """Those that step after the step if they have not done so inside of it."""
+        self._updated = {id(p) for optimizer in self.following for p in updated_by(optimizer)}
+        self._stepped: set[int] = set()
+        self._followed: list[Optimizer] = []
+        self._has_stepped = False
+        self.untried: dict[str, str] = {}
+        """By class, why an update by such an optimizer could not be tried."""
+        for optimizer in [o for o in self.following if type(o).__module__.startswith("torch.distributed.")]:
+            self._leave_out(optimizer, "it sends to other processes")
+
+    def __enter__(self) -> Self:
+        told = of_this_thread(self._steps, lambda tensor: id(tensor) in self._updated)
+        self._hook = register_optimizer_step_pre_hook(told)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+
+    def run(self, batch: Any) -> Any:
+        """One step, and the update by each optimizer that did not step inside of it."""
+        result = self.step(batch)
+        self.follow()
+        return result
+
+    def step(self, batch: Any) -> Any:
+        """One step, without the updates that follow it."""
+        self._stepped.clear()
+        return self._unchanged.run(batch)
+
+    def follow(self) -> None:
+        """Update the model by each optimizer that has not stepped in the last step."""
+        for optimizer in [o for o in self.following if id(o) not in self._stepped and self._can_update(o)]:
+            self._followed.append(optimizer)
+            try:
+                optimizer.step()
+            except Exception as error:  # of a class of its own: it wants a closure, or is done in two halves
+                if is_out_of_memory(error):
+                    raise
+                self._leave_out(optimizer, f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def undo(self) -> None:
+        """Give parameters that were updated so back as they were: the loop may clip gradients before they are used."""
+        self._unchanged.put_back({id(p) for optimizer in self._followed for p in updated_by(optimizer)})
+        self._followed.clear()
+
+    def notes(self) -> tuple[str, ...]:
+        """What an update takes that is not known."""
+        if not (self.following or self._has_stepped or self.untried):
+            return (NO_OPTIMIZER,) if any(p.requires_grad for p in self._model.parameters()) else ()
+        return _not_tried(self.untried)
+
+    def _can_update(self, optimizer: Optimizer) -> bool:
+        """Return True if it has gradients, and a gradient scaler would not leave the update out."""
+        gradients = [p.grad for p in updated_by(optimizer) if p.grad is not None]
+        return bool(gradients) and not (self._unchanged.scales and any(not torch.isfinite(g).all() for g in gradients))
+
+    def _leave_out(self, optimizer: Optimizer, why: str) -> None:
+        self.untried[type(optimizer).__name__] = why
+        self.following.remove(optimizer)
+
+    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        self._has_stepped = True
+
+
+def _not_tried(untried: dict[str, str]) -> tuple[str, ...]:
+    return tuple(
+        f"an update by {name} could not be rehearsed ({why}): state that it makes comes on top of the budget"
+        for name, why in untried.items()
+    )

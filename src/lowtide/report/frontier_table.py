@@ -1,0 +1,44 @@
+"""The frontier as a table."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lowtide.planner.budget_frontier import Frontier, Point
+from lowtide.units import format_bytes, format_ratio, format_time
+
+
+def table(frontier: Frontier, others: Sequence[Point] = ()) -> Table:
+    """One row a point, from the smallest peak to the plain step; `others` by their names, where their peaks belong."""
+    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading in ("peak", "of plain", "extra time", "extra FLOPs"):
+        rows.add_column(heading, justify="right", no_wrap=True)
+    rows.add_column("", no_wrap=True)
+    for point in sorted([*frontier.points, *others], key=lambda p: p.peak_bytes):
+        rows.add_row(
+            format_bytes(point.peak_bytes, round_up=True),
+            format_ratio(point.share),
+            extra_time(point.extra_ms, frontier.step_ms),
+            f"{point.extra_flops:.3g}",
+            point.name,
+        )
+    return rows
+
+
+def show(frontier: Frontier) -> str:
+    """The table as plain text, as wide as it is."""
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as captured:
+        console.print(table(frontier))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def extra_time(extra_ms: float | None, step_ms: float) -> str:
+    if extra_ms is None:
+        return ""
+    return format_ratio(extra_ms / step_ms, signed=True) if step_ms else f"+{format_time(extra_ms)}"

@@ -1,0 +1,146 @@
+"""Plans for people: one shown in words, two compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lowtide.planner.plan_format import KINDS, fold, join
+from lowtide.planner.records import Decided, Plan
+from lowtide.planner.serialization import Record
+from lowtide.report.text_table import decisions, lever_lines
+from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
+
+
+def show(plan: Plan) -> str:
+    """A plan in some ten lines: what it is for, what it needs and costs, and what it does block by block."""
+    made_for = plan.fingerprint
+    return "\n".join(
+        (
+            f"{format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)} peak predicted "
+            f"(budget {format_bytes(plan.budget_bytes)}), {extra(plan.predicted.extra_ms, plan.step_ms)}{_bound(plan)}",
+            f"  peak{format_parts(plan.predicted.peak_bytes, plan.predicted.parts)}",
+            f"  held after forward: {format_change(plan.plain.held_bytes, plan.predicted.held_bytes)}",
+            f"for {made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}",
+            *lever_lines(plan),
+            decisions(plan),
+            *(f"  {line}" for line in blocks(plan)),
+            *(["on larger batches:"] if plan.larger is not None else []),
+            *(f"  {line}" for line in (blocks(plan.larger) if plan.larger is not None else ())),
+            *(f"note: {note}" for note in plan.notes),
+        )
+    )
+
+
+def extra(extra_ms: float, step_ms: float) -> str:
+    """What a plan costs: `+4.1 % time`, or in milliseconds where the plain step was not timed."""
+    return f"{format_ratio(extra_ms / step_ms, signed=True)} time" if step_ms else f"+{format_time(extra_ms)} a step"
+
+
+def _bound(plan: Plan) -> str:
+    """What no plan for this budget can beat, where that is known."""
+    if not plan.bound_ms:
+        return ""
+    return f"; no plan takes less than {extra(plan.bound_ms, plan.step_ms)}"
+
+
+def blocks(decided: Decided) -> Iterator[str]:
+    """One line for blocks of which the same is decided: `transformer.h.{0-7}: remake ln_1 (2), mlp.act`."""
+    for block, made in decided.folded().items():
+        kinds = ("remake", *KINDS)
+        parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
+        yield f"{block or 'outside of blocks'}: {'; '.join(parts)}"
+
+
+def _counted(addresses: Iterable[str]) -> Iterator[str]:
+    """Modules instead of addresses, with the number of tensors where it is not one. `@`: an argument of a call."""
+    modules = Counter(address.partition("#")[0] or "itself" for address in addresses if "@" not in address)
+    yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())
+    if n := sum("@" in address for address in addresses):
+        yield f"{n} arguments of calls" if n > 1 else "an argument of a call"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDiff(Record):
+    """What is not the same in two plans; nothing but empty fields where all is."""
+
+    fingerprint: tuple[str, ...]
+    """In words, one for each part of it."""
+    numbers: dict[str, tuple[float, float]]
+    """Budget, predicted peak, extra time and so on, where they differ."""
+    only_first: tuple[str, ...]
+    """Decisions that only the first plan has: `remake transformer.h.0.mlp.act#0:0`."""
+    only_second: tuple[str, ...]
+    larger: bool = False
+    """Whether something else is done on larger batches."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.fingerprint or self.numbers or self.only_first or self.only_second or self.larger)
+
+
+def compare(first: Plan, second: Plan) -> PlanDiff:
+    """What differs between two plans."""
+    one, other = _numbers(first), _numbers(second)
+    mine, theirs = _decided(first), _decided(second)
+    return PlanDiff(
+        fingerprint=first.fingerprint.differences(second.fingerprint),
+        numbers={name: (one[name], other[name]) for name in one if one[name] != other[name]},
+        only_first=tuple(line for line in mine if line not in theirs),
+        only_second=tuple(line for line in theirs if line not in mine),
+        larger=(first.larger or first).decisions != (second.larger or second).decisions,
+    )
+
+
+def _numbers(plan: Plan) -> dict[str, float]:
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "plain_peak_bytes": plan.plain.peak_bytes,
+        "predicted_peak_bytes": plan.predicted.peak_bytes,
+        "extra_ms": plan.predicted.extra_ms,
+        "extra_flops": plan.predicted.extra_flops,
+    }
+
+
+def _decided(plan: Plan) -> dict[str, None]:
+    remade = (f"remake {address}" for address in plan.remake)
+    pulled = (f"lever {lever.name}" for lever in plan.levers)
+    replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
+    offloaded = (f"offload {address}" for address in plan.offload)
+    in_place = (f"gradients in place {node}" for node in plan.in_place)
+    return dict.fromkeys([*pulled, *in_place, *remade, *replayed, *advanced, *offloaded])
+
+
+def show_diff(first: Plan, second: Plan) -> str:
+    """The differences of two plans as text: numbers first, then `-` and `+` lines of what each does alone, folded."""
+    found = compare(first, second)
+    if found.same:
+        return "the plans are the same"
+    lines = [*found.fingerprint]
+    for name, (one, other) in found.numbers.items():
+        kind, _, unit = name.rpartition("_")
+        words = kind.replace("_", " ")
+        if unit == "bytes":
+            lines.append(f"{words}: {format_change(int(one), int(other))}")
+        elif unit == "ms":
+            lines.append(f"{words} time: {format_time(one)} -> {format_time(other)}")
+        else:
+            lines.append(f"{words} FLOPs: {one:.3g} -> {other:.3g}")
+    lines += [f"- {line}" for line in _folded(first, found.only_first)]
+    lines += [f"+ {line}" for line in _folded(second, found.only_second)]
+    lines += ["on larger batches they do something else"] if found.larger else []
+    return "\n".join(lines)
+
+
+def _folded(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
+    mine = set(only)
+    yield from (line for line in only if line.startswith(("lever ", "gradients in place ")))
+    remake = {address: node for address, node in plan.remake.items() if f"remake {address}" in mine}
+    replay = [call for call in plan.replay if f"replay {call}" in mine]
+    advance = [call for call in plan.advance if f"advance {call}" in mine]
+    offload = [address for address in plan.offload if f"offload {address}" in mine]
+    for block, made in fold(remake, replay, advance, offload).items():
+        for kind, below in made.items():
+            yield from (f"{kind} {join(block, address)}" for address in below)

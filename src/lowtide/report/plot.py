@@ -1,0 +1,239 @@
+"""The frontier as a picture, by matplotlib. Loading that takes a second: import this where a picture is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import MaxNLocator
+from textalloc import allocate
+
+from lowtide.planner.budget_frontier import Frontier, Point
+from lowtide.units import format_bytes, parse_bytes
+
+INCHES = WIDTH, HEIGHT = 8.5, 5.4
+DARK, GREY, PALE, BLUE = "#24292f", "#6e7781", "#e6e8eb", "#0072b2"
+KINDS = (("#c25000", "D"), ("#6a1f5e", "s"), ("#00806a", "^"), ("#000000", "X"))
+"""Colour and mark for points of others; those whose names begin with the same word have the same. With BLUE they are
+after Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/), and dark enough
+for names on light paper."""
+ORDERS = 12
+"""Orders in which the names choose their places; the one with the shortest lines to its names is drawn."""
+BESIDE = 16
+"""Up to so many pixels away from its point a name needs no line to it."""
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": PALE,
+    "axes.grid": True,
+    "axes.labelcolor": DARK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "font.size": 9,
+    "grid.color": PALE,
+    "lines.markersize": 6,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",  # text stays text: small files that can be searched
+    "svg.hashsalt": "lowtide",  # else names inside of the file are random
+    "text.color": DARK,
+    "text.parse_math": False,
+    "xtick.color": PALE,
+    "xtick.labelcolor": DARK,
+    "ytick.color": PALE,
+    "ytick.labelcolor": DARK,
+}
+
+
+def draw(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", note: str = "") -> Figure:
+    """The frontier as a figure: what a budget costs, as a step line.
+
+    `others` stand beside it, each with its name; those without one are plans, too, that are not on the line. Extra time
+    goes up, in percent of the plain step where that was timed; extra FLOPs if a point has no time. `about` stands below
+    the title, in place of what the frontier itself knows, and `note` in the lower right corner.
+    """
+    scale = _Scale.of(frontier, others)
+    with _style():
+        figure = Figure(INCHES, facecolor="none")
+        FigureCanvasAgg(figure)  # measures texts
+        # Paper, since the colours are made for light pages: a dark one shows at the round corners only.
+        paper = FancyBboxPatch((0, 0), *INCHES, boxstyle="round,pad=0,rounding_size=0.1", fc="white", ec="none")
+        figure.add_artist(paper).set(transform=figure.dpi_scale_trans, zorder=-1)
+        figure.text(0.97, 0.025, note, ha="right", color=GREY)
+        axes = figure.add_axes((0.085, 0.11, 0.885, 0.745))
+        axes.set_title(
+            f"What a memory budget costs: {frontier.fingerprint.model.partition(' ')[0]}", loc="left", pad=24
+        )
+        axes.text(0, 1.025, about or _about(frontier), transform=axes.transAxes, color=GREY)
+        _axes(axes, scale)
+        _points(axes, scale, frontier, others)
+        _line(axes, scale, frontier)
+        if any(p.name for p in others):
+            _names(axes, scale, frontier, others)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write it in the format that the file's ending names. The same figure gives the same bytes."""
+    dates: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with _style():
+        figure.savefig(path, metadata=dates.get(Path(path).suffix.lower()))
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Matplotlib's defaults and STYLE, not the user's. Some are read when a figure is made, some when it is saved."""
+    with matplotlib.style.context(["default", STYLE]):
+        yield
+
+
+def _about(frontier: Frontier) -> str:
+    made_for = frontier.fingerprint
+    return f"batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}; predicted from one rehearsal"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """What goes across, what goes up, and where a point is."""
+
+    unit: str
+    """Of what goes across: `MiB`."""
+    heading: str
+    """Of what goes up."""
+    per_ms: float | None
+    """None where FLOPs go up."""
+    per_flop: float = 0.0
+
+    @classmethod
+    def of(cls, frontier: Frontier, others: Sequence[Point]) -> _Scale:
+        points = (*frontier.points, *others)
+        unit = format_bytes(max(p.peak_bytes for p in points)).split()[1]
+        if all(p.extra_ms is not None for p in points):
+            if frontier.step_ms:
+                return cls(unit, "extra time, % of the plain step", 100 / frontier.step_ms)
+            return cls(unit, "extra time, ms a step", 1.0)
+        if frontier.step_flops:
+            return cls(unit, "extra FLOPs, % of the plain step", None, 100 / frontier.step_flops)
+        return cls(unit, "extra GFLOP a step", None, 1e-9)
+
+    def x(self, n_bytes: int) -> float:
+        return n_bytes / parse_bytes(f"1{self.unit}")
+
+    def y(self, point: Point) -> float:
+        if self.per_ms is None or point.extra_ms is None:
+            return point.extra_flops * self.per_flop
+        return point.extra_ms * self.per_ms
+
+    def xy(self, points: Sequence[Point]) -> tuple[list[float], list[float]]:
+        return [self.x(p.peak_bytes) for p in points], [self.y(p) for p in points]
+
+
+def _axes(axes: Axes, scale: _Scale) -> None:
+    axes.set_xlabel(f"peak memory of the step, {scale.unit}")
+    axes.set_ylabel(scale.heading)
+    axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.margins(0.06, 0.1)
+    axes.axhline(0, color=GREY, lw=0.8, zorder=1)
+
+
+def _points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
+    more = [p for p in others if not p.name]
+    axes.plot(*scale.xy(more), "o", color=BLUE, mec="white", mew=0.5, alpha=0.4, gid="more")
+    axes.plot(*scale.xy(frontier.points), "o", color=BLUE, mec="white", mew=0.5, gid="ours", zorder=2.2)
+    for kind, (colour, mark) in _kinds(others).items():
+        named = [p for p in others if p.name and _kind(p) == kind]
+        axes.plot(*scale.xy(named), mark, color=colour, mec="white", mew=0.5, gid=kind, zorder=2.3)
+    axes.plot(scale.x(frontier.plain_bytes), 0, "o", ms=7, mfc="white", mec=GREY, mew=1.5, gid="plain", zorder=2.4)
+
+
+def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
+    """A budget costs what the largest peak within it costs; all that is above that can be had."""
+    right, top = axes.get_xlim()[1], axes.get_ylim()[1]
+    xs, ys = scale.xy(frontier.points)
+    axes.step([*xs, scale.x(frontier.plain_bytes)], [*ys, ys[-1]], where="post", color=BLUE, lw=1.8, gid="line")
+    axes.fill_between([*xs, right], [*ys, ys[-1]], top, step="post", color=BLUE, alpha=0.07, lw=0, gid="reached")
+    axes.set(xlim=(axes.get_xlim()[0], right), ylim=(axes.get_ylim()[0], top))
+
+
+def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
+    """Who is who: over no point, no line and no other name, with a thin line to the point if that is further away.
+
+    Where so many points are together that some name finds no place, the thin lines may go behind other names.
+    """
+    named = [p for p in others if p.name]
+    plain_x = scale.x(frontier.plain_bytes)
+    line_x, line_y = scale.xy(frontier.points)
+    other_x, other_y = scale.xy(others)
+    named_x, named_y = scale.xy(named)
+    kinds = _kinds(others)
+    colours = [BLUE, GREY, *(kinds[_kind(p)][0] for p in named)]
+    settings: dict[str, Any] = dict(
+        x=[line_x[0], plain_x, *named_x],
+        y=[line_y[0], 0.0, *named_y],
+        text_list=["Lowtide", "the plain step", *(p.name for p in named)],
+        x_scatter=[plain_x, *line_x, *other_x],
+        y_scatter=[0.0, *line_y, *other_y],
+        scatter_sizes=[3.0] * (1 + len(line_x) + len(others)),
+        # The step line has two corners a point.
+        x_lines=[[line_x[0], *(x for x in [*line_x[1:], plain_x] for _ in range(2))], axes.get_xlim()],
+        y_lines=[[*(y for y in line_y for _ in range(2)), line_y[-1]], (0.0, 0.0)],
+        textsize=8.5,
+        textcolor=colours,
+        fontweight=["bold", *["normal"] * (1 + len(named))],
+        va="bottom",
+        linecolor=colours,
+        linewidth=0.6,
+        # Shares of the width.
+        margin=0.003,
+        min_distance=0.008,
+        max_distance=0.25,
+        nbr_candidates=1000,
+    )
+
+    def lines_to_names(way: dict[str, Any]) -> tuple[int, float]:
+        """How many names find no place, and the pixels of the others' lines together."""
+        _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
+        lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
+        for artist in (*texts, *leaders):
+            if isinstance(artist, Artist):
+                artist.remove()
+        return len(leaders) - len(lines), sum(lines)
+
+    def best(apart: bool) -> tuple[tuple[int, float], dict[str, Any]]:
+        ways = [dict(priority_strategy=order, avoid_label_lines_overlap=apart) for order in range(ORDERS)]
+        return min(((lines_to_names(way), way) for way in ways), key=itemgetter(0))
+
+    (missing, _), way = best(apart=True)
+    if missing:
+        _, way = best(apart=False)
+    _, _, _, leaders = allocate(axes, **settings, **way)
+    for leader in leaders:
+        if isinstance(leader, Line2D) and _pixels(axes, leader) < BESIDE:
+            leader.remove()
+
+
+def _pixels(axes: Axes, leader: Line2D) -> float:
+    return math.dist(*axes.transData.transform(leader.get_xydata()))
+
+
+def _kinds(others: Sequence[Point]) -> dict[str, tuple[str, str]]:
+    """Colour and mark by the first word of the names."""
+    kinds = dict.fromkeys(_kind(p) for p in others if p.name)
+    return {kind: KINDS[n % len(KINDS)] for n, kind in enumerate(kinds)}
+
+
+def _kind(point: Point) -> str:
+    return point.name.split()[0].rstrip(",:")

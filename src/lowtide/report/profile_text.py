@@ -1,0 +1,46 @@
+"""What a rehearsal found, for people: what the plain step needs, and how far down plans can go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowtide.planner.planning import in_place_peak_bytes, simulator_of, smallest_peak
+from lowtide.planner.records import Decisions, Profile
+from lowtide.report.plan_text import extra
+from lowtide.report.text_table import lever_lines
+from lowtide.units import format_bytes, format_parts, format_ratio, format_time
+
+
+def show(profile: Profile) -> str:
+    """The plain step's peak and what it is made of, what is held for backward, and what some budgets would cost."""
+    return "\n".join(_lines(profile))
+
+
+def _lines(profile: Profile) -> Iterator[str]:
+    made_for = profile.fingerprint
+    plain = simulator_of(profile).predict(Decisions())
+    measured = profile.measured_plain_peak_bytes
+    yield f"{made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}"
+    how = "predicted" if measured is None else "measured"
+    peak_bytes = plain.peak_bytes if measured is None else measured
+    yield f"plain step: {format_bytes(peak_bytes)} peak {how}" + (
+        f", {format_time(profile.step_ms)}" if measured else ""
+    )
+    yield f"  peak{format_parts(plain.peak_bytes, plain.parts)}"
+    yield f"  held after forward: {format_bytes(plain.held_bytes)} in {_saved(profile)} saved tensors"
+    free_bytes = in_place_peak_bytes(profile)
+    if free_bytes < plain.peak_bytes:
+        yield f"with gradients in place: {format_bytes(free_bytes)}, at no cost"
+    _, least = smallest_peak(profile)
+    if least.peak_bytes < plain.peak_bytes:
+        smallest, share = format_bytes(least.peak_bytes, round_up=True), format_ratio(least.peak_bytes / peak_bytes)
+        yield f"smallest peak: {smallest} ({share}), {extra(least.extra_ms, profile.step_ms)}"
+        yield f"  peak{format_parts(least.peak_bytes, least.parts)}"
+    else:
+        yield "smallest peak: the plain step's, for no plan needs less"
+    yield from lever_lines(profile)
+    yield from (f"note: {note}" for note in profile.notes)
+
+
+def _saved(profile: Profile) -> int:
+    return sum(slot.storage is not None and not slot.is_input for slot in profile.slots)

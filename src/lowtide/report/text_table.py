@@ -1,0 +1,109 @@
+"""What a plan does and costs, in a line."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lowtide.planner.plan_format import ranges
+from lowtide.planner.records import Decisions
+from lowtide.units import format_bytes, format_ratio, format_time
+
+if TYPE_CHECKING:
+    from lowtide.planner.records import Plan, Profile
+
+
+def lever_lines(plan: Plan | Profile) -> list[str]:
+    """A line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`."""
+    return [
+        f"lever {lever.name}: {lever.what}; "
+        + (f"{format_bytes(lever.bytes)} less, " if lever.bytes else "")
+        + (f"+{format_time(lever.extra_ms)} a step" if lever.extra_ms else "at no cost")
+        for lever in plan.levers
+    ]
+
+
+def extra_time(plan: Plan) -> str:
+    """What the plan takes, and the least that any takes: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
+    if not plan.step_ms:
+        return ""
+    extra, bound = (format_ratio(ms / plan.step_ms, signed=True) for ms in (plan.predicted.extra_ms, plan.bound_ms))
+    return f", {extra} time predicted" + (f", bound {bound}" if plan.decisions != Decisions() else "")
+
+
+_OPS = {
+    "Addmm": "linear",
+    "Bmm": "matrix product",
+    "Clone": "copy",
+    "Gelu": "GELU",
+    "MaxPool2DWithIndices": "max pool",
+    "Mm": "linear",
+    "Mul": "product",
+    "Add": "sum",
+    "Sub": "difference",
+    "Div": "quotient",
+    "Pow": "power",
+    "Silu": "SiLU",
+    "Relu": "ReLU",
+    "Rsqrt": "reciprocal root",
+    "SafeSoftmax": "softmax",
+    "ToCopy": "cast",
+    "UnsafeView": "matrix product",  # torch.matmul's result: a view of what bmm or mm gave
+}
+"""What people call an autograd node's output; other nodes keep their name, in words."""
+
+_MOST_LISTED = 8
+
+
+def decisions(plan: Plan) -> str:
+    """What is remade and replayed, by what it is: `remade layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
+    asked = [] if plan.allows_in_place else ["no gradients in place, as asked"]
+    if plan.decisions == Decisions():
+        kept = "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
+        return "; ".join([kept, *asked])
+    parts = asked
+    if plan.in_place:
+        parts.append(f"gradients in place: {', '.join(map(_op, plan.in_place))}")
+    if plan.remake:
+        count = Counter(map(_op, plan.remake.values()))
+        most = sorted(count.items(), key=lambda item: (-item[1], item[0]))
+        parts.append("remade " + ", ".join(f"{op} ({n})" for op, n in most))
+    for how, calls in (("replayed", plan.replay), ("run forward again", plan.advance)):
+        families = merged(call.rpartition("#")[0] for call in calls)
+        rest = len(families) - _MOST_LISTED
+        more = [f"and {rest} more"] if rest > 0 else []
+        parts += [f"{how} " + ", ".join(families[:_MOST_LISTED] + more)] if families else []
+    if plan.offload:
+        tensors = f"{len(plan.offload)} tensor{'s' * (len(plan.offload) > 1)}"
+        parts.append(f"offloaded {tensors}, {format_bytes(plan.predicted.host_bytes)} on the host")
+    return "; ".join(parts)
+
+
+def merged(paths: Iterable[str]) -> list[str]:
+    """Module paths that differ in one number, written once: `h.0.mlp`, `h.1.mlp` -> `h.{0-1}.mlp`."""
+    families: dict[str, set[int]] = defaultdict(set)
+    plain: list[str] = []
+    for path in dict.fromkeys(paths):
+        numbers = list(re.finditer(r"(?<![^.])\d+(?![^.])", path))
+        if numbers:
+            first = numbers[0]
+            families[f"{path[: first.start()]}{{}}{path[first.end() :]}"].add(int(first[0]))
+        else:
+            plain.append(path)
+    return plain + [family.replace("{}", ranges(n), 1) for family, n in families.items()]
+
+
+def _op(node: str) -> str:
+    """`NativeLayerNormBackward0` -> `layer norm`."""
+    name = re.sub(r"Backward\d+(\+\w+( [\d,]+)?)?$", "", node)
+    if name.startswith("ScaledDotProduct"):  # flash, memory-efficient, for this device and that
+        return "attention"
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.removeprefix("Native")).lower()
+    return _OPS.get(name, words)
+
+
+def listed(words: Sequence[str]) -> str:
+    """`loss, gradients and buffers`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,1 @@
+"""Carries out a plan: saved-tensor hooks, recompute, replay, offload and in-place gradients."""

@@ -1,0 +1,101 @@
+"""The result of a module call that is not kept: the call runs forward again for it when somebody asks.
+
+From what the call was given, and nothing is saved on the way: of a chain of replayed blocks only some need to keep
+their inputs, and the others are made from these one after the other. Inputs that were made so stay while their own
+block's replay waits for them, so no block advances twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import ReplayMismatch
+from lowtide.runtime import saved_values as values
+from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.replay import Frame, one_at_a_time
+from lowtide.runtime.saved_values import Handle, Value, register, registered
+from lowtide.runtime.view_geometry import producer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+
+class Advance:
+    """Brings back the one result of a call that needs a gradient."""
+
+    __slots__ = ("_frame", "_view", "operands")
+
+    def __init__(self, frame: Frame, operands: tuple[Handle, ...], tensor: Tensor, base: Tensor) -> None:
+        self._frame = frame
+        self.operands = operands
+        self._view = None if base is tensor else (base.size(), base.stride(), int(base.storage_offset()))
+        """Where the base is in what the call returns, if that is a view of it."""
+
+    def make(self, value: Value) -> Tensor:
+        """Run the call forward; the result stays if somebody waits for it. Raises as `Frame.catch` does."""
+        with one_at_a_time:
+            if value.tensor is not None:  # another thread was faster
+                return value.tensor
+            if values.probe is not None:
+                values.probe.making(self)
+            made = self.forward()
+            if values.probe is not None:
+                values.probe.made(self, (made,))
+            value.arrive(made)
+            return made
+
+    def forward(self) -> Tensor:
+        """The base of the result."""
+        tensor = result_of(self._frame.forward_again(self.operands))
+        if tensor is None:
+            raise ReplayMismatch(
+                f"{self._frame.seam} did not return one tensor when it was run again, as it had done.",
+                type(self._frame.seam.module),
+            )
+        return tensor.detach() if self._view is None else tensor.detach().as_strided(*self._view)
+
+
+def result_of(returned: Any) -> Tensor | None:
+    """The one tensor that needs a gradient in what a call returned; None if there is none or more than one."""
+    found = [tensor for tensor in tensors_in_call((returned,), {}) if tensor.grad_fn is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def result_node(frame: Frame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
+    """The result of the call of `frame`, its base, and the base's node and place among what that gave.
+
+    None where the result is something that the call was given.
+    """
+    tensor = result_of(returned)
+    if tensor is None:
+        return None
+    base, node, output, _ = producer(tensor)
+    if node is None:
+        return None
+    found = registered(node, output)
+    if found is not None and any(handle.value is found for handle in frame.operands):
+        return None
+    return tensor, base, node, output
+
+
+def left_to_advance(frame: Frame, returned: Any, *, replayed: bool) -> Value | None:
+    """The value of what the call of `frame` returned, from now on made by running it forward.
+
+    None where it is not to be had so, or something inside the call keeps or remakes it. The caller holds the value
+    until whoever is given it has a handle. `replayed`: the operands of `frame` are claimed for its replay already.
+    """
+    found = result_node(frame, returned)
+    if found is None:
+        return None
+    tensor, base, node, output = found
+    value = registered(node, output)
+    if value is None:
+        value = Value(output=output)
+        value.version = base._version
+        register(node, output, value)
+    elif not isinstance(value.maker, Frame):
+        return None
+    operands = tuple(Handle(h.value, h.view) for h in frame.operands) if replayed else frame.operands
+    value.maker = Advance(frame, operands, tensor, base)
+    return value

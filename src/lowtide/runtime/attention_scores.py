@@ -1,0 +1,65 @@
+"""What attention adds to its scores where no fused kernel does it: its mask, as numbers (`attention.cpp` of 2.13).
+
+The sum is made in C++, is not saved, and does not record the mask. While attention runs, `Noting` knows what it was
+called with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from lowtide._torch import output_metadata, sequence_number
+from lowtide.runtime.operand_capture import Place, here
+from lowtide.runtime.recipes import Recipe
+from lowtide.runtime.recompute import Remake
+from lowtide.runtime.saved_values import Handle, Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+
+def added_to_scores(node: Node, name: str) -> tuple[Place, Value] | None:
+    """What attention adds, where the node is that of this sum and `name` what it adds."""
+    attention = here.attention
+    if attention is None or (node.name(), name) != ("AddBackward0", "other"):
+        return None
+    if sequence_number(node) < attention.first:
+        return None
+    scores = output_metadata(node, 0)
+    if attention.mask is None:
+        constants = {"shape": scores.shape[-2:], "dtype": scores.dtype, "device": scores.device}
+        return attention.place, Value(maker=Remake(_CAUSAL, {}, constants, None))
+    mask = attention.mask.tensor
+    if mask is None or mask.dtype != torch.bool:
+        return attention.place, attention.mask
+    return attention.place, Value(
+        maker=Remake(_AS_NUMBERS, {"mask": Handle(attention.mask)}, {"dtype": scores.dtype}, None)
+    )
+
+
+def _causal(*, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, -torch.inf, dtype=dtype, device=device).triu_(1)
+
+
+def _as_numbers(mask: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _made_by(function: Callable[..., Tensor], operands: tuple[str, ...], constants: tuple[str, ...]) -> Recipe:
+    return Recipe(
+        node="AttentionMask",
+        function=function,
+        operands=operands,
+        lists=frozenset(),
+        optional=frozenset(),
+        constants=constants,
+        several=False,
+    )
+
+
+_CAUSAL: Final = _made_by(_causal, (), ("shape", "dtype", "device"))
+_AS_NUMBERS: Final = _made_by(_as_numbers, ("mask",), ("dtype",))

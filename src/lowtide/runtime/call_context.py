@@ -1,0 +1,318 @@
+"""What a module call sees besides its arguments, taken when it begins and put back around a replay.
+
+Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the
+kernels that attention may use, training flags, buffers and plain attributes are as they were; afterwards everything is
+as it was before the replay. Parameters, and buffers that the call does not write to, are not copied: a replay in which
+they have other contents refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch import as_kind, bytes_of, is_fake, is_plain, storage_id, tree_leaves
+from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
+from lowtide.runtime.module_attributes import Attributes
+from lowtide.runtime.tensor_writers import Overwritten
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SMALL_BYTES = 2**16
+"""Buffers up to this size are copied for every call: batch norm writes to its own without autograd noticing."""
+
+LARGEST_SUMMED = 2**20
+"""Bytes of a larger buffer on the CPU up to which it is seen when something is written to its `.data`."""
+
+_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+"""Which attention kernels may be chosen: in spite of their place, on the CPU too."""
+
+
+class Reach:
+    """What calls of one module can touch, and what its first call was seen to do with it."""
+
+    __slots__ = ("cards", "generators", "holds", "is_overwritten", "modules", "units", "written")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = tuple(module.modules())
+        self.units = tuple(units(self.modules))
+        """Those of which the parameters are others while they run than before and after."""
+        self.cards = cards(tensor.device for tensor in (*module.parameters(), *module.buffers()))
+        found = (item for part in self.modules for item in vars(part).values())
+        self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
+        self.written: frozenset[tuple[nn.Module, str]] | None = None
+        """Large buffers that a call writes to; None until one has been seen."""
+        self.holds = False
+        """A call runs backward inside of its forward: what a replay saves has to be there for that."""
+        self.is_overwritten = False
+        """What a call had read was written to before backward: none is run again any longer."""
+
+    def forget(self) -> None:
+        """Look again at what a call does."""
+        self.written = None
+
+
+class Surroundings:
+    """What one call saw."""
+
+    __slots__ = (
+        "attributes",
+        "autocast",
+        "buffers",
+        "cards",
+        "copied",
+        "generators",
+        "held",
+        "kernels",
+        "numpy",
+        "python",
+        "reach",
+        "rng",
+        "sums",
+        "training",
+    )
+
+    def __init__(
+        self, reach: Reach, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
+    ) -> None:
+        """Of a call that begins; `devices` and `generators` are those of its arguments."""
+        self.reach = reach
+        found = reach.cards | cards(devices)
+        self.rng = torch.get_rng_state()
+        self.cards = tuple((card, torch.get_device_module(card).get_rng_state(card)) for card in found)
+        self.generators = tuple((g, g.get_state()) for g in {*reach.generators, *generators})
+        self.python: tuple[Any, ...] | None = python_state()
+        self.numpy = numpy_state()
+        self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(card.type for card in found)})
+        self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
+        self.training = [module.training for module in reach.modules]
+        self.attributes = Attributes(reach.modules)
+        self.buffers = {
+            (module, name): (buffer, buffer._version, buffer.detach().clone())
+            for module, name, buffer in _buffers(reach.modules)
+            if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES
+        }
+        self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        """Parameters that were written to since, and what was in them."""
+        self.held = self._held()
+        self.sums = self._sums()
+
+    def _sums(self) -> list[int | None]:
+        """For each of `held` that is a buffer what its bytes add up to, as far as that is cheap."""
+        return [None if isinstance(t, torch.nn.Parameter) else _sum_of(t) for _, _, t, _ in self.held]
+
+    @property
+    def written_late(self) -> str | None:
+        """A buffer that the call that is now over wrote to, as the first one did not: it was not copied."""
+        for (_, name, tensor, version), before, now in zip(self.held, self.sums, self._sums(), strict=True):
+            if not isinstance(tensor, torch.nn.Parameter) and (tensor._version != version or before != now):
+                self.reach.forget()
+                return name
+        return None
+
+    def _held(self) -> list[tuple[dict[str, Any], str, Tensor, int]]:
+        """Parameters, and buffers that are not copied: the table where each is, its name there, itself, its version."""
+        written = {(id(table), name) for table, name, *_ in self.copied}
+        return [
+            (table, name, tensor, tensor._version)
+            for module in self.reach.modules
+            for table, copied in ((module._parameters, ()), (module._buffers, self.buffers))
+            for name, tensor in table.items()
+            if tensor is not None and (module, name) not in copied and (not self.reach.units or is_plain(tensor))
+            if (id(table), name) not in written
+        ]
+
+    def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
+        """Have copies of the parameters in this memory, which is about to be written to; whether there are any."""
+        kept = []
+        for held, before in zip(self.held, self.sums, strict=True):
+            table, name, tensor, version = held
+            is_parameter = isinstance(tensor, torch.nn.Parameter) and tensor._version == version
+            if is_parameter and storage_id(tensor) in storages:
+                self.copied.append((table, name, tensor, copy_of(tensor)))
+            else:
+                kept.append((held, before))
+        has_copied = len(kept) < len(self.held)
+        self.held, self.sums = [held for held, _ in kept], [before for _, before in kept]
+        return has_copied
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held of tensors that nobody else has: random numbers and copies of buffers."""
+        yield self.rng
+        yield from (state for _, state in (*self.cards, *self.generators))
+        yield from (content for _, _, content in self.buffers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `tensors`; of a module on a card, of those that are on one: random numbers are on the host."""
+        on_card = bool(self.reach.cards)
+        return sum(tensor.nbytes for tensor in self.tensors if not on_card or tensor.device.type != "cpu")
+
+    def learn(self) -> None:
+        """The call is over. Large buffers that the first one did not write to are not copied for the next ones."""
+        self.attributes.learn()
+        reach = self.reach
+        if reach.written is None:
+            there = {(module, name): buffer for module, name, buffer in _buffers(reach.modules)}
+            reach.written = frozenset(
+                key
+                for key, (buffer, version, content) in self.buffers.items()
+                if there.get(key) is not buffer or buffer._version != version or not _equal(buffer, content)
+            )
+            for key, (buffer, _, _) in list(self.buffers.items()):
+                if key not in reach.written and buffer.nbytes > SMALL_BYTES:
+                    del self.buffers[key]
+            self.held = self._held()
+            self.sums = self._sums()
+        # Of each call: one that draws nothing may draw the next time.
+        if python_state() is self.python:
+            self.python = None
+        if numpy_state() is self.numpy:
+            self.numpy = None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything as it was when the call began; afterwards as it was before."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_attributes_back(self.reach.modules))
+            self._put_back()
+            for tensor, version in self.attributes.tensors:
+                if tensor._version != version:
+                    raise self._overwritten(tensor, version)
+            self.attributes.put_back()
+            self._draw_again(stack)
+            for (enabled, switch), then in zip(_KERNELS, self.kernels, strict=True):
+                if enabled() != then:
+                    stack.callback(switch, not then)
+                    switch(then)
+            for module, flag in zip(self.reach.modules, self.training, strict=True):
+                vars(module)["training"] = flag
+            copies: dict[int, Tensor] = {}  # what two modules share stays one
+            for table, name, parameter, content in self.copied:
+                like = torch.nn.Parameter(content.clone(), requires_grad=parameter.requires_grad)
+                table[name] = copies.setdefault(id(parameter), like)
+            for (module, name), (buffer, _, content) in self.buffers.items():
+                module._buffers[name] = copies.setdefault(id(buffer), content.clone())
+            stack.enter_context(torch.enable_grad())
+            for kind, *state in self.autocast:
+                if state != _autocast(kind):
+                    on, dtype, cache = state
+                    stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
+            yield
+
+    def _put_back(self) -> None:
+        """The parameters and buffers that the call saw, if others stand in their places now (as of `functional_call`).
+
+        For a parameter that was changed in place since, something that raises when it is used: an optimizer that steps
+        inside of backward changes those which backward is through with, and a replay that is only now needed stops
+        before it comes to them, or must not run. Raises Overwritten for a buffer that was changed.
+        """
+        for table, name, tensor, version in self.held:
+            if tensor._version != version:
+                if not isinstance(tensor, torch.nn.Parameter):
+                    self.reach.forget()
+                    raise self._overwritten(tensor, version)
+                table[name] = changed = as_kind(_Changed, tensor.detach())
+                changed.overwritten = partial(self._overwritten, tensor, version)
+            elif name not in table or table[name] is not tensor:
+                table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+
+    def _overwritten(self, tensor: Tensor, version: int) -> Overwritten:
+        """The error of a call that can't be run again, as it had read what was written to since."""
+        self.reach.is_overwritten = True
+        kind = type(self.reach.modules[0])
+        return Overwritten(tensor, version, kind.__name__, kind)
+
+    def _draw_again(self, stack: contextlib.ExitStack) -> None:
+        """Set all random numbers back to where the call began."""
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        torch.set_rng_state(self.rng)
+        for card, state in self.cards:
+            device = torch.get_device_module(card)
+            stack.callback(device.set_rng_state, device.get_rng_state(card), card)
+            device.set_rng_state(state, card)
+        for generator, state in self.generators:
+            stack.callback(generator.set_state, generator.get_state())
+            generator.set_state(state)
+        if self.python is not None:
+            stack.callback(random.setstate, python_state())
+            random.setstate(self.python)
+        if self.numpy is not None:
+            stack.callback(set_numpy_state, numpy_state())
+            set_numpy_state(self.numpy)
+
+
+class _Changed(torch.Tensor):
+    """Stands for a parameter that is not what the call saw: whatever is done with it raises."""
+
+    overwritten: Callable[[], Overwritten]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(leaf.overwritten() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+
+
+@contextlib.contextmanager
+def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
+    """Attributes, buffers and parameters that are bound or bound anew in this block are afterwards as they were."""
+    tables = [
+        table
+        for module in modules
+        for table in (vars(module), module._buffers, module._parameters)
+        if table and isinstance(table, dict)  # a scripted module has something else, which nobody can bind anew
+    ]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, was in zip(tables, before, strict=True):
+            if len(table) != len(was):
+                for name in table.keys() - was.keys():
+                    del table[name]
+            table.update(was)
+
+
+def cards(devices: Iterable[torch.device]) -> frozenset[torch.device]:
+    """Those with random numbers of their own beside the CPU's."""
+    return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
+
+
+def _autocast(kind: str) -> list[Any]:
+    return [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()]
+
+
+def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    return (
+        (module, name, buffer)
+        for module in modules
+        if module._buffers
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    )
+
+
+def _sum_of(tensor: Tensor) -> int | None:
+    if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.untyped_storage().nbytes() > LARGEST_SUMMED:
+        return None
+    return zlib.crc32(bytes_of(tensor))
+
+
+def _equal(buffer: Tensor, content: Tensor) -> bool:
+    """Whether a buffer is what it was, also if no version was counted: native batch norm writes so, and `.data`."""
+    if is_fake(buffer) or not is_plain(buffer):
+        return True
+    return torch.equal(buffer, content)

@@ -1,0 +1,182 @@
+"""Where Lowtide gets into a module: the instance attribute that `Module.__call__` asks before its own implementation.
+
+torch made this place for `Module.compile`. The model is not rewritten: names, classes, hooks and `state_dict` stay as
+they are, and copies and pickles of the model do not have it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide._torch import CALL, is_compiled, is_tracing, without_function_mode
+from lowtide.runtime.call_context import Reach
+from lowtide.runtime.class_calls import past_fronts, stand_in_calls
+from lowtide.runtime.module_changes import AsPlanned
+from lowtide.runtime.operand_capture import Noting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.runtime.engine import Engine
+    from lowtide.runtime.plan_table import Actions
+
+
+class Seam:
+    """Stands in a module's CALL attribute: tells the engine that the module is being called."""
+
+    __slots__ = (
+        "_reach",
+        "_thread",
+        "actions",
+        "as_planned",
+        "before",
+        "engine",
+        "inner",
+        "installed",
+        "is_compiled",
+        "is_left_alone",
+        "module",
+        "path",
+        "replays",
+    )  # fmt: skip
+
+    def __init__(self, engine: Engine, module: nn.Module, path: str, actions: tuple[dict[int, Actions], ...]) -> None:
+        self.engine, self.module, self.path, self.actions = engine, module, path, actions
+        self.replays = any(action.replay or action.advance for of_plan in actions for action in of_plan.values())
+        """Whether a plan replays or advances any call of the module."""
+        self.as_planned = AsPlanned(module, path) if self.replays else None
+        """The module when the plan was put in force, if that replays it."""
+        self.installed = False
+        self.is_compiled = is_compiled(module)
+        self.is_left_alone = path in engine.left_alone
+        self._reach: Reach | None = None
+        self._thread = threading.get_ident()
+        self.install()
+
+    def __str__(self) -> str:
+        return f"{self.path} ({type(self.module).__name__})" if self.path else type(self.module).__name__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a module whose class takes all attributes along have None here, as without a plan."""
+        return type(None), ()
+
+    def install(self) -> None:
+        """Stand in front of the module's implementation, or of what stands there already (`Module.compile`).
+
+        But behind every `Front`.
+        """
+        last, first = None, self.module.__dict__.get(CALL)
+        while isinstance(first, Front):
+            last, first = first, first.before
+        self.before: Callable[..., Any] | None = first
+        own: Callable[..., Any] = first or past_fronts(self.module)
+        self.inner = past_notes(own) if self.is_compiled else own
+        if last is None:
+            self.module.__dict__[CALL] = self
+        else:
+            last.before = last.inner = self
+        self.installed = True
+
+    def remove(self) -> None:
+        """Leave the place as it was found, also if somebody else stands in front by now."""
+        self.installed = False
+        _unlink(self)
+
+    def stands(self) -> bool:
+        """Whether calls of the module still come by."""
+        front = self.module.__dict__.get(CALL)
+        while isinstance(front, Seam | Front) and front is not self:
+            front = front.before
+        return front is self
+
+    @property
+    def reach(self) -> Reach:
+        """What calls of this module can touch."""
+        if self._reach is None:
+            self._reach = Reach(self.module)
+        return self._reach
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
+            return self.inner(*args, **kwargs)
+        now = self.engine.here.now
+        if now is not None:
+            return now.call(self, args, kwargs)
+        if threading.get_ident() != self._thread:
+            caller = sys._getframe(1).f_locals.get("self")
+            if (
+                isinstance(caller, nn.Module) and caller is not self.module
+            ):  # a replica of nn.DataParallel has all our attributes
+                return past_fronts(caller)(*args, **kwargs)
+        return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
+
+
+class Front:
+    """Stands in a module's CALL attribute, before any `Seam`: what is to be done with the module's calls from outside.
+
+    `around(inner, args, kwargs)` is called instead of the module and may call `inner(*args, **kwargs)`, which is the
+    module with the plan that is in force on it, none, once or several times.
+    """
+
+    __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module")
+
+    def __init__(self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self.module, self.around = module, around
+        self._thread = threading.get_ident()
+        self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
+        self.inner: Callable[..., Any] = self.before or past_fronts(module)
+        module.__dict__[CALL] = self
+        self._own_calls = stand_in_calls([module])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As for a seam: copies and pickles do not have it."""
+        return type(None), ()
+
+    def remove(self) -> None:
+        """Leave the place as it was found, and let go of whoever put it there. May be called again."""
+        while self._own_calls:
+            self._own_calls.pop()()
+        _unlink(self)
+        self.around = _pass_on
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
+            return self.inner(*args, **kwargs)
+        if threading.get_ident() != self._thread:
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in Seam
+                return past_fronts(caller)(*args, **kwargs)
+        return self.around(self.inner, args, kwargs)
+
+
+def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled code, run as it was compiled: for it a mode that takes notes would be another program."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_function_mode(Noting):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
+
+
+def _unlink(gone: Seam | Front) -> None:
+    """Take one out of the row that stands in front of its module."""
+    front = gone.module.__dict__.get(CALL)
+    if front is gone:
+        if gone.before is None:
+            del gone.module.__dict__[CALL]
+        else:
+            gone.module.__dict__[CALL] = gone.before
+    while isinstance(front, Seam | Front):
+        if front.before is gone:
+            front.before, front.inner = gone.before, gone.inner
+        front = front.before

@@ -1,0 +1,49 @@
+"""Classes of modules whose `__call__` does not come to torch's, as gpytorch's: a plan gets in at their own.
+
+`nn.Module.__call__` asks the attribute CALL before it runs the module, which is where seams stand. A class may have a
+`__call__` that runs `self.forward` by itself. There something stands in for it as long as a plan is in force, which
+asks the same attribute.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from lowtide._torch import CALL, own_call
+from lowtide._torch.patching import original, stand_in
+
+_ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}
+
+
+def class_of_call(module: nn.Module) -> type | None:
+    """Return the class whose `__call__` runs `module` instead of torch's; None if torch's does."""
+    for base in type(module).__mro__:
+        call = original(base, "__call__") if "__call__" in vars(base) else None
+        if base is nn.Module or base.__module__.partition(".")[0] == "torch":
+            return None
+        if isinstance(call, FunctionType) and not _ONWARD & {*call.__code__.co_names}:
+            return base
+    return None
+
+
+def stand_in_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
+    """Have calls of such `modules` ask CALL first, until each of the functions returned is called."""
+    kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
+    asked = functools.partial(functools.partial, _ask_first)
+    return [stand_in(kind, "__call__", asked, innermost=True) for kind in kinds]
+
+
+def _ask_first(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    front = module.__dict__.get(CALL)
+    return plain(module, *args, **kwargs) if front is None else front(*args, **kwargs)
+
+
+def past_fronts(module: nn.Module) -> Callable[..., Any]:
+    """Return what calls `module` past whatever stands in CALL."""
+    kind = class_of_call(module)
+    return own_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)

@@ -1,0 +1,440 @@
+"""A plan in force on a model: one pair of hooks that decides for each saved tensor to keep, remake or replay it.
+
+Seams in the modules tell which call of which module is running, which is how a plan addresses a saved tensor. All that
+a forward pass has to remember is in one `Pass`, so nothing is left over when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from lowtide._torch import (
+    CALL,
+    hooks_but_in_transforms,
+    in_backward,
+    in_transform,
+    never_compiled,
+    saved_tensor_hooks,
+    without_aside,
+)
+from lowtide.errors import LowtideError
+from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
+from lowtide.runtime import saved_values as values
+from lowtide.runtime.advance import Advance
+from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
+from lowtide.runtime.call_interceptor import Front, Seam
+from lowtide.runtime.class_calls import stand_in_calls
+from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.forward_pass import Aside, Called, Here, Pass, Scope
+from lowtide.runtime.inplace_gradients import InPlace, check
+from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
+from lowtide.runtime.plan_table import Actions, Decision, actions_for
+from lowtide.runtime.recipes import CannotRemake, TooSmall
+from lowtide.runtime.recompute import certain
+from lowtide.runtime.recompute_builder import Builder, Owners
+from lowtide.runtime.replay import Frame
+from lowtide.runtime.saved_values import SEED_BYTES, Handle, Value, register, registered, rootless, unpack
+from lowtide.runtime.tensor_writers import ReliedOn, is_overwritten
+from lowtide.runtime.view_geometry import producer, whole
+from lowtide.utils import interrupts as _interrupts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.operand_capture import Place
+
+__all__ = ["Actions", "Decision", "Engine", "Pass", "actions_for"]
+
+
+class Engine:
+    """The pair of hooks, and the seams in a model."""
+
+    is_measured: ClassVar[bool] = False
+    """Whether this model's step is measured, so that what plans of other models want does not count meanwhile."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *actions: Mapping[str, dict[int, Actions]],
+        in_place: Sequence[Mapping[str, int]] = (),
+    ) -> None:
+        """`actions` are those of one plan, or of several, of which `choose` takes one for each run of the model.
+
+        `in_place` has for each of them from how many bytes on which nodes write their gradients over others.
+        """
+        self.model = model
+        self.relied_on = ReliedOn(self.copied)
+        self.builder = Builder(Owners(model, self.relied_on))
+        self.tables = actions
+        self.in_place = in_place or [{} for _ in actions]
+        self.versions: dict[str, int] = {}
+        """By address, how often the tensor that is remade had been written to when it was first saved there."""
+        self.drifted: set[str] = set()
+        """Addresses where the plan expected something else."""
+        self.mixed: frozenset[str] = frozenset()
+        """Addresses where it expects that something else is saved now and then, and kept."""
+        self.left_alone: frozenset[str] = frozenset()
+        """Paths of modules of which autograd keeps what they save, as without a plan: it differs from step to step."""
+        self.n_runs = 0
+        """Calls from outside that came by and that a backward of training may follow."""
+        self.n_runs_in_eval_mode = 0
+        """And those to which nothing was done, as the model was in eval mode."""
+        self.bypassed: str | None = None
+        """Where the model was called so that nothing could be done to what it saves, with the way out."""
+        self.here = Here()
+        self._writing: InPlace | None = None
+        self._thread: int | None = None
+        """Of the run that is in progress."""
+        self._seams: list[Seam] = []
+        self._own_calls: list[Callable[[], None]] = []
+        """Take away what stands in for the `__call__` of classes that have one of their own."""
+        self.tell: Callable[[str], object] = warnings.warn
+        """Called with what there is to say of the plan, once with each text."""
+        self._said: set[str] = set()
+
+    @property
+    def scope(self) -> Scope | None:
+        """The module call in progress in this thread."""
+        return self.here.now.scope if isinstance(self.here.now, Pass) else None
+
+    # --- the hooks
+
+    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+        """Keep `tensor`, or note how it will be made again."""
+        scope, frame = now.scope, now.frame
+        assert scope is not None
+        ordinal = scope.ordinal
+        scope.ordinal = ordinal + 1
+        if frame is not None:
+            frame.count += 1
+        decision = scope.actions.remake.get(ordinal)
+        handle = self.hold(tensor, decision, frame)
+        if scope.held:
+            scope.held = [value for value in scope.held if not value.readers]
+        if (probe := values.probe_of(self)) is not None:
+            probe.packed(handle, tensor)
+        return handle
+
+    def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:
+        """A handle on `tensor`: on a value that is held already, or one that is remade, replayed by `frame` or kept."""
+        if decision is None and frame is None and (kept := self.keep(tensor)) is not None:
+            return kept
+        base, node, output, view = producer(tensor)
+        leaves = None
+        if decision is not None and decision.node in PACKINGS:
+            try:
+                return self.hold_what_is_read(tensor, decision)
+            except TooSmall:
+                decision = None
+            except CannotRemake:
+                self.drift(decision)
+                decision = None
+        if decision is not None and decision.node == OFFLOAD:
+            leaves, decision = decision if frame is None else None, None
+        if node is None:
+            value = without_history(tensor, base, frame)
+            return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+        found = registered(node, output)
+        if found is not None and shared(found, base, frame) and (decision is None or certain(found)):
+            passing, found.passing = found.passing, False
+            if decision is None and not (found.kept or isinstance(found.maker, Advance)):
+                if frame is not None:
+                    frame.adopt(found, tensor, base, passing=passing)
+                elif leaves is None:
+                    found.keep(base.detach())
+                elif isinstance(found.maker, Frame):
+                    self.offload(found, base, leaves)
+            return Handle(found, view)
+        if decision is not None:
+            try:
+                if node.name() == decision.node:
+                    return Handle(self.remade(node, output, base, found, decision), view)
+            except CannotRemake:
+                pass
+            self.drift(decision, node)
+        value = Value(base.detach()) if frame is None else frame.value(tensor, base)
+        value.output = output
+        register(node, output, value)
+        return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+
+    def keep(self, tensor: Tensor) -> Handle | None:
+        """A handle on `tensor`, of which nothing is decided and which no replay is around; None if it is made again.
+
+        So are most of a step's tensors: what reads them is given a view that was taken here.
+        """
+        base, node, output = whole(tensor)
+        value = without_history(tensor, base, None) if node is None else registered(node, output)
+        if value is not None and not value.kept:
+            return None
+        if node is not None and (value is None or value.version != base._version):
+            value = Value(base.detach(), output=output)
+            register(node, output, value)
+        assert value is not None
+        return Handle(value, None if base is tensor else tensor.detach())
+
+    def remade(self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision) -> Value:
+        """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""
+        if self.versions.setdefault(decision.address, base._version) != base._version:
+            raise CannotRemake("it is written to without autograd, and was not before")
+        value = self.builder.remake(node, output, base)
+        if found is not None and found.passing:
+            found.maker, found.passing, value = value.maker, False, found
+            register(node, output, found)
+        value.version = base._version
+        return value
+
+    def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
+        """A handle on what is enough of `tensor` for who reads it. Raises CannotRemake if the reader is another one."""
+        if decision.node == SHAPE:
+            value = Value(tensor.detach())  # until the call is over: `let_go_of_values`
+            value.partial = True
+            return Handle(value)
+        if decision.node == SIGNS and not saves_signs(tensor):
+            raise CannotRemake("it is not saved for its signs")
+        return Handle(packed(decision.node, tensor))
+
+    def let_go_of_values(self, scope: Scope, result: Any) -> None:
+        """A call is over that was told to hold only the shape of its input: it does if nothing else is read of it."""
+        held = saved_for_shape(result)
+        for ordinal, decision in scope.actions.remake.items():
+            if decision.node != SHAPE or ordinal >= scope.ordinal:  # it saved nothing
+                continue
+            if held is not None and held.value.kept and held.value.tensor is not None:
+                held.become(packed(SHAPE, held.value.tensor))
+            else:
+                self.drift(decision)
+
+    def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
+        """Let `value` wait in memory of the host, or keep it where it can't."""
+        now = self.here.now
+        if not (isinstance(now, Pass) and now.departures.leave(base, value)):
+            value.keep(base.detach())
+            self.drift(decision)
+        return value
+
+    def notes(self, scope: Scope) -> bool:
+        """Whether a call may be told to remake what takes something that autograd does not record."""
+        return scope.actions.notes
+
+    def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
+        """An operator was given a tensor that autograd does not record: a value that holds it, if one is needed."""
+        assert self.scope is not None
+        is_wanted = place.ordinal in self.scope.actions.noted and not is_overwritten(operand)
+        return self.relied_on.of(Value(operand.detach()), operand) if is_wanted else None
+
+    def drift(self, decision: Decision, node: Node | None = None) -> None:
+        """What is saved there, and was made by `node`, is not what the plan has there."""
+        if decision.address in self.mixed:
+            return
+        self.drifted.add(decision.address)
+        if len(self.drifted) == 1:
+            name = decision.node if node is None else node.name()
+            found = "" if name == decision.node else f": {name}, where the plan has {decision.node}"
+            self.say(
+                f"this step does not save what the rehearsed one did (first at {decision.address}{found}): such "
+                "tensors are kept, so its peak may be above the budget. Rehearse and plan again if the model or its "
+                "input has changed."
+            )
+
+    def say(self, what: str) -> None:
+        """Tell it, if that text was not told before."""
+        if what not in self._said:
+            self._said.add(what)
+            self.tell(what)
+
+    # --- the calls
+
+    @property
+    def does_anything(self) -> bool:
+        """Whether there is anything to do, for whatever batch."""
+        return any(self.tables) or any(self.in_place)
+
+    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The plan for a run of the model that begins with this call, by its number."""
+        return 0
+
+    def keeps_all(self, plan: int) -> bool:
+        """Whether that one has nothing to do with what is saved, so that the hooks need not be there."""
+        return False
+
+    def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
+        if not torch.is_grad_enabled() or in_backward():
+            with without_aside():  # inside of backward: what somebody else checkpointed is recomputed
+                return seam.inner(*args, **kwargs)
+        if not self.model.training:
+            self.n_runs_in_eval_mode += 1
+            return seam.inner(*args, **kwargs)
+        self.n_runs += 1
+        _interrupts.stand()
+        if in_transform():  # which does not go with saved-tensor hooks: it is as without a plan
+            self.bypassed = IN_TRANSFORM
+            if self.does_anything:
+                self.say(
+                    f"{seam} was called inside of a transform of torch.func (grad, vmap, ...): the plan does nothing "
+                    "there."
+                )
+            with self.now(Aside()):
+                return seam.inner(*args, **kwargs)
+        hooks = saved_tensor_hooks()
+        if hooks is not None:
+            self.bypassed = in_hooks(hooks[0])
+            if self.does_anything and hooks[1] is not unpack:  # not those of a plan for more of it
+                self.say(
+                    f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
+                    "saved_tensors_hooks around it). They win: the plan does nothing there."
+                )
+            with self.now(Aside()):
+                return seam.inner(*args, **kwargs)
+        plan = self.choose(seam, args, kwargs)
+        if self._writing is None or self.is_measured:
+            return self.run(plan, seam, args, kwargs)
+        with self._writing.of_run(self.in_place[plan]) as outputs:
+            outputs.append(self.run(plan, seam, args, kwargs))
+            return outputs[0]
+
+    def run(self, plan: int, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or a part of it, with the hooks if `plan` has something to do with what is saved."""
+        if self.keeps_all(plan):
+            with self.now(Aside()):
+                return seam.inner(*args, **kwargs)
+        now = Pass(self, plan)
+        hooked = hooks_but_in_transforms(pack_into(now), unpack, self.apart)
+        with hooked, self.now(now), self._alone(seam):
+            try:
+                return now.call(seam, args, kwargs)
+            finally:
+                now.departures.close()
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Calls of modules in this thread are as without a plan."""
+        return self.now(Aside())
+
+    @contextlib.contextmanager
+    def _alone(self, seam: Seam) -> Iterator[None]:
+        """Raises LowtideError if another thread is in the model: what replays put back is the whole process's."""
+        before, me = self._thread, threading.get_ident()
+        if before not in (None, me) and any(seam.replays for seam in self._seams):
+            raise LowtideError(
+                f"{seam} is called in two threads at once, and the plan runs parts of the model again: random numbers "
+                "and hooks, which are put back for that, belong to the whole process. Call it in one thread at a time, "
+                "or fit with a larger budget, for which nothing is run again."
+            )
+        self._thread = me
+        try:
+            yield
+        finally:
+            self._thread = before
+
+    @contextlib.contextmanager
+    def now(self, called: Called) -> Iterator[None]:
+        """Modules that are called in this thread tell `called`."""
+        before, self.here.now = self.here.now, called
+        try:
+            yield
+        finally:
+            self.here.now = before
+
+    def install(self) -> None:
+        """Put a seam into every module, until `remove`. Raises LowtideError if the model has a plan already."""
+        front = self.model.__dict__.get(CALL)
+        while isinstance(front, Seam | Front):
+            if isinstance(front, Seam) and front.engine.model is self.model:
+                raise LowtideError(
+                    f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
+                )
+            front = front.before
+        if self.is_measured or any(self.in_place):
+            device = place_of(self.model).type
+            writing = InPlace(device, self.wrote_in_place, alone=self.is_measured)
+            if nodes := {node for each in self.in_place for node in each}:
+                check(device, nodes)
+            if self.is_measured:
+                writing.of_all(self.in_place[0])
+            self._writing = writing
+        self.relied_on.watch()
+        inside: set[nn.Module] = set()
+        for path, module in self.model.named_modules():
+            if module not in inside:
+                self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
+                if self._seams[-1].is_compiled:  # what is called in there is no call any longer
+                    inside.update(below for below in module.modules() if below is not module)
+        self._own_calls = stand_in_calls(self.model.modules())
+
+    def wrote_in_place(self, node: str, n_bytes: int) -> None:
+        """A gradient is about to be written over the one that came to such a node."""
+        if (probe := values.probe_of(self)) is not None:
+            probe.writing_over(node, n_bytes)
+
+    def copied(self, tensor: Tensor, who: str) -> None:
+        """A tensor was copied before it is written to, as something is still to be made of it."""
+        name = next((name for name, p in self.model.named_parameters() if p is tensor), "a tensor")
+        self.say(
+            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
+            "reads it once more after that: it was copied, so the peak may be above the budget. Fit, or rehearse and "
+            "plan, in a step that does so."
+        )
+
+    def displaced(self) -> Iterator[Seam]:
+        """Seams in whose place somebody else has come since, as `Module.compile` does."""
+        return (seam for seam in self._seams if not seam.stands())
+
+    def remove(self) -> None:
+        """Take every seam out again. Handles that a running backward still holds go on working."""
+        if self._writing is not None:
+            self._writing.remove()
+            self._writing = None
+        self.relied_on.leave()
+        while self._own_calls:
+            self._own_calls.pop()()
+        while self._seams:
+            self._seams.pop().remove()
+
+
+def pack_into(now: Pass) -> Callable[[Tensor], Handle]:
+    """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
+    reference = weakref.ref(now)
+
+    @never_compiled
+    def pack(tensor: Tensor) -> Handle:
+        now = reference()
+        assert now is not None  # while the forward runs
+        if now.engine.here.now is None:  # a device's thread, in a backward pass inside of the forward (`create_graph`)
+            with now.engine.now(now):
+                return now.engine.pack(now, tensor)
+        return now.engine.pack(now, tensor)
+
+    return pack
+
+
+def without_history(tensor: Tensor, base: Tensor, frame: Frame | None) -> Value:
+    """The value behind a tensor that no node made: kept, unless a replay is given it or makes it again."""
+    if frame is not None and not frame.is_static(base):
+        if (given := frame.arguments.given(base)) is not None:
+            return given
+        if base.numel() * base.element_size() > SEED_BYTES:
+            return frame.value(tensor, base)
+    return rootless(base)
+
+
+def shared(found: Value, base: Tensor, frame: Frame | None) -> bool:
+    """Whether a slot of `base` in `frame` can be a reader of the value that an earlier slot found for the same output.
+
+    Not if the tensor was changed in between without autograd noticing. And not if it is left to the replay of a call
+    that is over and has nothing to do with `frame`, as with a cast of a weight that autocast remembers from there: that
+    replay would be run too early. `frame` sees such a tensor itself.
+    """
+    if found.version not in (base._version, -1):
+        return False
+    if frame is None or not isinstance(found.maker, Frame):
+        return True
+    return found.maker.encloses(frame) or frame.encloses(found.maker)

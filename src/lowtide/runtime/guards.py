@@ -1,0 +1,152 @@
+"""A look at whether a plan in force still holds: larger batches, more state and compiled code may end that."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.runtime.fingerprint import in_words, is_of, place_of, state_bytes
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from lowtide.planner.records import Plan
+    from lowtide.runtime.engine import Engine
+
+
+class Lookout:
+    """Says once, and goes, when `model` is given more than in its rehearsal, more is trained, or a part is new."""
+
+    def __init__(self, model: nn.Module, plan: Plan, say: Callable[[str], None]) -> None:
+        self._model, self._plan, self._say = model, plan, say
+        self._known = [shapes_in(words) for words in plan.given]
+        self._modules = {path: (module, dict(module._modules)) for path, module in model.named_modules()}
+        self._n_trained = self._n_now()
+        self._front: Front | None = Front(model, self._around)
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model, or a part of it by itself, is called in training."""
+        if self._front is None:
+            return
+        found = tensors_in_call(args, kwargs)
+        shapes = tuple(tuple(tensor.shape) for tensor in found)
+        if self._known and not any(no_larger(shapes, most) for most in self._known):
+            self._outgrown(f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.given)}")
+        elif (n_now := self._n_now()) > self._n_trained:
+            self._outgrown(f"has {n_now} parameters that are trained, and the plan is for {self._n_trained}")
+        elif (path := self._replaced()) is not None:
+            self._outgrown(f"has another module at {path}, where the plan is for the one that it had")
+
+    def remove(self) -> None:
+        """Take it out of the model. May be called again."""
+        if self._front is not None:
+            self._front.remove()
+            self._front = None
+
+    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._model.training and torch.is_grad_enabled():
+            self.look(args, kwargs)
+        return inner(*args, **kwargs)
+
+    def _n_now(self) -> int:
+        held = (p for module, _ in self._modules.values() for p in module._parameters.values())
+        return len({id(p) for p in held if p is not None and p.requires_grad})
+
+    def _replaced(self) -> str | None:
+        """Where there is a module now that was not there, if there is one."""
+        for path, (module, before) in self._modules.items():
+            now = module._modules
+            if now != before:
+                names = (name for name, child in now.items() if child is not None and before.get(name) is not child)
+                return next((f"{path}.{name}".lstrip(".") for name in names), None)
+        return None
+
+    def _outgrown(self, what: str) -> None:
+        self.remove()
+        saving = "" if self._plan.larger is None else ", though larger batches get the most saving plan"
+        self._say(
+            f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
+            "batch (in a script, let it come first), and for the model as it is trained."
+        )
+
+
+STATE_LOOKS = 2
+"""Updates by each optimizer of a model after which its state is looked at: it is made in the first."""
+
+
+def more_state(model: nn.Module, plan: Plan, say: Callable[[str], None]) -> RemovableHandle:
+    """Says once if optimizers of the model have more state after an update than the plan counts."""
+    reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
+    looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    is_said = False
+
+    def updated(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal is_said
+        model = reference()
+        if model is None or is_said or looks.get(optimizer, 0) == STATE_LOOKS:
+            return
+        looks[optimizer] = looks.get(optimizer, 0) + 1
+        mine = [o for o in looks if is_of(model, o)]
+        if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:
+            is_said = True
+            say(
+                f"{type(optimizer).__name__} updates {type(model).__name__}, whose optimizers have "
+                f"{format_bytes(more_bytes)} more state than is in the plan: the peak may be above the budget. Make "
+                "them before lowtide.fit, or pass optimizer=; of a script, run what comes before by itself"
+            )
+
+    return register_optimizer_step_post_hook(updated)
+
+
+LOOKS = 6
+"""Updates of a model by which it is seen how it is trained."""
+
+UNSEEN = 3
+"""Steps of one optimizer without a call that comes by, after which that is said."""
+
+
+def passed_by(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
+    """Says once if the model is trained, and its calls do not come by the seams of the plan, or not all of them do."""
+    reference = weakref.ref(engine)  # optimizers of the whole process will hold what looks at it
+    looks = LOOKS
+    known: dict[int, int] = {}
+    """By optimizer, the calls that had come by when it stepped last."""
+    unseen: Counter[int] = Counter()
+    """And its steps in a row before which none came by. A few may use gradients from before the plan."""
+
+    def updated(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal looks
+        engine, key = reference(), id(optimizer)
+        if engine is None or not looks:
+            return
+        trained = {id(p) for p in engine.model.parameters() if p.grad is not None}
+        if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+            return
+        looks -= 1
+        unseen[key] = unseen[key] + 1 if engine.n_runs == known.get(key, 0) else 0
+        known[key] = engine.n_runs
+        model, lost = type(engine.model).__name__, next(engine.displaced(), None)
+        if lost is None and unseen[key] < UNSEEN:
+            return
+        looks = 0
+        if lost is None and engine.n_runs_in_eval_mode:
+            say(f"{model} is trained in eval mode, where a plan does nothing: call model.train() before.")
+        else:
+            say(
+                f"{lost or model} is trained past the plan that is in force on it: compiled code (torch.compile) or a "
+                "copy runs in its place, which decides by itself what it keeps. The peak may be above the budget. "
+                "Compile blocks in their place before they are planned for (block.compile())."
+            )
+
+    return register_optimizer_step_post_hook(updated)

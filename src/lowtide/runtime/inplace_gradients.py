@@ -1,0 +1,354 @@
+"""Gradients written over the gradients that they are computed from, where nobody needs those any longer.
+
+A node of autograd is given a gradient, gives another one of the same size, and lets go of the first when it is done. So
+for a moment both are there, beside what the node has saved: at a loss over a large vocabulary, three times the logits
+instead of twice. While this is in force, kernels of ours stand before torch's for some operators of backward. Such a
+kernel lets torch's write its result over the incoming gradient, if
+
+- autograd's own node calls it, whose formula looks at the gradient once (`Operator.node`);
+- nothing else refers to the gradient, nor to its memory. References are counted, of Python and of C++, and have to be
+  as many as in a call that was tried out when there were no others (`_tried`);
+- the memory is torch's own, all of it is the gradient's, and no other process has it;
+- the result is as large as the gradient and laid out like it.
+
+In all other cases, as where a graph of gradients is made, torch's kernel runs as ever. The arithmetic is the same, so
+are the bits; the audit compares them all the same.
+
+Our kernels stay where they are once they are put there, for the dispatcher frees one that is taken off although another
+thread may be about to call it. While nothing is in force they call torch's at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from lowtide import _torch
+from lowtide._torch.patching import stand_in
+from lowtide.errors import LowtideError
+from lowtide.runtime.inplace_kernels import OPERATORS, Operator, has_pieces
+from lowtide.utils.removable import Removable
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+MIN_BYTES: Final = 4096
+"""Smaller gradients have memory of their own as ever."""
+DEVICES: Final = frozenset({"cpu", "cuda"})
+
+
+# --- in force --------------------------------------------------------------------------------------------------------
+
+
+class InPlace(Removable):
+    """While it is in force gradients are written over others: all that any of those in force wants.
+
+    It is until `remove`, or until nobody refers to it.
+    """
+
+    def __init__(self, device: str, told: Callable[[str, int], None] | None = None, *, alone: bool = False) -> None:
+        """`device` is its type. `told` is called with the node and the bytes each time before it is done. What was put
+        in force before has no say if this is to be `alone`.
+        """
+        self.device = device
+        self.alone = alone
+        self.least: Mapping[str, int] = {}
+        """For each node from how many bytes on; none others."""
+        self._told = told
+        self._is_for_all = False
+        self._n_running = 0
+        self._graphs: list[weakref.ref[_Graph]] = []
+        """Of the model's runs whose backward is awaited, oldest first."""
+        self._unseen: list[_Graph] = []
+        """Those of them to which no output is known to lead."""
+        self._has_written = False
+        _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
+
+    def wants(self, node: str, n_bytes: int) -> bool:
+        """Whether the gradient of that many bytes that comes to such a node is written over."""
+        return node in self.least and n_bytes >= self.least[node]
+
+    def of_all(self, least: Mapping[str, int]) -> None:
+        """From now on these are wanted in each backward pass, whatever model it is of."""
+        self.least, self._is_for_all = least, True
+        if least:
+            available(self.device)
+            _attend()
+
+    @contextlib.contextmanager
+    def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
+        """The model runs in this block: these are wanted in the backward pass of the output that is put in the list."""
+        self.least = least
+        outputs: list[Any] = []
+        if not least:
+            yield outputs
+            return
+        self._n_running += 1  # it may run backward itself
+        _attend()
+        try:
+            yield outputs
+        finally:
+            self._n_running -= 1
+        graph = _Graph()
+        nodes = [t.grad_fn for t in _torch.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
+        for node in nodes:
+            _torch.node_metadata(node).setdefault(_Graph, []).append(graph)
+        if not nodes:
+            self._unseen.append(graph)
+        self._graphs.append(weakref.ref(graph))
+        _attend()
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a backward pass that begins now may be one whose gradients are wanted."""
+        self._graphs = [graph for graph in self._graphs if graph() is not None]
+        return bool(self.least) and bool(self._is_for_all or self._n_running or self._graphs)
+
+    def has_passed(self) -> None:
+        """A backward pass is over that has not kept its graph."""
+        if self._has_written and not self._n_running:
+            self._has_written = False
+            del self._graphs[:1], self._unseen[:1]
+
+    def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What the operator gives, written over its first argument. `own` is torch's kernel."""
+        self._has_written = True
+        if self._told is not None:
+            self._told(operator.node, args[0].numel() * args[0].element_size())
+        return operator.write(own, *args, **kwargs)
+
+    def remove(self) -> None:
+        """It wants nothing any more. May be called again."""
+        _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
+
+
+_IN_FORCE: list[weakref.ref[InPlace]] = []
+"""A model that is dropped with its plan is not to stay because of it."""
+
+
+class _Graph:
+    """Lives as long as a graph of the model does."""
+
+    __slots__ = ("__weakref__",)
+
+
+_stop_attending: Callable[[], None] | None = None
+
+
+def _attend() -> None:
+    """From now on torch's own way into a backward pass asks whether one of those in force awaits it.
+
+    Until one begins that none awaits: so nothing else in the process pays for it.
+    """
+    global _stop_attending
+    with _LOCK:
+        if _stop_attending is None:
+            _stop_attending = stand_in(torch.autograd, _torch.ENGINE, functools.partial(functools.partial, _backward))
+
+
+@_torch.not_compiled_alone
+def _backward(
+    run: Callable[..., Any], tensors: Any, gradients: Any, keep_graph: bool, *args: Any, **kwargs: Any
+) -> Any:
+    if not (rulings := _awaiting()):
+        return run(tensors, gradients, keep_graph, *args, **kwargs)
+    try:
+        with _torch.with_aside():
+            return run(tensors, gradients, keep_graph, *args, **kwargs)
+    finally:
+        _has_passed(rulings, keep_graph)
+
+
+@_torch.never_compiled
+def _awaiting() -> list[InPlace]:
+    """Those in force that await a backward pass which begins now; one inside of another finds what that did."""
+    global _stop_attending
+    if _torch.in_backward():
+        return []
+    found = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None and ruling.is_awaiting]
+    with _LOCK:
+        if not found and _stop_attending is not None:
+            _stop_attending()
+            _stop_attending = None
+    return found
+
+
+@_torch.never_compiled
+def _has_passed(rulings: list[InPlace], keep_graph: bool) -> None:
+    for ruling in () if keep_graph else rulings:
+        ruling.has_passed()
+    _awaiting()
+
+
+def check(device: str, nodes: Iterable[str]) -> None:
+    """Raise LowtideError if these nodes' gradients can't be written in place on that type of device."""
+    missing = sorted(set(nodes) - set(available(device)))
+    if missing and device in DEVICES:
+        raise LowtideError(
+            f"the plan writes gradients of {', '.join(missing)} in place, which can't be done here: somebody else's "
+            "kernels stand before torch's. Rehearse and plan again, or do without them."
+        )
+
+
+def wanting(node: str, n_bytes: int) -> InPlace | None:
+    """Of what is in force the last that has such a gradient written over."""
+    for reference in _IN_FORCE[::-1] if n_bytes >= MIN_BYTES else ():
+        if (found := reference()) is not None and found.wants(node, n_bytes):
+            return found
+        if found is not None and found.alone:
+            break
+    return None
+
+
+def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
+    """Whether the operator is called by a node of autograd, and something is in force that has its gradient written
+    over, if nobody else has it.
+    """
+    node = _torch.running_node_name()
+    if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
+        return False
+    return wanting(node, args[0].numel() * args[0].element_size()) is not None and _writable(OPERATORS[node], args)
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """What stands before torch's kernel."""
+
+    def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The last of them is for `references`, and none of them is to have a variable.
+        trial = _trial
+        if trial is not None and _torch.running_node() is trial.node:
+            trial.found.append(_torch.references(args))
+        elif (found := _ruling(name, args)) is not None:
+            ruling, operator = found
+            with _torch.below_autograd():
+                return ruling.run(operator, past, args[:-1], kwargs)
+        return on(*args[:-1], **kwargs)
+
+    return kernel
+
+
+def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
+    """What is in force, and as what, if it wants the first of the arguments to be written over and that can be done."""
+    if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
+        return None
+    node = _torch.running_node_name()
+    if node not in OPERATORS or OPERATORS[node].name != name:
+        return None
+    found, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
+    device = args[0].device.type
+    if found is None or _torch.references(args) != _COUNTS.get(device, {}).get(node):
+        return None
+    if not _torch.is_dispatched_plainly(args[0]) or _torch.is_replaced(name, device.upper()):
+        return None
+    return (found, operator) if _writable(operator, args[:-1]) else None
+
+
+def _writable(operator: Operator, args: Sequence[Any]) -> bool:
+    """Whether the result is laid out as the gradient is, without gaps and no element twice, and makes no graph; and the
+    memory is nobody else's.
+    """
+    gradient, saved = args[0], args[operator.like]
+    if not all(_torch.is_plain(each) for each in args if isinstance(each, Tensor)):
+        return False
+    storage = gradient.untyped_storage()
+    return (
+        storage.nbytes() == gradient.numel() * gradient.element_size()
+        and storage.resizable()  # else NumPy or a file has the memory
+        and not (gradient.device.type == "cpu" and storage.is_shared())
+        and not (gradient.requires_grad or gradient.is_inference())
+        and not torch.is_grad_enabled()
+        and not _torch.in_forward_mode()
+        and all(each == gradient.dtype for each in (saved.dtype, *args) if isinstance(each, torch.dtype))
+        and gradient.shape == saved.shape
+        and gradient.stride() == saved.stride()
+        and (_is_dense(gradient) if operator.groups is None else has_pieces(args, operator.groups(*args)))
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in any order of the dimensions."""
+    steps = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in steps:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# --- what is possible here -------------------------------------------------------------------------------------------
+
+
+_LOCK: Final = threading.RLock()
+_libraries: list[torch.library.Library] = []
+"""Our kernels, once they are needed."""
+_COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
+"""By the type of device and the node, how many references there are when there are no others."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    """A node of ours that is being tried out, and how many references its operator was given."""
+
+    node: Node
+    found: list[tuple[int, ...]] = field(default_factory=list)
+
+
+_trial: _Trial | None = None
+
+
+def available(device: str) -> Mapping[str, tuple[int, ...]]:
+    """The nodes that can be done so on that type of device with this torch, and how many references they are given.
+
+    Each is tried out, once in a process: whether its kernel is called from that node, and told apart from a call in
+    which somebody else refers to the gradient. On another kind of device, as where a step is foreseen, there are none.
+    """
+    if device not in DEVICES:
+        return {}
+    with _LOCK:
+        if device not in _COUNTS:
+            _put_aside()
+            found = {}
+            with (
+                _torch.without_modes(),
+                _torch.with_aside(),
+                torch.autocast(device, enabled=False),
+                torch.enable_grad(),
+            ):
+                for operator in OPERATORS.values():
+                    if _torch.is_replaced(operator.name, device.upper()):  # by somebody else, whose turn it is
+                        continue
+                    alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
+                    if alone is not None and shared is not None and alone != shared:
+                        found[operator.node] = alone
+            _COUNTS[device] = found
+        return _COUNTS[device]
+
+
+def _put_aside() -> None:
+    """Our kernels are where torch looks for them in a backward pass that is awaited, and nowhere else."""
+    if not _libraries:
+        _libraries.append(_torch.put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}))
+
+
+def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
+    """How many references there are when the operator is called, with or without somebody else's; None if it is not."""
+    global _trial
+    x = torch.ones(2, 8, 4, 4, device=device, requires_grad=True)
+    y = operator.forward(x)
+    if y.grad_fn is None or y.grad_fn.name() != operator.node:
+        return None
+    trial = _trial = _Trial(y.grad_fn)
+    try:
+        torch.autograd.grad((y * 2).sum(), [x, y] if shared else [x])
+    finally:
+        _trial = None
+    return trial.found[0] if len(trial.found) == 1 else None

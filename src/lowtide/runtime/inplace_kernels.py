@@ -1,0 +1,183 @@
+"""Operators of backward whose result can be written over the gradient that they are given (`inplace_gradients.py`).
+
+Most are told where to write. Batch and group norm have no kernel for that, and are done in pieces: torch's own results
+for a sixteenth of the channels at a time, each copied over its part of the gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator of backward whose result may be written over the gradient that it is given."""
+
+    name: str
+    """In the namespace `aten`."""
+    node: str
+    """The node of autograd that calls it, once, and uses the gradient for nothing else (torch's derivatives.yaml)."""
+    write: Callable[..., Any]
+    """As the operator, with torch's kernel before its arguments: writes over the gradient and gives what it gives."""
+    forward: Callable[[Tensor], Tensor]
+    """Leads to such a node, for [2, 8, 4, 4]."""
+    like: int = 1
+    """Which argument the result is laid out like."""
+    groups: Callable[..., int] | None = None
+    """For what is done in pieces, which takes some more time: of how many groups of channels, given the arguments."""
+
+    @property
+    def piecewise(self) -> bool:
+        return self.groups is not None
+
+
+def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: str = "grad_input", **more: Any) -> Any:
+    """An operator that can be told where to write its result."""
+    overload = getattr(getattr(aten, name), "out" if name.endswith("_data") else "grad_input")
+
+    def write(own: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        overload(gradient, *args, **kwargs, **{out: gradient})
+        return _anew(gradient)
+
+    return Operator(name=name, node=node, write=write, forward=forward, **more)
+
+
+def _anew(gradient: Tensor) -> Tensor:
+    """A tensor of its own with the memory of the gradient, to which none of what clings to that clings."""
+    return gradient.detach()
+
+
+def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
+    """Slices of the groups of channels, each a sixteenth of the tensor where that leaves the sums as they are.
+
+    Where channels lie side by side, a processor adds up as many of them at once as one of its vectors holds.
+    """
+    step = -(-n_groups // 16)
+    if gradient.stride(1) == 1:
+        vector_bytes = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
+        lanes = vector_bytes // gradient.element_size()
+        step = -(-step // lanes) * lanes
+    starts = list(range(0, n_groups, step))
+    if len(starts) > 1 and gradient.stride(1) == 1 and n_groups - starts[-1] == 1:
+        del starts[-1]  # a single channel is laid out in both ways, and would be added up as in the other one
+    return [slice(*ends) for ends in itertools.pairwise([*starts, n_groups])]
+
+
+def has_pieces(args: Sequence[Any], groups: int) -> bool:
+    """Whether it can be done in pieces that take less than the whole: each is there three times.
+
+    The last argument says what is asked for; the gradient itself is not where nothing upstream is trained.
+    """
+    return args[-1][0] and _form(args[0]) is not None and len(_pieces(args[0], groups)) > 3
+
+
+def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    """`native_batch_norm_backward`: channels have nothing to do with each other."""
+    by_channel, rest = args[:5], args[5:]  # weight, running mean and variance, mean and deviation of this batch
+    parts: list[tuple[Tensor | None, ...]] = []
+    for channels in _pieces(gradient, gradient.shape[1]):
+        theirs = (None if t is None or not t.numel() else t[channels] for t in by_channel)
+        result, *others = own(_copy(gradient, channels), _copy(saved, channels), *theirs, *rest)
+        gradient[:, channels] = result
+        parts.append(tuple(others))
+    return _anew(gradient), *map(_joined, zip(*parts, strict=True))
+
+
+def _write_group_norm(
+    own: Any,
+    gradient: Tensor,
+    saved: Tensor,
+    mean: Tensor,
+    deviation: Tensor,
+    weight: Tensor | None,
+    rows: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """`native_group_norm_backward`: groups of channels have nothing to do with each other."""
+    width = channels // groups
+    parts: list[tuple[Tensor | None, ...]] = []
+    for some in _pieces(gradient, groups):
+        theirs = slice(some.start * width, some.stop * width)
+        n = some.stop - some.start
+        result, *others = own(
+            _copy(gradient, theirs),
+            _copy(saved, theirs),
+            mean.view(rows, groups)[:, some].contiguous(),
+            deviation.view(rows, groups)[:, some].contiguous(),
+            None if weight is None else weight[theirs],
+            *(rows, n * width, pixels, n, mask),
+        )
+        gradient[:, theirs] = result
+        parts.append(tuple(others))
+    return _anew(gradient), *map(_joined, zip(*parts, strict=True))
+
+
+def _copy(tensor: Tensor, channels: slice) -> Tensor:
+    form = _form(tensor)
+    assert form is not None
+    return tensor[:, channels].contiguous(memory_format=form)
+
+
+def _form(tensor: Tensor) -> torch.memory_format | None:
+    """How a tensor is laid out, if it is so in one of the usual ways."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    forms = (form for form in (torch.contiguous_format, last) if form is not None)
+    return next((form for form in forms if tensor.is_contiguous(memory_format=form)), None)
+
+
+def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
+
+
+def _normed(x: Tensor) -> Tensor:
+    return functional.batch_norm(x, None, None, training=True)
+
+
+OPERATORS: Final = {
+    operator.node: operator
+    for operator in (
+        _written(
+            "_log_softmax_backward_data", "LogSoftmaxBackward0", lambda x: functional.log_softmax(x, -1), out="out"
+        ),
+        _written("_softmax_backward_data", "SoftmaxBackward0", lambda x: functional.softmax(x, -1)),
+        _written("_softmax_backward_data", "SafeSoftmaxBackward0", lambda x: torch.ops.aten._safe_softmax(x, -1)),
+        _written("gelu_backward", "GeluBackward0", functional.gelu),
+        _written("silu_backward", "SiluBackward0", functional.silu),
+        _written("threshold_backward", "ReluBackward0", functional.relu),
+        _written("tanh_backward", "TanhBackward0", torch.tanh),
+        _written("sigmoid_backward", "SigmoidBackward0", torch.sigmoid),
+        _written("leaky_relu_backward", "LeakyReluBackward0", functional.leaky_relu),
+        _written("elu_backward", "EluBackward0", functional.elu, like=5),
+        _written("hardtanh_backward", "HardtanhBackward0", functional.hardtanh),
+        _written("hardsigmoid_backward", "HardsigmoidBackward0", functional.hardsigmoid),
+        _written("softplus_backward", "SoftplusBackward0", functional.softplus),
+        Operator(
+            name="native_batch_norm_backward",
+            node="NativeBatchNormBackward0",
+            write=_write_batch_norm,
+            forward=_normed,
+            groups=lambda gradient, *_: gradient.shape[1],
+        ),
+        Operator(
+            name="native_group_norm_backward",
+            node="NativeGroupNormBackward0",
+            write=_write_group_norm,
+            forward=lambda x: functional.group_norm(x, 4),
+            groups=lambda *args: args[8],
+        ),
+    )
+}
+"""By the name of the node."""

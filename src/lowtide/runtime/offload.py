@@ -1,0 +1,258 @@
+"""Saved tensors that wait for backward in memory of the host.
+
+A storage is copied once, however many saved tensors are in it. It leaves on a stream of its own, into pinned memory,
+and its device memory is let go of when the next one leaves, or forward ends: by then the copy had time to run beside
+other work. The way back begins when the storage that left after it is read, so that it runs beside that one's
+backward; whoever reads a tensor waits for the event behind its copy.
+
+What the two streams may do at once is told by events alone, and nothing is freed by one that the other may still use:
+- out: the copy waits for all that was queued when the tensor was saved; the memory is let go of only after the
+  computing stream has been told to wait for the copy, so that whatever gets that memory next comes after it.
+- back: the memory comes from the computing stream, and the copy waits for all that was queued there; readers wait for
+  the copy, and memory that nobody has read is let go of in the same way.
+
+The same code runs on the CPU in tests, with a copy in place of pinned memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide._torch import backward_number, is_plain, storage_id
+from lowtide.runtime import saved_values as values
+from lowtide.runtime.saved_values import Value, changed_in_place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowtide.runtime.saved_values import Geometry, Handle
+
+ON_CPU = False
+"""Tests set it: what is on the CPU is offloaded, too. It gains nothing there."""
+
+
+class Copying(Protocol):
+    """The two ways of one device. Tensors are bytes; a token says when a copy has been done."""
+
+    def out(self, data: Tensor) -> tuple[Tensor, object]:
+        """A copy of `data` on the host."""
+
+    def back(self, host: Tensor) -> tuple[Tensor, object]:
+        """A copy of `host` on the device."""
+
+    def wait(self, token: object, data: Tensor) -> None:
+        """What is queued from now on in the computing stream of this thread comes after the copy of or to `data`."""
+
+
+class OnCards:
+    """Copies beside the computing stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def out(self, data: Tensor) -> tuple[Tensor, object]:
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        return host, self._copy(host, data)
+
+    def back(self, host: Tensor) -> tuple[Tensor, object]:
+        data = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        return data, self._copy(data, host)
+
+    def _copy(self, to: Tensor, source: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Stream]:
+        computing = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(computing)
+        with torch.cuda.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+            return self.stream.record_event(), computing
+
+    def wait(self, token: object, data: Tensor) -> None:
+        assert isinstance(token, tuple)
+        event, then = token
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(event)
+        if computing != then:  # the memory belongs to the other stream, which must not reuse it under this one
+            data.record_stream(computing)
+
+
+class InTests:
+    """Copies on the CPU itself, to memory that torch's allocator does not give: recorders take it for the host's."""
+
+    def out(self, data: Tensor) -> tuple[Tensor, object]:
+        return torch.from_numpy(np.empty(data.shape, np.uint8)).copy_(data), None
+
+    def back(self, host: Tensor) -> tuple[Tensor, object]:
+        return host.clone(), None
+
+    def wait(self, token: object, data: Tensor) -> None:
+        """It has been done."""
+
+
+_cards: dict[torch.device, OnCards] = {}
+_one_at_a_time = threading.RLock()
+"""Backward may run in several threads."""
+_Seen = tuple[torch.dtype, "Geometry"]
+
+
+def copying_for(device: torch.device) -> Copying | None:
+    """How memory of `device` is copied; None where it is not."""
+    if device.type == "cuda":
+        if device not in _cards:
+            _cards[device] = OnCards(device)
+        return _cards[device]
+    return InTests() if ON_CPU and device.type == "cpu" else None
+
+
+class Trip:
+    """One storage: on its way to the host, there, or on its way back."""
+
+    __slots__ = (
+        "__weakref__",
+        "_back",
+        "_before",
+        "_copying",
+        "_host",
+        "_leaving",
+        "_out",
+        "_spoiled",
+        "travellers",
+        "version",
+    )
+
+    def __init__(self, base: Tensor, copying: Copying, before: weakref.ref[Trip] | None) -> None:
+        self._copying = copying
+        self._leaving: Tensor | None = None
+        self._back: tuple[Tensor, object] | None = None
+        self._spoiled = ""
+        """Why what is on the host may not be what was saved."""
+        self.version = base._version
+        self._host, self._out = copying.out(bytes_of(base))  # may find no memory on the host
+        self._leaving = base.detach()
+        self._before = before
+        """The one that left before it."""
+        self.travellers: list[tuple[weakref.ref[Value], _Seen]] = []
+        """What is in it, and how it is seen there."""
+
+    def settle(self) -> None:
+        """Let go of the device memory."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            self._copying.wait(self._out, leaving)
+            if leaving._version != self.version:
+                self._spoiled = changed_in_place(leaving, self.version)
+
+    def fetch(self) -> None:
+        """Begin the way back, unless it has begun."""
+        if self._back is None:
+            self._back = self._copying.back(self._host)
+
+    def arrive(self) -> Tensor:
+        """The bytes on the device: whoever waits has them from now on. The one that left before sets out.
+
+        Raises RuntimeError if the tensor was changed in place while it left.
+        """
+        self.settle()
+        if self._spoiled:
+            raise RuntimeError(self._spoiled)
+        self.fetch()
+        assert self._back is not None
+        (data, token), self._back = self._back, None
+        self._copying.wait(token, data)
+        for reference, seen in self.travellers:
+            if (there := reference()) is not None:
+                there.arrive(seen_in(data, seen))
+        before = None if self._before is None else self._before()
+        if before is not None and before.awaited():
+            before.fetch()
+        return data
+
+    def awaited(self) -> bool:
+        """Whether somebody has still to read what is in it, in this backward pass."""
+        there = (value for reference, _ in self.travellers if (value := reference()) is not None)
+        number = backward_number()
+        return any(v.tensor is None and (v.seen != number or v.reads < v.readers) for v in there)
+
+    def __del__(self) -> None:
+        if self._back is not None:  # nobody has read it
+            data, token = self._back
+            self._copying.wait(token, data)
+        if self._leaving is not None:
+            self._copying.wait(self._out, self._leaving)
+
+
+class Offloaded:
+    """Brings back one tensor in a storage that made a trip."""
+
+    __slots__ = ("_seen", "_trip")
+
+    operands: tuple[Handle, ...] = ()
+
+    def __init__(self, trip: Trip, seen: _Seen) -> None:
+        self._trip, self._seen = trip, seen
+
+    def make(self, value: Value) -> Tensor:
+        """The tensor, when its copy has come back. Raises RuntimeError if it was changed in place while it left."""
+        with _one_at_a_time:
+            if value.tensor is not None:  # another thread was faster
+                return value.tensor
+            if values.probe is not None:
+                values.probe.making(self)
+            data = self._trip.arrive()
+            tensor = seen_in(data, self._seen)
+            if values.probe is not None:
+                values.probe.made(self, (tensor,))
+            return tensor
+
+
+def bytes_of(base: Tensor) -> Tensor:
+    """All of its storage."""
+    return torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage())
+
+
+def seen_in(data: Tensor, seen: _Seen) -> Tensor:
+    """A tensor in the bytes of its storage."""
+    dtype, (size, stride, offset) = seen
+    return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
+
+
+class Departures:
+    """The trips of one forward pass, in their order."""
+
+    def __init__(self) -> None:
+        self._leaving: Trip | None = None
+        self._before: weakref.ref[Trip] | None = None
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Trip]]] = {}
+
+    def leave(self, base: Tensor, value: Value) -> bool:
+        """Let `value` be brought back from the host. False where memory of this device is not copied there."""
+        copying = copying_for(base.device)
+        if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not storage_id(base):
+            return False
+        trip = self._trip_of(base)
+        if trip is None:
+            self.close()
+            trip = self._leaving = Trip(base, copying, self._before)
+            self._before = weakref.ref(trip)
+            self._known[storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
+        seen = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
+        trip.travellers.append((weakref.ref(value), seen))
+        value.tensor, value.version, value.maker = None, base._version, Offloaded(trip, seen)
+        return True
+
+    def _trip_of(self, base: Tensor) -> Trip | None:
+        """The trip that the storage of `base` makes already. The reference keeps its number from being given again."""
+        known = self._known.get(storage_id(base))
+        trip = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]
+        return trip if trip is not None and trip.version == base._version else None
+
+    def close(self) -> None:
+        """Nothing is leaving any more."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.settle()

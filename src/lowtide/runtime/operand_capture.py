@@ -1,0 +1,247 @@
+"""What operators are given and autograd does not record, noted while a call of a module runs.
+
+A number that is added to a tensor, subtracted from it or put in its place, by `where` or `masked_fill`, is recorded
+nowhere, nor is a tensor in its place that needs no gradient, as the mask that attention adds to its scores; no edge
+leads there. How can it be known for certain, in each step anew, as a schedule may change it?
+
+- Read it off: a result minus its operand, compared everywhere. The operand is mostly remade itself and no longer there
+  when the result is saved; to make it again in forward, or to hold it until then, costs what the plan is to save.
+- Remember what the rehearsal saw, and compare some elements of each step. That is a guess.
+- Be told. A `TorchFunctionMode` is shown each operator that Python calls, with its arguments: about 1.5 us an operator
+  (`x + 1` takes 3), and no element is read.
+
+So the audit has such a mode in force all the time, marks what it could remake only thanks to it (`actions.noted`), and
+a plan puts it in force only in the calls where it remakes that. A number is remembered at its node. A tensor is held
+from then on, if the plan says that something will be made of it: so it is counted as memory, and numbered, as saved
+tensors are. A note counts for a node only if the node's other edges are those of the operator's other operands.
+
+What operators are given that are called from C++, as in scripted modules, the mode does not see: that is kept. But for
+one: attention where no fused kernel does it adds its mask inside, to scores that nobody saves. It is known from what
+attention is called with, and asked for while that runs (`attention_scores.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lowtide._torch import is_plain, next_sequence_number, node_metadata
+from lowtide.runtime.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.saved_values import Value
+
+Number = bool | int | float | complex
+
+_BINARY = ("self", "other")
+_FILLED = ("self", "mask", "value")
+_PRODUCT = ("self", "batch1", "batch2")
+_OPERANDS: dict[Callable[..., Any], tuple[str, ...]] = {
+    torch.add: _BINARY,
+    torch.Tensor.add: _BINARY,  # also +
+    torch.Tensor.add_: _BINARY,  # also +=
+    torch.sub: _BINARY,
+    torch.Tensor.sub: _BINARY,
+    torch.Tensor.sub_: _BINARY,
+    torch.rsub: _BINARY,
+    torch.Tensor.__rsub__: _BINARY,
+    torch.baddbmm: _PRODUCT,
+    torch.Tensor.baddbmm: _PRODUCT,
+    torch.where: ("condition", "self", "other"),
+    torch.Tensor.where: ("self", "condition", "other"),
+    torch.masked_fill: _FILLED,
+    torch.Tensor.masked_fill: _FILLED,
+    torch.Tensor.masked_fill_: _FILLED,
+}
+"""Operators some of whose operands autograd does not record, and the names of their operands as in its nodes."""
+
+_SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
+    torch.nonzero: "nonzero",
+    torch.Tensor.nonzero: "nonzero",
+    torch.argwhere: "nonzero",
+    torch.Tensor.argwhere: "nonzero",
+    torch.where: "nonzero",  # with a condition alone
+    torch.masked_select: "masked_select",
+    torch.Tensor.masked_select: "masked_select",
+    torch.Tensor.__getitem__: "indexing with a mask",
+}
+"""Operators whose results are as large as the contents of what they are given make them, in words."""
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+_SAVED = frozenset({"condition", "mask"})
+"""Of these operands those that the node saves."""
+
+
+class Listener(Protocol):
+    """Who is told: one run of a model's forward."""
+
+    def where(self) -> str:
+        """The module call in progress."""
+
+    def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
+        """An operator was given a tensor that nobody records: its place, and a value that holds it if it is wanted."""
+
+    def sized_by_contents(self, operator: str) -> None:
+        """An operator was called whose result is as large as the contents of what it was given make it."""
+
+
+class Place(NamedTuple):
+    """Where something was noted."""
+
+    call: str
+    """The module call in which that was."""
+    ordinal: int | None = None
+    """Of tensors: which of those in the call. They have to be held."""
+
+    def __str__(self) -> str:
+        return self.call if self.ordinal is None else f"{self.call}+{self.ordinal}"
+
+
+class Noted(NamedTuple):
+    """What an operator was given as one operand."""
+
+    place: Place
+    what: Number | Tensor | weakref.ref[Value]
+    """A tensor of one element as a copy, for nobody but the operator would notice a change."""
+
+
+class Attention(NamedTuple):
+    """A call of attention with a mask that autograd does not record."""
+
+    first: int
+    """The number of the first node that it makes."""
+    place: Place
+    mask: Value | None
+    """None if each position attends to those before it and to itself."""
+
+
+class _Here(threading.local):
+    attention: Attention | None = None
+    """The call in progress in this thread."""
+
+
+here = _Here()
+
+
+class Noting(TorchFunctionMode):
+    """In force, what operators are given and autograd does not record is noted at their nodes."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and not torch.compiler.is_compiling():
+            here.attention = self._attention(dict(zip(_ATTENTION, args, strict=False)) | kwargs)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                here.attention = None
+        if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args):
+            self._listener.sized_by_contents(_SIZED_BY_CONTENTS[func])
+        names = None if torch.compiler.is_compiling() else _OPERANDS.get(func)
+        operands = {} if names is None else _by_name(names, args, kwargs)
+        unrecorded = {name: it for name, it in operands.items() if name not in _SAVED and _is_unrecorded(it)}
+        if not unrecorded:
+            return func(*args, **kwargs)
+        edges = {name: _edge(operand) for name, operand in operands.items()}
+        out = func(*args, **kwargs)
+        node = out.grad_fn if isinstance(out, Tensor) else None
+        if node is not None and _is_of(node, edges):
+            found = {name: self._note(operand, out) for name, operand in unrecorded.items()}
+            known = node_metadata(node).setdefault(("lowtide", "noted"), {})  # by the plan of another model around it
+            known.update({name: it for name, it in found.items() if it is not None})
+        return out
+
+    def _note(self, operand: Number | Tensor, out: Tensor) -> Noted | None:
+        """An operand as it is to be remembered; None for a tensor that can't be, or of which nothing is to be made."""
+        if not isinstance(operand, Tensor):
+            return Noted(Place(self._listener.where()), operand)
+        if operand.numel() == 1:
+            return Noted(Place(self._listener.where()), operand.detach().clone())
+        if operand is out or not _is_worth_it(operand, out.numel()):
+            return None
+        place, value = self._listener.unrecorded(operand)
+        return None if value is None else Noted(place, weakref.ref(value))
+
+    def _attention(self, given: dict[str, Any]) -> Attention | None:
+        """What is known of the mask of a call; None without one, and for one that can't be held."""
+        query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+            return None
+        if mask is None:
+            is_causal = bool(given.get("is_causal"))
+            return Attention(next_sequence_number(), Place(self._listener.where()), None) if is_causal else None
+        scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
+        if not (isinstance(mask, Tensor) and _is_unrecorded(mask) and _is_worth_it(mask, scores)):
+            return None
+        place, held = self._listener.unrecorded(mask)
+        return None if held is None else Attention(next_sequence_number(), place, held)
+
+
+def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether an operator of `_SIZED_BY_CONTENTS` is called as one."""
+    if func is torch.Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else args[1:2]
+        return any(isinstance(it, Tensor) and it.dtype in (torch.bool, torch.uint8) for it in index)
+    return func is not torch.where or len(args) == 1
+
+
+def noted(node: Node, name: str) -> tuple[Place, Number | Tensor | Value] | None:
+    """What was noted at a node of the operand `name`, and is still there."""
+    found: Noted | None = node_metadata(node).get(("lowtide", "noted"), {}).get(name)
+    if found is None:
+        return None
+    what = found.what() if isinstance(found.what, weakref.ref) else found.what
+    return None if what is None else (found.place, what)
+
+
+def _is_worth_it(operand: Tensor, size: int) -> bool:
+    """Whether an operand can be held, and that is less than to hold a result of `size` elements."""
+    return is_plain(operand) and not operand.is_inference() and 2 * operand.numel() <= size
+
+
+def _edge(operand: object) -> tuple[Any, int] | None:
+    """Where gradients of an operand go: the node and output that it came from, a leaf itself, nowhere."""
+    if not isinstance(operand, Tensor) or not operand.requires_grad:
+        return None
+    return (operand if operand.grad_fn is None else operand.grad_fn, operand.output_nr)
+
+
+def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
+    """Whether a node is that of an operator with operands that had these edges, and not of something around it."""
+    recipe = RECIPES.get(node.name())
+    if recipe is None:
+        return False
+    for name, index in recipe.edges.items():
+        upstream, output = node.next_functions[index]
+        found = None if upstream is None else (getattr(upstream, "variable", upstream), output)
+        expected = edges.get(name)
+        if (found is None) != (expected is None):
+            return False
+        if found is not None and expected is not None and (found[0] is not expected[0] or found[1] != expected[1]):
+            return False
+    return True
+
+
+def _is_unrecorded(operand: object) -> bool:
+    return isinstance(operand, Number) or (isinstance(operand, Tensor) and not operand.requires_grad)
+
+
+def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """An operator's operands; nothing if they are not given as expected."""
+    given = dict(zip(names, args, strict=False)) | {
+        name: it for name, it in kwargs.items() if name not in {"alpha", "beta"}
+    }
+    return given if len(args) <= len(names) and given.keys() == set(names) else {}

@@ -1,0 +1,162 @@
+"""Where the recipe of one node gets its operands and constants from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch import SAVED, output_metadata, saved_slot
+from lowtide.runtime.attention_scores import added_to_scores
+from lowtide.runtime.operand_capture import Number, Place, noted
+from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRemake, Recipe
+from lowtide.runtime.saved_values import Handle, Value
+from lowtide.runtime.view_geometry import contiguous_stride
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.recompute_builder import Builder
+
+
+class NodeSource:
+    """Where one node's recipe gets its operands and constants from."""
+
+    __slots__ = ("builder", "depth", "like", "node", "noted", "output", "recipe")
+
+    def __init__(
+        self, builder: Builder, node: Node, recipe: Recipe, output: int, like: Tensor | None, depth: int
+    ) -> None:
+        self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
+        self.output, self.like = output, like
+        self.noted: set[Place] = set()
+        """Where things were noted that autograd does not record and that a remake has asked for."""
+
+    def operand(self, name: str) -> Handle | Number | None:
+        saved = self.saved(name)
+        if saved is not None:
+            return claim(saved)
+        edge = self.recipe.edges.get(name)
+        if edge is not None:
+            value = self.builder.on_edge(self.node.next_functions[edge], self.depth)
+            if value is not None:
+                return Handle(value)
+        found = noted(self.node, name) or added_to_scores(self.node, name)
+        if found is not None:
+            place, what = found
+            self.noted.add(place)
+            return what if isinstance(what, Number) else Handle(what if isinstance(what, Value) else Value(what))
+        owned = self.owned(name)
+        if isinstance(owned, torch.Tensor):
+            return Handle(self.builder.owners.relied_on.of_leaf(owned))
+        if self.absent(name):
+            return None
+        raise CannotRemake(f"{self.node.name()} does not record {name}")
+
+    def operands(self, name: str) -> list[Handle | None]:
+        """A list of tensors: as saved, or what flowed along every input edge."""
+        saved = self.saved(name)
+        if saved is not None:
+            return [None if item is None else claim(item) for item in saved]
+        wanted, edges = self.recipe.edges.get(name), [edge for edge in self.node.next_functions if edge[0] is not None]
+        if wanted == FILLED and len(edges) < len(self.node.next_functions):
+            dim = self.constant("dim")
+            filled = sum(shape_on(edge)[dim] for edge in edges) == self.constant("out_shape")[dim]
+        else:
+            filled = wanted is not None and len(edges) == len(self.node.next_functions)
+        if not filled:
+            raise CannotRemake(f"{self.node.name()} does not record the inputs that need no gradient")
+        return [Handle(value) for edge in edges if (value := self.builder.on_edge(edge, self.depth)) is not None]
+
+    def constant(self, name: str) -> Any:
+        if name in OUTPUT_CONSTANTS:
+            if name == "out_stride":
+                return contiguous_stride(self.constant("out_shape")) if self.like is None else self.like.stride()
+            return getattr(output_metadata(self.node, self.output), name.removeprefix("out_"))
+        if name in self.recipe.read_off:
+            try:
+                return self.recipe.read_off[name](None if self.like is None else self.like.detach(), self)
+            except RuntimeError as error:
+                raise CannotRemake(f"{name} of {self.node.name()} can't be read off: {error}") from None
+        try:
+            return signed(getattr(self.node, SAVED + name))
+        except AttributeError:
+            owned = self.owned(name)
+            if owned is None and name not in self.recipe.optional:
+                raise CannotRemake(f"{self.node.name()} does not record {name}") from None
+            return owned
+
+    def saved(self, name: str) -> Any:
+        """What the node holds under `name`: a handle, a tensor, or a tuple of these; None if nothing (yet)."""
+        slot = saved_slot(self.node, SAVED + name)
+        return tuple(map(ours, slot)) if isinstance(slot, tuple) else None if slot is None else ours(slot)
+
+    def absent(self, name: str) -> bool:
+        """Whether the op was called without this optional tensor."""
+        partner = self.recipe.together.get(name)
+        if partner is None or name not in self.recipe.optional:
+            return name in self.recipe.optional
+        if saved_slot(self.node, SAVED + partner) is not None:
+            return self.saved(partner) is None
+        sizes = self.constant(partner)
+        return not sizes or not any(sizes)  # of no bias: (0,)
+
+    def owned(self, name: str) -> Any:
+        """The attribute `name` of the modules that own the recipe's parameter, if they agree on it."""
+        if self.recipe.owner is None:
+            return None
+        modules = self.builder.owners.of(self.parameter(self.recipe.owner))
+        found = [attribute for module in modules if (attribute := getattr(module, name, None)) is not None]
+        return found[0] if found and all(same(other, found[0]) for other in found) else None
+
+    def parameter(self, name: str) -> int:
+        """`id` of the parameter that is the operand `name`; 0 if it is none."""
+        found = self.saved(name)
+        if isinstance(found, Handle) and found.value.leaf:
+            return found.value.leaf
+        edge = self.recipe.edges.get(name)
+        node = None if edge is None else self.node.next_functions[edge][0]
+        while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        return 0 if node is None else id(node.variable)
+
+
+def ours(slot: Any) -> Handle | Tensor | None:
+    """What is in a node's slot; None if that is not the tensor but only what the node itself reads of it.
+
+    Raises CannotRemake if other hooks packed it: that would pass for nothing.
+    """
+    data: Handle | Tensor | None = slot.data
+    if isinstance(data, Handle) and data.value.partial:
+        return None
+    if not isinstance(data, Handle) and slot.unpack_hook is not None:
+        raise CannotRemake("it was made from what other hooks have packed, or what has been freed")
+    return data
+
+
+def claim(saved: Handle | Tensor) -> Handle:
+    """A handle of our own on what a node holds."""
+    if isinstance(saved, Handle):
+        return Handle(saved.value, saved.view)
+    return Handle(Value(saved.detach() if saved.requires_grad else saved))  # a number must stay one, and so undetached
+
+
+def same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
+
+
+def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
+    """Of the tensor that flowed along an edge."""
+    node, output = edge
+    assert node is not None
+    leaf = getattr(node, "variable", None)
+    shape: torch.Size = output_metadata(node, output).shape if leaf is None else leaf.shape
+    return shape
+
+
+def signed(constant: Any) -> Any:
+    """Autograd shows a negative dimension as an unsigned 64-bit number; undo that. Works inside tuples."""
+    if isinstance(constant, tuple):
+        return tuple(signed(item) for item in constant)
+    return constant - 2**64 if type(constant) is int and constant >= 2**63 else constant

@@ -1,0 +1,61 @@
+"""One file for each kind of op; `registry.py` and docs/recipes.md say how to write a recipe."""
+
+from lowtide.runtime.recipes import (
+    activations,
+    attention,
+    convolution,
+    copies,
+    elementwise,
+    joining,
+    masking,
+    matmul,
+    normalization,
+    pooling,
+    reductions,
+    resampling,
+    softmax,
+    views,
+)
+from lowtide.runtime.recipes import fft as fourier
+from lowtide.runtime.recipes import indexing as lookup
+from lowtide.runtime.recipes.registry import (
+    EVERY,
+    FILLED,
+    OUT,
+    OUTPUT_CONSTANTS,
+    RECIPES,
+    CannotRemake,
+    Recipe,
+    Source,
+    TooSmall,
+    recipe,
+)
+
+__all__ = [
+    "EVERY",
+    "FILLED",
+    "OUT",
+    "OUTPUT_CONSTANTS",
+    "RECIPES",
+    "CannotRemake",
+    "Recipe",
+    "Source",
+    "TooSmall",
+    "activations",
+    "attention",
+    "convolution",
+    "copies",
+    "elementwise",
+    "fourier",
+    "joining",
+    "lookup",
+    "masking",
+    "matmul",
+    "normalization",
+    "pooling",
+    "recipe",
+    "reductions",
+    "resampling",
+    "softmax",
+    "views",
+]

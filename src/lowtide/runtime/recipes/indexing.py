@@ -1,0 +1,77 @@
+"""Elements taken from a tensor by index: embeddings, gathers, and ops that save where their results came from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide.runtime.recipes.registry import aten, recipe
+
+
+@recipe("EmbeddingBackward0", edges={"weight": 0})
+def embedding(weight: Tensor, indices: Tensor) -> Tensor:
+    return torch.embedding(weight, indices)
+
+
+@recipe("EmbeddingBagBackward0", edges={"weight": 0, "per_sample_weights": 1})
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    *,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    padding_idx: int,
+    out_shape: torch.Size,
+) -> Tensor:
+    """Whether the last offset was given is not recorded, but the number of bags tells."""
+    last = offsets.numel() > out_shape[0]
+    settings = (scale_grad_by_freq, mode, sparse, per_sample_weights, last, padding_idx)
+    bags: Tensor = aten._embedding_bag(weight, indices, offsets, *settings)[0]
+    return bags
+
+
+@recipe("GatherBackward0", edges={"self": 0})
+def gather(self: Tensor, index: Tensor, *, dim: int) -> Tensor:
+    return self.gather(dim, index)
+
+
+@recipe("IndexSelectBackward0", edges={"self": 0})
+def index_select(self: Tensor, index: Tensor, *, dim: int) -> Tensor:
+    return self.index_select(dim, index)
+
+
+@recipe("IndexBackward0", edges={"self": 0})
+def index(self: Tensor, indices: list[Tensor | None]) -> Tensor:
+    return aten.index(self, indices)
+
+
+@recipe("TakeBackward0", edges={"self": 0})
+def take(self: Tensor, index: Tensor) -> Tensor:
+    return self.take(index)
+
+
+@recipe("MaskedSelectBackward0", edges={"self": 0})
+def masked_select(self: Tensor, mask: Tensor) -> Tensor:
+    return self.masked_select(mask)
+
+
+@recipe("TopkBackward0", "SortBackward0", "SortBackward1", edges={"self": 0})
+def sorted(self: Tensor, indices: Tensor, *, dim: int) -> Tensor:
+    return self.gather(dim, indices)
+
+
+@recipe(
+    "KthvalueBackward0",
+    "MaxBackward0",
+    "MedianBackward1",
+    "MinBackward0",
+    "ModeBackward0",
+    "NanmedianBackward1",
+    edges={"self": 0},
+)
+def chosen(self: Tensor, indices: Tensor, *, dim: int, keepdim: bool) -> Tensor:
+    """One element along a dimension, by its saved index."""
+    return self.gather(dim, indices) if keepdim else self.gather(dim, indices.unsqueeze(dim)).squeeze(dim)

@@ -1,0 +1,127 @@
+"""Norms. Statistics are computed again from the input; running ones are not updated twice.
+
+Layer norm and RMS norm do not record their eps, nor does group norm since torch 2.14. It is asked of the module that
+owns the weight; else it is one of those in use that gives exactly the statistics that the node saved: the output
+depends on eps through them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowtide.runtime.recipes.registry import aten, recipe
+
+EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
+
+
+def first_with(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
+    """The first result of `op` with the eps whose last result is `rstd`."""
+    if rstd.dtype not in (torch.float32, torch.float64):
+        raise RuntimeError(f"its eps is not recorded, and its statistics are rounded to {rstd.dtype}")
+    for candidate in eps:
+        results = op(candidate)
+        if torch.allclose(results[-1], rstd, rtol=0, atol=0, equal_nan=True):
+            return results[0]
+    raise RuntimeError(f"its eps is none of {eps}")
+
+
+@recipe("NativeLayerNormBackward0", edges={"input": 0, "weight": 1, "bias": 2}, owner="weight")
+def layer_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    result2: Tensor,
+    *,
+    normalized_shape: tuple[int, ...],
+    eps: float | None,
+) -> Tensor:
+    def op(eps: float | None) -> Tensor:
+        return aten.native_layer_norm(input, normalized_shape, weight, bias, eps)
+
+    return first_with(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
+
+
+@recipe("FusedRmsNormBackward0", edges={"input": 0, "weight": 1}, owner="weight", device="cuda")
+def rms_norm(
+    input: Tensor, weight: Tensor | None, result1: Tensor, *, normalized_shape: tuple[int, ...], eps: float | None
+) -> Tensor:
+    """On a CPU it is several ops, each with its own recipe."""
+
+    def op(eps: float | None) -> Tensor:
+        return aten._fused_rms_norm(input, normalized_shape, weight, eps)
+
+    return first_with(result1, op, None, *EPS_IN_USE) if eps is None else op(eps)[0]
+
+
+@recipe(
+    "NativeGroupNormBackward0", edges={"input": 0, "weight": 1, "bias": 2}, owner="weight", together={"bias": "weight"}
+)
+def group_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    result2: Tensor,
+    *,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float | None,
+) -> Tensor:
+    def op(eps: float | None) -> Tensor:
+        return aten.native_group_norm(input, weight, bias, N, C, HxW, group, eps)
+
+    return first_with(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
+
+
+@recipe(
+    "NativeBatchNormBackward0", edges={"input": 0, "weight": 1, "bias": 2}, owner="weight", together={"bias": "weight"}
+)
+def batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    training: bool,
+    eps: float,
+) -> Tensor:
+    """Also instance norm. In training the batch's own statistics count: the running ones are not passed."""
+    if training:
+        running_mean = running_var = None
+    return aten.native_batch_norm(input, weight, bias, running_mean, running_var, training, 0.0, eps)[0]
+
+
+@recipe(
+    "CudnnBatchNormBackward0",
+    edges={"input": 0, "weight": 1, "bias": 2},
+    owner="weight",
+    together={"bias": "weight"},
+    when={"training": True},
+    device="cuda",
+)
+def cudnn_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
+    """In training, which is when CUDA takes it."""
+    return aten.cudnn_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
+
+
+@recipe(
+    "MiopenBatchNormBackward0",
+    edges={"input": 0, "weight": 1, "bias": 2},
+    owner="weight",
+    together={"bias": "weight"},
+    when={"training": True},
+    device="cuda",
+)
+def miopen_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float) -> Tensor:
+    """In training, on ROCm."""
+    return aten.miopen_batch_norm(input, weight, bias, None, None, True, 0.0, epsilon)[0]
+
+
+@recipe("WeightNormInterfaceBackward0", edges={"v": 0, "g": 1})
+def weight_norm(v: Tensor, g: Tensor, *, dim: int) -> Tensor:
+    return aten._weight_norm_interface(v, g, dim)[0]

@@ -1,0 +1,58 @@
+"""The tables of docs/recipes.md, made from the registry; what stands above them is written by hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+
+from lowtide.runtime.recipes.registry import EVERY, FILLED, RECIPES, Recipe
+
+MARK = "<!-- From here on made by `python -m lowtide.runtime.recipes docs/recipes.md`. -->\n"
+
+
+def renewed(page: str) -> str:
+    """The page with the tables as they should be. Raises ValueError if it has no place for them."""
+    above, mark, _ = page.partition(MARK)
+    if not mark:
+        raise ValueError(f"no line {MARK.strip()}")
+    return above + mark + "".join(f"\n{section}" for section in sections())
+
+
+def sections() -> Iterator[str]:
+    """A table for each file of recipes."""
+    by_file = sorted(RECIPES.values(), key=lambda recipe: recipe.function.__module__)
+    for name, recipes in groupby(by_file, key=lambda recipe: recipe.function.__module__):
+        rows = [row(recipe) for recipe in recipes]
+        head = "| node | op | cost | tensors | constants | |\n|---|---|---|---|---|---|\n"
+        about = (sys.modules[name].__doc__ or "").strip()
+        yield f"### {name.rpartition('.')[2].capitalize()}\n\n{about}\n\n{head}{''.join(rows)}"
+
+
+def row(recipe: Recipe) -> str:
+    """One recipe."""
+    notes = [" ".join((recipe.function.__doc__ or "").split())]
+    if recipe.device is not None:
+        notes.append({"cuda": "Only on CUDA.", "cpu": "Only on a CPU."}[recipe.device])
+    notes += [f"Only with `{name}={value}`." for name, value in recipe.when.items()]
+    cells = (
+        f"`{recipe.node}`",
+        f"`{recipe.function.__name__}`",
+        "view" if recipe.alias else "expensive" if recipe.expensive else "cheap",
+        ", ".join(tensor(recipe, name) for name in recipe.operands),
+        ", ".join(constant(recipe, name) for name in recipe.constants),
+        " ".join(filter(None, notes)),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def tensor(recipe: Recipe, name: str) -> str:
+    """`bias?`→2."""
+    edge = recipe.edges.get(name)
+    arrow = "" if edge is None else "→all" if edge in (EVERY, FILLED) else f"→{edge}"
+    return f"`{name}{'?' * (name in recipe.optional)}`{arrow}"
+
+
+def constant(recipe: Recipe, name: str) -> str:
+    """`eps?`."""
+    return f"`{name}{'?' * (name in recipe.optional)}`" + " read off" * (name in recipe.read_off)

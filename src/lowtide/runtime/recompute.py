@@ -1,0 +1,156 @@
+"""One node's output, remade from a recipe: its operands are found at pack time and held as handles."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide._torch import accelerator_type, any_autocast, base_of, has_one_owner, is_fake, set_version
+from lowtide.runtime import saved_values as values
+from lowtide.runtime.fsdp_scopes import check_is_whole
+from lowtide.runtime.recipes import OUT, Recipe
+from lowtide.runtime.saved_values import Handle, Value
+from lowtide.runtime.tensor_writers import check_operands
+from lowtide.runtime.view_geometry import laid_out
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from lowtide.runtime.operand_capture import Place
+
+
+class Remake:
+    """A pending run of a recipe. As long as it is pending its operands know that somebody waits for them."""
+
+    __slots__ = (
+        "__weakref__",
+        "certain",
+        "constants",
+        "noted",
+        "operands",
+        "over",
+        "places",
+        "recipe",
+        "sharded",
+        "stride",
+    )
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        arguments: Mapping[str, Handle | list[Handle | None] | None],
+        constants: dict[str, Any],
+        stride: tuple[int, ...] | None,
+        noted: frozenset[Place] = frozenset(),
+    ) -> None:
+        self.recipe = recipe
+        self.constants = constants
+        self.stride = stride
+        """What the result's strides must be; None where nobody looks at it with a geometry of its own."""
+        self.noted = noted
+        """Where what it takes was noted, as far as autograd does not record it."""
+        self.sharded: tuple[Handle, ...] = ()
+        """The operands that are parameters, where these may be sharded over processes."""
+        self.over: Value | None = None
+        """The operand that the result was written over when it was made last."""
+        flat: list[Handle | None] = []
+        places: list[tuple[str, int | slice]] = []
+        for name, argument in arguments.items():
+            handles = argument if isinstance(argument, list) else [argument]
+            first, stop = len(flat), len(flat) + len(handles)
+            places.append((name, slice(first, stop) if handles is argument else first))
+            flat += handles
+        self.operands = tuple(flat)
+        self.places = tuple(places)
+        self.certain = stride is not None or (
+            "out_stride" not in constants and all(handle is None or certain(handle.value) for handle in flat)
+        )
+        """Whether the strides of the result are those of the true tensor."""
+
+    def make(self, value: Value) -> Tensor:
+        """Run the recipe; the result stays if somebody waits for it."""
+        check_operands((operand.value for operand in self.operands if operand is not None), self.recipe.node)
+        tensors = [None if operand is None else operand.get() for operand in self.operands]
+        for parameter in self.sharded:
+            check_is_whole(parameter.get())
+        if values.probe is not None:
+            values.probe.making(self)
+        out = self.spare(tensors) if self.recipe.into else {}
+        with plain():
+            made = self.recipe.function(
+                **{name: tensors[place] for name, place in self.places}, **self.constants, **out
+            )
+            result = made[value.output] if isinstance(made, tuple) else made
+            if self.stride is not None:
+                result = laid_out(result, self.stride)
+        if value.version not in (-1, result._version):
+            set_version(result, value.version)  # who is given it may save it again, as a backward that makes a graph
+        if values.probe is not None:
+            values.probe.made(self, (result,))
+        value.arrive(result)
+        return result
+
+    def spare(self, tensors: list[Tensor | None]) -> dict[str, Tensor]:
+        """As the recipe's `out` an operand that was made on the way to this and for nothing else, if one is fit for it.
+
+        That halves the memory that goes through a processor's caches, and there is one tensor less.
+        """
+        self.over = None
+        for handle, tensor in zip(self.operands, tensors, strict=True):
+            if handle is None or tensor is None or handle.view is not None:
+                continue
+            value = handle.value
+            if value.passing and value.readers == 1 and value.tensor is None and can_hold_result(tensor, tensors):
+                self.over = value
+                return {OUT: tensor}
+        return {}
+
+
+def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
+    """Whether what an elementwise op makes of `operands` is like one of them, which nobody else has."""
+    return (
+        tensor.is_floating_point()
+        and tensor.dim() > 0
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and base_of(tensor) is None
+        and (is_fake(tensor) or has_one_owner(tensor))
+        and all(other is None or other is tensor or goes_into(other, tensor) for other in operands)
+    )
+
+
+def goes_into(other: Tensor, tensor: Tensor) -> bool:
+    """Whether an elementwise op of both gives the shape, strides and type of `tensor`."""
+    if other.dim() == 0:
+        return not other.is_complex()
+    if other.dtype != tensor.dtype:
+        return False
+    if other.shape == tensor.shape:
+        return other.stride() == tensor.stride()
+    if not (other.is_contiguous() and tensor.is_contiguous()):
+        return False
+    sizes = zip(reversed(other.shape), reversed(tensor.shape), strict=False)
+    return other.dim() <= tensor.dim() and all(mine in {1, its} for mine, its in sizes)
+
+
+def certain(value: Value) -> bool:
+    """Whether a value that is kept or made again has the strides of the true tensor."""
+    return not isinstance(value.maker, Remake) or value.maker.certain
+
+
+def plain() -> contextlib.AbstractContextManager[Any]:
+    """Neither gradients nor autocast: what was recorded is run again as it was, whatever surrounds backward."""
+    if not torch.is_grad_enabled() and not any_autocast():
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.no_grad())
+    if any_autocast():
+        for device in ("cpu", accelerator_type()):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+_NOTHING = contextlib.nullcontext()

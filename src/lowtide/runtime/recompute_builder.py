@@ -1,0 +1,124 @@
+"""Finds how a tensor that is being saved can be made again, and what from: a value whose maker is a `Remake`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide._torch import is_plain, output_metadata
+from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.operand_capture import Number
+from lowtide.runtime.operand_lookup import NodeSource
+from lowtide.runtime.recipes import RECIPES, CannotRemake
+from lowtide.runtime.recompute import Remake
+from lowtide.runtime.saved_values import Handle, Value, register, registered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.tensor_writers import ReliedOn
+
+MAX_CHAIN = 32
+"""Nodes that one remake may go through before it meets a value that somebody holds."""
+
+
+class Owners:
+    """Which modules own each parameter."""
+
+    def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
+        self._model = model
+        self.relied_on = relied_on
+        self.sharded = bool(units(model.modules()))
+        """Whether parameters may be others while a module runs."""
+        self._found: dict[int, tuple[torch.nn.Module, ...]] = {}
+        self._look()
+
+    def of(self, parameter: int) -> tuple[torch.nn.Module, ...]:
+        """The modules that own the parameter of this `id`; none if there is no such parameter."""
+        if self.sharded and parameter and parameter not in self._found:
+            self._look()
+        return self._found.get(parameter, ())
+
+    def _look(self) -> None:
+        found: dict[int, tuple[torch.nn.Module, ...]] = {}
+        for module in self._model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found[id(parameter)] = (*found.get(id(parameter), ()), module)
+        self._found |= found
+
+
+@functools.cache
+def makes_anew(node: str) -> bool:
+    """Whether what a node of this name has made was new, and not another tensor that it has written to."""
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
+    return name in _RARELY_IN_PLACE or not hasattr(torch.ops.aten, f"{name}_")
+
+
+_RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
+"""As linear layers have them, and not `x.addmm_(a, b)`."""
+
+
+class Builder:
+    """Finds what a recipe needs: on the node, on its input edges, among what was noted, or on a parameter's module."""
+
+    __slots__ = ("owners",)
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners = owners
+
+    def remake(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
+        """A value that a recipe makes from what is upstream of it. Raises CannotRemake, saying why.
+
+        `like` is the output itself where it is at hand: the result will have its strides. Without it the value is only
+        passed through by the remakes of others, maybe with other strides: `certain`.
+        """
+        found = RECIPES.get(node.name())
+        if found is None:
+            raise CannotRemake(f"no recipe for {node.name()}")
+        if output and not found.several:
+            raise CannotRemake(f"no recipe for output {output} of {node.name()}")
+        if found.device is not None and found.device != (device := output_metadata(node, output).device.type):
+            raise CannotRemake(f"no recipe for {node.name()} on {device}")
+        if depth > MAX_CHAIN:
+            raise CannotRemake(f"more than {MAX_CHAIN} nodes in a row hold nothing")
+        if like is not None and not is_plain(like):
+            raise CannotRemake(f"it is a {type(like).__name__} of layout {like.layout}")
+        if like is not None and like._version and makes_anew(node.name()):
+            raise CannotRemake("it was written to without autograd after it had been made")
+        if like is not None and like.storage_offset():
+            raise CannotRemake("it does not begin where its storage does")
+        source = NodeSource(self, node, found, output, like, depth)
+        for name, wanted in found.when.items():
+            if source.constant(name) != wanted:
+                raise CannotRemake(f"{node.name()} with {name}={source.constant(name)} is not made again")
+        constants = {name: source.constant(name) for name in found.constants}
+        arguments: dict[str, Handle | list[Handle | None] | None] = {}
+        for name in found.operands:
+            operand = source.operands(name) if name in found.lists else source.operand(name)
+            if isinstance(operand, Number):
+                constants[name] = operand
+            else:
+                arguments[name] = operand
+        stride = None if like is None else like.stride()
+        remake = Remake(found, arguments, constants, stride, frozenset(source.noted))
+        if self.owners.sharded:
+            remake.sharded = tuple(h for h in remake.operands if h is not None and h.value.leaf)
+        value = Value(maker=remake, output=output)
+        value.passing = like is None
+        register(node, output, value)
+        return value
+
+    def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
+        """The value that flowed along an edge of the graph; None where the edge needs no gradient."""
+        node, output = edge
+        if node is None:
+            return None
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return self.owners.relied_on.of_leaf(leaf)
+        return registered(node, output) or self.remake(node, output, depth=depth + 1)

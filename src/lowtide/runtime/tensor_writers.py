@@ -1,0 +1,161 @@
+"""Writers to tensors that remakes and replays read once more in backward, and that autograd does not watch.
+
+Autograd checks the version of each tensor that it has saved. A remake reads others besides, as a bias, rows of an
+embedding, a mask that was added; and a replay reads every parameter of its call. A plain step does not mind when one of
+these is written to before backward. Most writers are seen in a rehearsal, and nothing is made of what they write to. Of
+those that come later, optimizers and embeddings with `max_norm`, which torch renormalises in each forward, are known
+beforehand: what is still to be read is copied. Others are found by the version in backward, too late for that step.
+From then on nothing is made of such a tensor again.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide._torch import in_backward, storage_id
+from lowtide._torch.patching import stand_in
+from lowtide.runtime.recipes import CannotRemake
+from lowtide.runtime.saved_values import Value, changed_in_place, rootless
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from lowtide.runtime.replay import Frame
+
+_overwritten: dict[int, weakref.ref[Tensor]] = {}
+"""By `id`, tensors that were written to before backward had read them."""
+
+
+class Overwritten(RuntimeError):
+    """A tensor that something is made of was written to between forward and backward, as in no step before."""
+
+    def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
+        super().__init__(
+            f"{changed_in_place(tensor, version)}\n"
+            f"  The plan makes {reader} again from it, which was rehearsed in a step that did not write to it between "
+            "forward and backward. From here on what is made of it is kept. Fit, or rehearse and plan, in a step that "
+            "does so."
+        )
+        self.module_class = module_class
+        """The class of what was to be run again, if it is that."""
+        self.is_of_parameter = False
+        """Whether it is a parameter of which nothing will be made any longer."""
+
+
+class ReliedOn:
+    """What the remakes and replays of one plan will read, and that is there anyway."""
+
+    def __init__(self, say: Callable[[Tensor, str], object]) -> None:
+        """`say` is told of each tensor that is copied, and of what writes to it."""
+        self.takes_values = True
+        """Whether remakes will really run, and not only on trial."""
+        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self._values: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._say = say
+
+    def of(self, value: Value, tensor: Tensor) -> Value:
+        """`value`, which holds `tensor` for a remake."""
+        value.original = weakref.ref(tensor)
+        if self.takes_values:
+            self._values.add(value)
+        return value
+
+    def of_leaf(self, leaf: Tensor) -> Value:
+        """A value of a tensor without history, for a remake. Raises CannotRemake if nothing is to be made of it."""
+        if is_overwritten(leaf):
+            raise CannotRemake("it is made of a tensor that was overwritten before backward")
+        return self.of(rootless(leaf), leaf)
+
+    def watch(self) -> None:
+        """Copy what is still to be read before it is written to, until `leave`, or the plan's model is gone."""
+        _watching.add(self)
+        if not _undo:
+            hook = register_optimizer_step_pre_hook(_updates)
+            stop = stand_in(torch, "embedding_renorm_", lambda own: functools.partial(_renormalise, own))
+            _undo.extend((hook.remove, stop))
+
+    def leave(self) -> None:
+        """Watch no longer. May be called again."""
+        _watching.discard(self)
+        while _undo and not _watching:
+            _undo.pop()()
+
+    def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
+        """What is in this memory is about to be written to; nothing is made of it any longer if that `is_habit`."""
+        storages = storages - {0}
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def copy_of(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor, tensor.detach().clone()
+            return copies[id(tensor)][1]
+
+        for value in list(self._values):
+            original = None if value.original is None else value.original()
+            is_there = value.kept and value.readers and not value.is_changed
+            if is_there and original is not None and storage_id(original) in storages:
+                value.keep(copy_of(original))
+        for frame in list(self.frames):
+            if frame.surroundings.copy(storages, copy_of) and is_habit:
+                frame.seam.reach.is_overwritten = True
+        for tensor, _ in copies.values():
+            if is_habit:
+                mark(tensor)
+            self._say(tensor, writer)
+
+    def __bool__(self) -> bool:
+        return bool(self._values or self.frames)
+
+
+_watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
+_undo: list[Callable[[], None]] = []
+"""Ends what tells of writers, where anything is watched."""
+
+
+def check_operands(values: Iterable[Value], reader: str) -> None:
+    """Raise Overwritten if a value that a remake is about to read was written to, and autograd does not know that."""
+    for value in values:
+        if value.is_changed and value.original is not None:
+            assert value.tensor is not None
+            error = Overwritten(value.tensor, value.version, reader)
+            if (original := value.original()) is not None:
+                mark(original)
+                error.is_of_parameter = isinstance(original, nn.Parameter)
+            raise error
+
+
+def mark(tensor: Tensor) -> None:
+    """Nothing is to be made of `tensor` from here on."""
+    key = id(tensor)
+    _overwritten[key] = weakref.ref(tensor, lambda _: _overwritten.pop(key, None))
+
+
+def is_overwritten(tensor: Tensor) -> bool:
+    """Whether nothing is to be made of `tensor`."""
+    return bool(_overwritten) and id(tensor) in _overwritten
+
+
+def _updates(optimizer: Optimizer, *_: Any) -> None:
+    if found := _at_work():
+        updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for relied_on in found:
+            relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
+
+
+def _renormalise(own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    for relied_on in _at_work():
+        relied_on.before_write({storage_id(weight)}, "an embedding's max_norm", is_habit=True)
+    return own(weight, *args, **kwargs)
+
+
+def _at_work() -> list[ReliedOn]:
+    """Plans that will read something once more. None in a backward pass: what is updated there has been read."""
+    return [] if in_backward() else [relied_on for relied_on in _watching if relied_on]

@@ -1,0 +1,52 @@
+"""Where the elements of a tensor are: the base behind a view, and strides put right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide._torch import base_of, is_plain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lowtide.runtime.saved_values import Geometry
+
+
+def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
+    """The base tensor behind views, the node that made it, and which output of that it is."""
+    base = base_of(tensor)
+    if base is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() or not is_plain(tensor):
+        base = tensor
+    return base, base.grad_fn, base.output_nr
+
+
+def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
+    """The same, and the geometry of `tensor` in it; None where that is the tensor itself."""
+    base, node, output = whole(tensor)
+    view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return base, node, output, view
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same elements with these strides, from the beginning of a storage: what saved geometries refer to.
+
+    A recipe gives another layout than the op did where the op was told one that it does not record (`contiguous()`).
+    """
+    if not tensor.storage_offset():
+        if tensor.stride() == stride:
+            return tensor
+        long = [n for n, size in enumerate(tensor.shape) if size > 1]
+        if all(tensor.stride(n) == stride[n] for n in long):
+            return tensor.as_strided(tensor.shape, stride)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

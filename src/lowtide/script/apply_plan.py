@@ -1,0 +1,128 @@
+"""A plan that was made before, in force in a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.api.apply import apply
+from lowtide.api.fit import over_budget
+from lowtide.errors import RehearsalError, StalePlan
+from lowtide.profiler.online import PATIENCE
+from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.runtime.fingerprint import fingerprint
+from lowtide.script.composite_model import Parts, is_of_parts, name_of
+from lowtide.script.plan_monitor import Measured, UnderPlan
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.planner.records import Fingerprint, Plan
+
+PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak is within it"
+
+
+class Applying(UnderPlan):
+    """Puts a plan that was made before in force on its model, before the first forward, and measures a step under it.
+
+    That is the second of the first two on batches of the planned size: in the first an optimizer has no state yet.
+    Where such batches don't come, smaller ones are measured. Of all these steps backward is compared with what was
+    saved.
+    """
+
+    awaits = "was called as its plan has it"
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        super().__init__(say)
+        self._plan = plan
+        self._differences: tuple[str, ...] = ()
+        self._model: nn.Module | None = None
+        self._peaks: list[int] = []
+        """Those of steps on batches of the planned size."""
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Put the plan in force if this is its model, on a batch that is not larger than the planned one; measure."""
+        planned, found = self._plan.fingerprint, fingerprint(model, batch)
+        super().begins(model, batch, optimizers)
+        if self._applied is None:
+            self._put_in_force(model, found)
+        if self._applied is None:
+            return
+        is_own = model is self._model
+        self._is_planned = is_own and found.batch == planned.batch
+        self._n_others += not self._is_planned
+        if is_own and no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
+            try:
+                self._open = Measured(model, batch, optimizers, self._applied)
+            except RehearsalError as why:
+                self.loses_track(why)
+        elif self._n_others >= PATIENCE:
+            self._finish()
+
+    def ends(self, model: nn.Module) -> None:
+        """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
+        if self._applied is None:
+            self._n_others += 1
+            if is_of_parts(self._plan.fingerprint) and type(model) is not Parts and self._n_others < PATIENCE:
+                return  # models that take turns are not known as such before they do
+            raise StalePlan(
+                f"this plan is not for the {name_of(model)} that the script trains.",
+                differences=self._differences,
+            )
+        if self._open is not None:
+            step, self._open = self._open, None
+            if self._is_planned:
+                self._peaks.append(step.peak_bytes())
+            else:
+                self._most = max(self._most, step.peak_bytes())
+            if len(self._peaks) == 2 or self._n_others >= PATIENCE or self._most > self._plan.budget_bytes:
+                self._finish()
+
+    def loses_track(self, why: RehearsalError) -> None:
+        """The plan stays in force, and is not measured."""
+        self._say(f"the peak under the plan is not measured: {why}")
+        self._leave_in_force()
+
+    def lets_go(self) -> None:
+        """The plan stays in force; nobody here holds the model any longer."""
+        super().lets_go()
+        self._model = None
+
+    def finish(self) -> None:
+        """What is in force stays so; say what there was to measure."""
+        if self._applied is not None and not self.done:
+            self._finish()
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one: the plan may be for what is trained instead."""
+        super().gives_up(model)
+        self._model, self._peaks = None, []
+
+    def _put_in_force(self, model: nn.Module, found: Fingerprint) -> None:
+        planned = self._plan.fingerprint
+        if no_larger(shapes_in(found.batch), shapes_in(planned.batch)):
+            found = replace(found, batch=planned.batch)
+        self._differences = planned.differences(found)
+        if not self._differences:
+            self._model, self._applied = model, apply(model, self._plan, say=self._say)
+            self._say(
+                f"the plan is in force: {format_bytes(self._plan.predicted.peak_bytes)} peak predicted "
+                f"(budget {format_bytes(self._plan.budget_bytes)})"
+            )
+
+    def _finish(self) -> None:
+        self._leave_in_force()
+        measured_bytes = max(self._most, *self._peaks[-1:], 0)
+        if measured_bytes > self._plan.budget_bytes:
+            raise over_budget(self._plan, self._plan.budget_bytes, [measured_bytes], nearest=(PLANS_AGAIN,))
+        if self._peaks:
+            self._say(f"measured {format_bytes(measured_bytes)} peak: within the budget")
+        else:
+            self._say_smaller_only()
+
+    def _leave_in_force(self) -> None:
+        self.leaves()
+        self.done = True

@@ -1,0 +1,283 @@
+"""Rehearses a script for a card that is not there: fake tensors from its first training forward on, for two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide import _torch
+from lowtide.errors import LowtideError
+from lowtide.estimator.cuda.deferred_placement import AskedForCuda
+from lowtide.estimator.cuda.placement import is_given
+from lowtide.estimator.cuda.two_step_run import OnCard
+from lowtide.estimator.estimate import COMPILED
+from lowtide.estimator.largest_batch import resized, size_of
+from lowtide.runtime.fingerprint import in_words, tensors_in
+from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
+from lowtide.script.calling_code import at_hand, optimizers_at_hand
+from lowtide.script.gpu_patches import cuda_for_a_script, nothing_saved
+from lowtide.script.manual_updates import has_others
+from lowtide.script.run_listened import run_watched
+from lowtide.script.runner import Script
+from lowtide.script.step_listener import Crew, Enough
+from lowtide.state.reachable_state import Reached
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from lowtide.estimator.cuda.gpu_estimate import CardForesight
+    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.memory.gpu_specs import Card
+
+
+BY_HAND = "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
+
+
+MOST_PASSES = 32
+"""Forward and backward passes of a loop without an optimizer after which its script is ended."""
+
+
+class Foreseeing(Crew):
+    """Puts the model on `card` at its first forward, and ends the script after two steps there.
+
+    With `size` every tensor at hand whose first dimension is as long as the batch's gets that size: those that the
+    model is called with, and those in variables of the functions that call it.
+    """
+
+    awaits = "was rehearsed: that takes two steps"
+
+    def __init__(self, card: Card, size: int | None, told: Callable[[], None]) -> None:
+        self.done = False
+        self.foresight: CardForesight | None = None
+        self._card, self._size, self._told = card, size, told
+        self._rehearsal: OnCard | None = None
+        self._model: nn.Module | None = None
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._n_steps = 0
+        self._n_waited = 0
+        """Steps that were seen again, to see whether another model takes turns."""
+        self._given: int | None = None
+        """How long the batch was that the script gave, if it is to have another size."""
+        self.asked = AskedForCuda()
+        self.answers: Answers | None = None
+        """Since the first forward."""
+        self._sizes = ""
+        """The batch that the last step began with, in words."""
+        self._data: dict[int, int] = {}
+        """The storages of the parameters, by their ids, when they were looked at last."""
+        self.compiles = False
+        """Whether the script compiles anything."""
+        self._n_passes = 0
+        """Forward and backward passes since the first forward, as long as there is no optimizer."""
+        self._has_gone_back = False
+        """Whether there was a backward pass since the model was called last."""
+        self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
+        """The model, where its first forward could not be put on the card."""
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """From here on nothing is computed; or the second step begins."""
+        resizing = self._of_other_size(batch, is_first=True)
+        self._optimizers = optimizers
+        before, self._sizes = self._sizes, in_words(tensors_in(batch))
+        if self._rehearsal is None:
+            if not self._may_enter(batch):
+                self._held_up = model, optimizers
+                return
+            self._enter(model, batch, resizing)
+        elif model is not self._model:
+            self._rehearsal.turn_to(model)
+        self._resize(resizing)
+        assert self._rehearsal is not None
+        if self._n_steps == 1:
+            self._rehearsal.second(batch)
+            if before and before != self._sizes and self._size is None and model is self._model:
+                self._rehearsal.answers.notes[
+                    f"batches are of several sizes, and these two steps had {before} and {self._sizes}: larger ones "
+                    "need more"
+                ] = None
+        elif not optimizers_at_hand():
+            self._next_pass(batch)
+        self._model = model
+        self._data = {id(p): _torch.storage_id(p) for p in model.parameters()}
+        self._rehearsal.answers.written.clear()
+
+    def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        """What is trained is put on the card now: the next step begins before the model is called."""
+        self._optimizers = optimizers
+        self._enter(model, [])
+
+    def goes_on(self, batch: Any) -> None:
+        """Models that take turns may have the next batch before all have had theirs, or there is no optimizer."""
+        if self._rehearsal is None and self._held_up is not None and self._has_gone_back:
+            self.begins(self._held_up[0], batch, self._held_up[1])
+            return
+        self._resize(self._of_other_size(batch, is_first=False))
+        is_alone = (
+            self._n_passes and not self._n_steps and self._rehearsal is not None and not self._rehearsal.has_updated
+        )
+        if is_alone and self._has_gone_back and not optimizers_at_hand():
+            if self._n_passes == MOST_PASSES:
+                self._conclude()
+                raise Enough
+            self._next_pass(batch)
+
+    def goes_back(self) -> None:
+        """A backward pass is over."""
+        self._has_gone_back = True
+
+    def checkpoints(self, function: Any, batch: Any) -> None:
+        """A checkpoint is about to begin. Around the model itself: put that on the card now, as it can't be inside."""
+        if self._rehearsal is not None or not torch.is_grad_enabled() or not self._may_enter(batch):
+            return
+        cells = [
+            cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
+        ]  # of torch's own functions
+        for module in Reached(function, *cells).modules:
+            if module.training and any(p.requires_grad for p in module.parameters()):
+                self._enter(module, batch)
+                self._model = module
+                return
+
+    def _may_enter(self, batch: Any) -> bool:
+        """Return False in a checkpoint or a graph from inputs on that has begun without a card: it has to end so."""
+        return _torch.saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
+
+    def finish(self) -> None:
+        """The script has ended; without an optimizer it was passes alone that were rehearsed."""
+        if self._n_passes and self._rehearsal is not None and not self._rehearsal.has_updated and self._n_gone_back():
+            self._conclude()
+
+    def _n_gone_back(self) -> int:
+        """How many of the passes had a backward one."""
+        return self._n_passes - (not self._has_gone_back)
+
+    def _next_pass(self, batch: Any) -> None:
+        """A forward begins, and there is no optimizer whose steps could be counted."""
+        assert self._rehearsal is not None
+        self._rehearsal.second(batch)
+        self._n_passes += 1
+        self._has_gone_back = False
+
+    def _of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
+        """What is as long as a batch that the script gave, and is to be as long as was asked for.
+
+        The batch that a step begins with may be a smaller one, as the last is. Not what was computed: a generator's
+        images have its graph, and are as long by now.
+        """
+        if self._size is None:
+            return []
+        self._given = self._given or size_of(batch, 0)
+        first = tensors_in(batch)[: int(is_first)]
+        lengths = {self._given, *(t.shape[0] for t in first if t.is_leaf and t.dim())} - {self._size}
+        near = (*tensors_in(batch), *_data_at_hand())
+        return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
+
+    def _resize(self, tensors: list[Tensor]) -> None:
+        if self._size is not None and self._rehearsal is not None:
+            size = self._size
+            for given in {int(tensor.shape[0]) for tensor in tensors}:
+                note = f"what is {given} long in its first dimension is the batch, and taken to be {size} long"
+                self._rehearsal.answers.notes[note] = None
+            self._rehearsal.take_for(None)
+            self._rehearsal.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
+
+    def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
+        """`resizing`: what is put there afterwards, of another size."""
+        found = Reached(*at_hand())
+        batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
+        reached = (self._optimizers, found.modules)
+        rehearsal = OnCard(self._card, model, batch, reached, alone=True, is_there=self.asked.has)
+        rehearsal.__enter__()
+        self._rehearsal, self.answers = rehearsal, rehearsal.answers
+        self._told()
+        # Parameters in no module, and sums that a loop compares the device of, as transformers' Trainer does.
+        there = [t for t in found.tensors if t.requires_grad or not t.dim() or self.asked.has(t)]
+        there += (t for t in found.things if isinstance(t, torch.Tensor) and not t.is_leaf and is_given(t))
+        rehearsal.put([tensor for tensor in there if not _is_in(resizing, tensor)], lambda tensor: tensor)
+
+    def ends(self, model: nn.Module) -> None:
+        """After the second step everything real is put back, and the script ended."""
+        if self._rehearsal is None:
+            self._enter(model, [])
+            return
+        self._n_steps += 1
+        if self._n_steps == 2 and self._n_waited < PATIENCE and others_at_hand(model):
+            self._n_waited += 1
+            self._n_steps = 1
+        if self._n_steps == 2:
+            self._conclude()
+            raise Enough
+        if self._given is not None and self._size is not None:
+            self._rehearsal.take_for((self._given, self._size))
+
+    def _conclude(self) -> None:
+        """Enough was rehearsed: put everything back."""
+        rehearsal = self._rehearsal
+        assert rehearsal is not None
+        if self.compiles:
+            rehearsal.answers.note(COMPILED)
+        rehearsal.finish()
+        self.leaves()
+        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_gone_back()
+        self.foresight, self.done = rehearsal.foresight(n_passes), True
+
+    def gives_up(self, model: nn.Module) -> None:
+        """It is another one that was trained since; its tensors are on the card as well, for all are that are reached.
+
+        Before any update nothing but a forward has been. Else that was a whole step.
+        """
+        self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
+
+    def is_updated(self, model: nn.Module) -> bool:
+        """Whether its parameters were written to, or got other data, and there is no optimizer that is yet to step."""
+        mine = ids(model.parameters())
+        if self.answers is None or has_others(model):
+            return False
+        if any(held_by(optimizer) & mine for optimizer in optimizers_at_hand()):
+            return False
+        before, self._data = self._data, {id(p): _torch.storage_id(p) for p in model.parameters()}
+        written = {*self._data.values()} & self.answers.written
+        self.answers.written.clear()
+        is_updated = bool(written) or (bool(before) and before != self._data)
+        if is_updated:
+            self.answers.notes[BY_HAND] = None
+        return is_updated
+
+    def leaves(self) -> None:
+        """Put everything back."""
+        if self._rehearsal is not None:
+            rehearsal, self._rehearsal = self._rehearsal, None
+            rehearsal.__exit__(None, None, None)
+
+
+def foresee_script(
+    script: Script, card: Card, size: int | None = None, *, told: Callable[[], None] = lambda: None
+) -> tuple[int, CardForesight | None]:
+    """Run `script` up to two steps on `card`: its exit code, and what is known then.
+
+    `told` is called when its tensors are real for the last time.
+    Raises what a rehearsal raises, with the line of the script that was asked for too much.
+    """
+    crew = Foreseeing(card, size, told)
+    with cuda_for_a_script(card, crew), nothing_saved(crew):
+        try:
+            code = run_watched(script, crew)
+        except LowtideError as error:
+            first = None if crew.answers is None else crew.answers.refused
+            raise first or error  # noqa: B904  the last one came of cleaning up after the first
+    return code, crew.foresight
+
+
+def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
+    return any(tensor is one for one in tensors)
+
+
+def _data_at_hand() -> Iterator[Tensor]:
+    """The tensors in variables of the functions that call the model: the batch, and labels that the loss will read."""
+    for value in at_hand():
+        found = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
+        yield from (tensor for tensor in found if not tensor.requires_grad)

@@ -1,0 +1,76 @@
+"""What stands in for functions of torch while a script is rehearsed for a card that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from lowtide import _torch
+from lowtide.estimator.cuda import process_groups as groups
+from lowtide.estimator.cuda.memory_stats import Usage
+from lowtide.estimator.cuda.redirect import cuda_is_there
+from lowtide.memory.allocator.config import AllocatorConfig
+
+if TYPE_CHECKING:
+    from lowtide.memory.gpu_specs import Card
+    from lowtide.script.estimate_steps import Foreseeing
+
+
+@contextlib.contextmanager
+def nothing_saved(crew: Foreseeing) -> Iterator[None]:
+    """From the first forward on nothing is written over what the script saved when it really trained."""
+    save = torch.save
+
+    def saves(*args: Any, **kwargs: Any) -> None:
+        if crew.answers is None:
+            save(*args, **kwargs)
+        else:
+            crew.answers.note("torch.save is left out")
+
+    with patch.object(torch, "save", saves):
+        yield
+
+
+@contextlib.contextmanager
+def cuda_for_a_script(card: Card, crew: Foreseeing) -> Iterator[None]:
+    """Before its first forward a script that asks for CUDA is told that there is one, and stays on the CPU.
+
+    Nothing is compiled: what is rehearsed are the operators themselves.
+    """
+
+    def compiles(model: Any = None, **options: Any) -> Any:
+        crew.compiles = True
+        return (lambda model: model) if model is None else model
+
+    importlib.import_module("torch._dynamo")  # see `cuda_is_there`
+    run = getattr(torch.autograd, _torch.ENGINE)
+
+    def runs_back(*args: Any, **kwargs: Any) -> Any:
+        done = run(*args, **kwargs)
+        crew.goes_back()
+        return done
+
+    def checkpoints(function: Any, *args: Any, **kwargs: Any) -> Any:
+        crew.checkpoints(function, args)
+        return checkpoint(function, *args, **kwargs)
+
+    checkpoint = torch.utils.checkpoint.checkpoint
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(torch.autograd, _torch.ENGINE, runs_back))
+        stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
+        stack.enter_context(patch.object(torch, "compile", compiles))
+        for owner, name, function in groups.stand_ins():
+            stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
+        if not torch.cuda.is_available():
+            usage = Usage(crew.asked, AllocatorConfig.from_environment())
+            stack.enter_context(cuda_is_there(card, crew.asked, usage))
+            stack.enter_context(_torch.function_modes_in_backward())
+        yield

@@ -1,0 +1,42 @@
+"""Models that no optimizer of torch updates: where their steps end can't be seen."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lowtide._torch import is_fake, parts_of
+from lowtide.errors import RehearsalError
+from lowtide.script.composite_model import name_of
+
+MOST = 6
+"""Changes of the parameters, with no optimizer of torch, before that is said: whoever updates them goes on so."""
+
+
+def has_others(model: nn.Module) -> bool:
+    """Whether other tensors are in the place of its parameters, as within `torch.func.functional_call`."""
+    return not all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+class ByHand:
+    """How often the parameters changed from one call of the model to the next, while no optimizer stepped."""
+
+    def __init__(self) -> None:
+        self.n_updates = 0
+        self._ends: list[str] = []
+        """The last number of each parameter, when the model was called last."""
+
+    def called(self, model: nn.Module) -> None:
+        """The model is called, and no optimizer has stepped so far. Raises RehearsalError when that is enough."""
+        if has_others(model):
+            return
+        trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_fake(p)]
+        ends = [str(p[(-1,) * p.dim()].item()) for whole in trained for p in parts_of(whole) if p.numel()]
+        self.n_updates += bool(self._ends and ends) and ends != self._ends
+        self._ends = ends
+        if self.n_updates == MOST:
+            raise RehearsalError(
+                f"the parameters of {name_of(model)} changed {MOST} times, and no torch.optim.Optimizer "
+                "stepped: something else updates them, so where a step ends is not known.\n"
+                "  Derive what updates them from torch.optim.Optimizer, or call lowtide.fit(model, step, batch) in the "
+                "script."
+            )

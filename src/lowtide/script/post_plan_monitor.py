@@ -1,0 +1,37 @@
+"""What is looked at when nothing is left to do: whether the model that it was done for is still the one trained."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lowtide.script.alternating_models import held_by, ids
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.script.step_listener import Crew
+
+
+class Afterwards:
+    """Tells the crew once if another model is trained. Nobody is held."""
+
+    def __init__(self, crew: Crew, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._crew = crew
+        self._modules = [weakref.ref(module) for module in model.modules()]
+        mine = ids(model.parameters())
+        self._known = weakref.WeakSet(o for o in optimizers if mine & held_by(o))
+        """The model's optimizers, those that were seen since included."""
+
+    def updated(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        if not self._modules or optimizer in self._known:
+            return
+        there = [module for reference in self._modules if (module := reference()) is not None]
+        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in there):
+            self._known.add(optimizer)
+        else:
+            self._modules.clear()
+            self._crew.passes_over()

@@ -1,0 +1,47 @@
+"""Parameters of no module, as a prompt, that are trained through a frozen model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lowtide.script.alternating_models import ids
+from lowtide.script.composite_model import Parts, whole
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class Prompted:
+    """What was called as long as there is no model. Nobody is held."""
+
+    def __init__(self) -> None:
+        self._frozen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._in_evaluation: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether it was called as a frozen one."""
+        return id(module) in self._frozen
+
+    def frozen(self, module: nn.Module) -> None:
+        """A module without anything to train is called with something that is trained."""
+        self._frozen[id(module)] = module
+
+    def evaluated(self, module: nn.Module) -> None:
+        """A module with something to train is called in evaluation mode."""
+        self._in_evaluation.add(module)
+
+    def forget(self) -> None:
+        """There is a model."""
+        self._frozen.clear()
+        self._in_evaluation.clear()
+
+    def updated(self, optimizer: Optimizer) -> Parts | None:
+        """The model, if what was updated is parameters of no module that gradients reached through frozen ones."""
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
+        if not self._frozen or not updated or ids(updated) & in_modules:
+            return None
+        return Parts([whole([*self._frozen.values()])], updated)

@@ -1,0 +1,168 @@
+"""Rehearsals of the steps of a script."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import RehearsalError
+from lowtide.levers import put_on
+from lowtide.levers.lever import NoUse
+from lowtide.memory.events import Busy
+from lowtide.profiler.checkpointed_blocks import can_do_without, told
+from lowtide.profiler.online import PATIENCE, Observed
+from lowtide.profiler.preconditions import check_uncompiled, has_torchscript
+from lowtide.script.step_listener import Crew, Enough
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.levers import PulledOn
+    from lowtide.planner.records import Profile, Pulled
+
+TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
+
+TORCHSCRIPT_RUNS = 2
+"""Steps after which TorchScript has compiled itself, forward and backward: from then on each saves the same."""
+
+MOST_UNUSABLE = 6
+"""Steps that may be of no use before the rehearsal is given up."""
+
+ONE_FORM = (
+    "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
+    "lowtide.rehearse or lowtide.fit."
+)
+
+
+class Rehearsing(Crew):
+    """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
+
+    @property
+    def awaits(self) -> str:
+        hidden = f"; the script itself recorded {self.n_hidden} of them, as with a profiler" if self.n_hidden else ""
+        return TWO_STEPS + hidden
+
+    def __init__(
+        self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = (), in_place: bool = True
+    ) -> None:
+        self.done = False
+        self.profile: Profile | None = None
+        self._levers, self._in_place = levers, in_place
+        self._on: PulledOn | None = None
+        self.n_steps = 0
+        """Steps that were seen to their end."""
+        self.n_hidden = 0
+        """Steps that could not be looked at, as somebody else recorded them."""
+        self._is_hidden = False
+        self._plain, self._stop = plain, stop
+        self._observed: Observed | None = None
+        self._checkpointed: tuple[Profile, Counter[str]] | None = None
+        """Of steps in which calls checkpoint themselves, and these, while others are rehearsed in which none does."""
+        self._n_runs = 0
+        """Steps in which TorchScript in the model ran, which compiles itself in the first ones."""
+        self._gone: list[Observed] = []
+        """Still in force on models that were given up."""
+
+    def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Look at this step. Raises RehearsalError for a model that can't be planned for."""
+        if self._gone:
+            self.leaves()
+        check_uncompiled(model)
+        self._is_hidden = has_torchscript(model) and self._n_runs < TORCHSCRIPT_RUNS
+        if self._is_hidden:
+            self._n_runs += 1
+            return
+        if self._observed is None:
+            self._observed = Observed(model, plain=self._plain, in_place=self._in_place)
+        if self._on is None:
+            self._on = _put_on(model, self._levers)
+        try:
+            self._observed.begin(batch, optimizers)
+        except Busy as busy:  # the script's own profiler or recording, for some steps perhaps
+            self._is_hidden = True
+            self.n_hidden += 1
+            if self.n_hidden > PATIENCE:
+                raise RehearsalError(str(busy)) from None
+
+    def ends(self, model: nn.Module) -> None:
+        """See whether that was enough. Raises RehearsalError where it will never be."""
+        if self._is_hidden:
+            return
+        assert self._observed is not None
+        self._observed.end()
+        self.n_steps += 1
+        if self._observed.profile is not None:
+            self._settle(model, self._observed)
+        elif self._checkpointed is not None and self._observed.why:
+            self._finish(told(*self._checkpointed, None))
+        elif len(self._observed.why) >= MOST_UNUSABLE:
+            raise RehearsalError(
+                f"of {self.n_steps} steps no two did the same work: {self._observed.why[-1]}.\n{ONE_FORM}"
+            )
+        elif self._observed.n_steps >= PATIENCE:
+            raise RehearsalError(f"of {self.n_steps} steps no two were on batches of one form.\n{ONE_FORM}")
+
+    def gives_up(self, model: nn.Module) -> None:
+        """That model is not the one, and what was found out about it is not wanted."""
+        if self._observed is not None:
+            self._observed.give_up()
+            self._gone.append(self._observed)  # until the next step: here no hooks may be removed
+        self.done, self.profile, self._observed, self._checkpointed = False, None, None, None
+
+    def lets_go(self) -> None:
+        """That was all that is wanted of the script, unless it is to go on."""
+        if self._stop:
+            raise Enough
+
+    def finish(self) -> None:
+        """The largest size that came often enough is what was rehearsed, if none was before."""
+        if self._checkpointed is not None and not self.done:
+            self._finish(told(*self._checkpointed, None))
+        elif self._observed is not None and not self.done:
+            self._observed.finish()
+            if self._observed.profile is not None:
+                self._finish(told(self._observed.profile, self._observed.checkpointed, None))
+
+    def leaves(self) -> None:
+        """Take everything out."""
+        for observed in (*self._gone, *([] if self._observed is None else [self._observed])):
+            observed.leave()
+        self._gone.clear()
+        if self._on is not None:
+            self._on.remove()
+            self._on = None
+
+    def _settle(self, model: nn.Module, observed: Observed) -> None:
+        """Steps were rehearsed; once more without what checkpoints itself in them, to say what that costs."""
+        profile = observed.profile
+        assert profile is not None
+        if self._checkpointed is not None:
+            self._finish(told(*self._checkpointed, profile))
+        elif not observed.checkpointed or not can_do_without(model):
+            self._finish(told(profile, observed.checkpointed, None))
+        else:
+            self._checkpointed = profile, observed.checkpointed
+            self._gone.append(observed)  # until the next step: here no hooks may be removed
+            self._observed = Observed(model, checkpoints=False)
+
+    def _finish(self, profile: Profile) -> None:
+        assert self._on is not None
+        try:
+            self._on.check()
+        except NoUse as why:
+            raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
+        self.profile, self.done = replace(profile, levers=self._levers), True
+
+    @property
+    def n_sizes(self) -> int:
+        """How many sizes of batches there were."""
+        return 0 if self._observed is None else self._observed.n_sizes
+
+
+def _put_on(model: nn.Module, levers: tuple[Pulled, ...]) -> PulledOn:
+    try:
+        return put_on(model, levers, None)
+    except NoUse as why:
+        raise RehearsalError(f"a lever that was asked for can't be put on: {why}. Leave it out.") from why

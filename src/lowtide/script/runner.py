@@ -1,0 +1,188 @@
+"""Runs a script in this process as `python script.py args` would."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from lowtide.errors import LowtideError
+from lowtide.utils.interrupts import held_back, send
+
+INTERRUPTED = 130
+"""The exit code of a script that somebody interrupted, as shells give it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What to run: a file, or a module of that name (`python -m`), and its arguments."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    _path: str = field(init=False)
+    """Of the file, from the root on: a script may change the current folder, and be run again."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_path", os.path.abspath(self.target))
+        if not self.is_module and not Path(self.target).is_file():
+            of_module = "" if self.target.endswith(".py") else f"; for a module, use -m {self.target}"
+            raise LowtideError(f"{self.target} is not a file. Give the path of a Python script{of_module}.")
+
+    def run(self, within: AbstractContextManager[object] | None = None) -> int:
+        """Run it as the main program; gives its exit code. An exception of its own is shown as Python would show it.
+
+        `within` is entered before the script begins and left while its variables are still there. LowtideError passes
+        through.
+        """
+        with held_back(), self._as_main() as main, _no_interrupt_lost(), within or nullcontext():
+            try:
+                exec(self._code(main), main.__dict__)
+            except SystemExit as end:
+                return _exit_code(end)
+            except LowtideError:
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                error.__traceback__ = _its_own(error.__traceback__)
+                sys.excepthook(type(error), error, error.__traceback__)
+                # Its frames hold what a step needs, as long as somebody has the traceback.
+                traceback.clear_frames(error.__traceback__)
+                return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        return 0
+
+    def _code(self, main: ModuleType) -> CodeType:
+        """The script's code; `main` is told where it is from."""
+        if not self.is_module:
+            main.__file__ = self._path
+            return compile(Path(self._path).read_bytes(), self._path, "exec", dont_inherit=True)
+        spec = self._spec()
+        if spec is not None and spec.submodule_search_locations is not None:  # a package is run by its __main__
+            spec = importlib.util.find_spec(f"{self.target}.__main__")
+        code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+        if spec is None or code is None:
+            raise LowtideError(f"there is no module {self.target} to run. Is its folder the current one, or installed?")
+        main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
+        main.__file__ = spec.origin
+        sys.argv[0] = spec.origin or self.target
+        return code
+
+    def _spec(self) -> ModuleSpec | None:
+        try:
+            return importlib.util.find_spec(self.target)
+        except ModuleNotFoundError as error:  # not even the package that it would be in
+            if error.name is not None and f"{self.target}.".startswith(f"{error.name}."):
+                return None
+            raise
+
+    @contextlib.contextmanager
+    def _as_main(self) -> Iterator[ModuleType]:
+        main = ModuleType("__main__")
+        main.__dict__["__builtins__"] = builtins
+        _LAST.clear()  # nobody holds what an earlier one left
+        before = _Program()
+        real = os.path.realpath(self._path)  # what is beside a link is not found by Python
+        folder = os.getcwd() if self.is_module else os.path.dirname(real)
+        sys.modules["__main__"], sys.argv = main, [self.target, *self.args]
+        sys.path.insert(0, folder)
+        try:
+            yield main
+            _LAST.append(_Program())  # not of one that was ended early: it shall not save what it trained so far
+            atexit.unregister(_last_comes_back)
+            atexit.register(_last_comes_back)  # after those of the script, so it runs before them
+        finally:
+            before.comes_back()
+
+
+class _Program:
+    """What a process has one of, and a program takes for its own; as it is now."""
+
+    def __init__(self) -> None:
+        self._main, self._argv, self._path = sys.modules["__main__"], sys.argv, sys.path[:]
+        self._folder: str | None = None
+        with contextlib.suppress(OSError):  # it is gone
+            self._folder = os.getcwd()
+
+    def comes_back(self) -> None:
+        """Have it all as it was."""
+        sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._argv, self._path
+        with contextlib.suppress(OSError):
+            if self._folder is not None:
+                os.chdir(self._folder)
+
+
+_LAST: list[_Program] = []
+"""The script that ended last, if any."""
+
+
+def _last_comes_back() -> None:
+    """At exit, Python calls what the script registered for that: there the script is the main program, as ever."""
+    for script in _LAST:
+        script.comes_back()
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """An interrupt that Python drops comes again.
+
+    One that arrives while C++ computes is raised where Python goes on. In backward under a plan, on the CPU, that is
+    most often the `__del__` of what was saved, and nothing that is raised there gets out.
+    """
+    own = sys.unraisablehook
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if what.exc_type is KeyboardInterrupt:  # not here: this is such a place, too
+            threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
+        else:
+            own(what)
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is dropped:
+            sys.unraisablehook = own
+
+
+def _interrupt_out_of(code: CodeType) -> None:
+    """Interrupt the main thread once it does not run `code` any longer."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        time.sleep(0.01)
+        frame = sys._current_frames().get(main)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is None:
+            break
+    send(main)
+
+
+def _exit_code(end: SystemExit) -> int:
+    """The exit code that Python would end with; a text goes to stderr, as there."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)  # noqa: T201
+    return 1
+
+
+_OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen importlib")
+
+
+def _its_own(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from where the script begins: none if it did not, as with a syntax error."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,1 @@
+"""Snapshot, restore and compare everything that a training step changes."""

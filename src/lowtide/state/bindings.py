@@ -1,0 +1,334 @@
+"""Where Python holds things: entries of containers, slots, variables, attributes of classes; each put back in place.
+
+Numbers and words can't be changed, only exchanged: who holds the same objects again holds the same numbers. So nothing
+is copied but references. All of it goes past the methods of classes of their own, which may make something when asked.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import is_dataclass
+from enum import Enum
+from itertools import chain, islice, zip_longest
+from operator import is_
+from typing import Any
+
+import torch
+
+from lowtide.utils.object_slots import slots_of
+
+LARGEST = 1000
+"""Entries of a container that are asked for a graph."""
+
+_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+_COUNTS = (int, str, bytes, type(None), Enum)
+"""Contents that are the same in each run of the same step: no times, which are floats."""
+
+
+def kind_of(thing: Any) -> Any:
+    """Which of these kinds of containers a thing is; None for none."""
+    return next((kind for kind in _KINDS if isinstance(thing, kind)), None)
+
+
+class Empty:
+    """Stands for the content of a place that has none."""
+
+
+def has_graph(content: Any) -> bool:
+    """Return True if `content` is a tensor with a graph, or a collection or dataclass that has one inside."""
+    if isinstance(content, torch.Tensor):
+        return _grad_fn(content) is not None
+    if isinstance(content, dict):
+        inside: Iterable[Any] = dict.values(content)
+    elif isinstance(content, list | tuple):
+        inside = content
+    elif is_dataclass(content) and not isinstance(content, type):
+        inside = getattr(content, "__dict__", {}).values()
+    else:
+        return False
+    return any(isinstance(x, torch.Tensor) and _grad_fn(x) is not None for x in islice(iter(inside), LARGEST))
+
+
+def _grad_fn(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # of a view whose base was written to in a way that is not allowed
+        return None
+
+
+class Loose:
+    """A content with a graph, not held meanwhile: a step lets go of the last one's, and of its memory."""
+
+    __slots__ = ("_keys", "_kind", "_known", "_reference")
+
+    def __init__(self, content: Any) -> None:
+        self._reference: Callable[[], Any] = lambda: None
+        self._known, self._kind, self._keys = id(content), kind_of(content), 0
+        try:
+            self._reference = weakref.ref(content)
+        except TypeError:
+            self._keys = len(content)
+
+    def content(self, now: Any) -> Any:
+        """The content, if anything still has it; else what is there `now`.
+
+        Of a list or dict, to which there are no weak references, what came in at its end is taken off.
+        """
+        if (there := self._reference()) is not None:
+            return there
+        if id(now) == self._known and self._kind in (list, dict, OrderedDict) and isinstance(now, self._kind):
+            for key in list(islice(now, self._keys, None)) if self._kind is not list else ():
+                self._kind.__delitem__(now, key)
+            if self._kind is list:
+                list.__delitem__(now, slice(self._keys, None))
+        return now
+
+
+def _loose(content: Any) -> Any:
+    return content if type(content) in ATOMS or not has_graph(content) else Loose(content)
+
+
+ATOMS = (str, int, float, bool, types.NoneType, types.FunctionType, bytes, complex)
+
+
+class Places:
+    """The places of one object that have contents, and what is there."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, *, loosely: bool) -> None:
+        now = self.now()
+        self.held: list[Any] = list(map(_loose, now)) if loosely and len(now) <= LARGEST else now
+        """In order; of places with names each name and then the content."""
+
+    def now(self) -> list[Any]:
+        """The contents by now, as in `held`."""
+        raise NotImplementedError
+
+    def put(self, contents: list[Any]) -> None:
+        """Have these instead. `Empty` is put where there was nothing."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Have the same objects there again, if others are."""
+        if (now := self.now()) and len(now) == len(self.held) and all(map(is_, now, self.held)):
+            return
+        contents = self._contents(now)
+        if len(now) != len(contents) or not all(map(is_, now, contents)):
+            self.put(contents)
+
+    def _contents(self, now: list[Any]) -> list[Any]:
+        """The `held` ones with what is loose."""
+        pairs = zip_longest(self.held, now[: len(self.held)], fillvalue=Empty)
+        return [held.content(there) if type(held) is Loose else held for held, there in pairs]
+
+    def counts(self) -> Iterator[tuple[str, Any]]:
+        """Numbers and words that are other ones by now, by the names of their places; and how many there are."""
+        now = self.now()
+        if len(now) != len(self.held):
+            yield "", len(now)
+        for place, (content, before) in enumerate(zip(now, self.held, strict=False)):
+            if content is not before and isinstance(content, _COUNTS):
+                yield str(place), content
+
+    def name_of(self, thing: Any) -> str | None:
+        """The name of the place that has `thing`."""
+        return next((f"[{place}]" for place, content in enumerate(self.held) if content is thing), None)
+
+
+class Named(Places):
+    """Places with names."""
+
+    __slots__ = ()
+
+    def _contents(self, now: list[Any]) -> list[Any]:
+        there = dict(zip(now[::2], now[1::2], strict=True))
+        found = []
+        for name, held in zip(self.held[::2], self.held[1::2], strict=True):
+            content = held.content(there.get(name, Empty)) if type(held) is Loose else held
+            found += [] if content is Empty else [name, content]
+        return found
+
+    def counts(self) -> Iterator[tuple[str, Any]]:
+        before = dict(zip(self.held[::2], self.held[1::2], strict=True))
+        for name, content in self._pairs(self.now()):
+            if before.get(name, Empty) is not content and isinstance(content, _COUNTS):
+                yield repr(name), content
+
+    def name_of(self, thing: Any) -> str | None:
+        return next((self._said(name) for name, content in self._pairs(self.held) if content is thing), None)
+
+    def _pairs(self, found: list[Any]) -> Iterator[tuple[Any, Any]]:
+        return zip(found[::2], found[1::2], strict=True)
+
+    def _said(self, name: Any) -> str:
+        return f"[{name!r}]"
+
+
+class Entries(Named):
+    """Those of a dict. Others than `names` of an `owner`'s are left as they are."""
+
+    __slots__ = ("_apart", "_kind", "_owner", "container")
+
+    def __init__(self, table: Any, *, loosely: bool = False, owner: str = "", apart: Collection[str] = ()) -> None:
+        self.container, self._kind, self._owner, self._apart = table, kind_of(table), owner, apart
+        super().__init__(loosely=loosely)
+
+    def now(self) -> list[Any]:
+        entries = self._kind.items(self.container)
+        if self._apart:
+            entries = [(name, content) for name, content in entries if name not in self._apart]
+        return [*chain.from_iterable(entries)]
+
+    def put(self, contents: list[Any]) -> None:
+        table, kind = self.container, self._kind
+        wanted = dict(zip(contents[::2], contents[1::2], strict=True))
+        for name in [name for name in kind.keys(table) if name not in wanted and name not in self._apart]:
+            kind.__delitem__(table, name)
+        for name, content in wanted.items():
+            if not kind.__contains__(table, name) or kind.__getitem__(table, name) is not content:
+                kind.__setitem__(table, name, content)
+        if [name for name in kind.keys(table) if name in wanted] != [*wanted]:
+            for name, content in wanted.items():  # what was taken out and put in again is the last: it is where it was
+                kind.__delitem__(table, name)
+                kind.__setitem__(table, name, content)
+
+    def _said(self, name: Any) -> str:
+        return f"{self._owner}.{name}" if self._owner else f"[{name!r}]"
+
+
+class Items(Places):
+    """Those of a list, a deque or a set."""
+
+    __slots__ = ("_kind", "container")
+
+    def __init__(self, things: Any, *, loosely: bool = False) -> None:
+        self.container, self._kind = things, kind_of(things)
+        super().__init__(loosely=loosely)
+
+    def now(self) -> list[Any]:
+        return [*self._kind.__iter__(self.container)]
+
+    def put(self, contents: list[Any]) -> None:
+        contents = [content for content in contents if content is not Empty]
+        if self._kind is list:
+            list.__setitem__(self.container, slice(None), contents)
+            return
+        self._kind.clear(self.container)
+        (set.update if self._kind is set else deque.extend)(self.container, contents)
+
+    def restore(self) -> None:
+        if self._kind is not set or {*map(id, self.now())} != {*map(id, self.held)}:
+            super().restore()
+
+
+def contents_of(container: Any, *, loosely: bool = False) -> Entries | Items:
+    """The places of a container."""
+    kind = Entries if issubclass(kind_of(container), dict) else Items
+    return kind(container, loosely=loosely)
+
+
+class Slots(Places):
+    """Those of an object that has slots, frozen or not."""
+
+    __slots__ = ("_slots", "_thing")
+
+    def __init__(self, thing: Any, *, loosely: bool = False) -> None:
+        self._thing, self._slots = thing, slots_of(thing)
+        super().__init__(loosely=loosely)
+
+    def now(self) -> list[Any]:
+        return [_in_slot(slot, self._thing) for slot in self._slots]
+
+    def put(self, contents: list[Any]) -> None:
+        for slot, there, content in zip(self._slots, self.now(), contents, strict=True):
+            if content is Empty and there is not Empty:
+                slot.__delete__(self._thing)
+            elif content is not there:
+                slot.__set__(self._thing, content)
+
+    def name_of(self, thing: Any) -> str | None:
+        names = (slot.__name__ for slot, content in zip(self._slots, self.held, strict=True) if content is thing)
+        return next((f"{type(self._thing).__name__}.{name}" for name in names), None)
+
+
+def _in_slot(slot: types.MemberDescriptorType, thing: Any) -> Any:
+    try:
+        return slot.__get__(thing)
+    except AttributeError:
+        return Empty
+
+
+class Variables(Places):
+    """Some variables of a module or of a class, of which each is bound or not."""
+
+    __slots__ = ("_names", "_table")
+
+    def __init__(self, table: dict[str, Any], names: Iterable[str], *, loosely: bool = False) -> None:
+        self._table, self._names = table, tuple(names)
+        super().__init__(loosely=loosely)
+
+    def now(self) -> list[Any]:
+        return [self._table.get(name, Empty) for name in self._names]
+
+    def put(self, contents: list[Any]) -> None:
+        for name, content in zip(self._names, contents, strict=True):
+            if content is Empty:
+                self._table.pop(name, None)
+            else:
+                self._table[name] = content
+
+    def name_of(self, thing: Any) -> str | None:
+        return next((name for name, content in zip(self._names, self.held, strict=True) if content is thing), None)
+
+
+class Cell(Places):
+    """The variable of a function that another one inside of it has, too."""
+
+    __slots__ = ("_cell", "_name")
+
+    def __init__(self, cell: types.CellType, name: str, *, loosely: bool = False) -> None:
+        self._cell, self._name = cell, name
+        super().__init__(loosely=loosely)
+
+    def now(self) -> list[Any]:
+        try:
+            return [self._cell.cell_contents]
+        except ValueError:
+            return [Empty]
+
+    def put(self, contents: list[Any]) -> None:
+        if contents[0] is Empty:
+            del self._cell.cell_contents
+        else:
+            self._cell.cell_contents = contents[0]
+
+    def name_of(self, thing: Any) -> str | None:
+        return self._name if self.held[0] is thing else None
+
+
+class OfClass(Named):
+    """Attributes of a class."""
+
+    __slots__ = ("_class",)
+
+    def __init__(self, kind: type, *, loosely: bool = False) -> None:
+        self._class = kind
+        super().__init__(loosely=loosely)
+
+    def now(self) -> list[Any]:
+        return [*chain.from_iterable(vars(self._class).items())]
+
+    def put(self, contents: list[Any]) -> None:
+        wanted, now = dict(self._pairs(contents)), dict(vars(self._class))
+        for name in now.keys() - wanted.keys():
+            type.__delattr__(self._class, name)
+        for name, content in wanted.items():
+            if now.get(name, Empty) is not content:
+                type.__setattr__(self._class, name, content)
+
+    def _said(self, name: Any) -> str:
+        return f"{self._class.__name__}.{name}"

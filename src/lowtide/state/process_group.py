@@ -1,0 +1,164 @@
+"""Training in several processes: a step that is rehearsed is taken by this process alone.
+
+How many steps a rehearsal takes is for each process to find out. So those that DistributedDataParallel wraps send
+nothing meanwhile, neither gradients nor buffers, as inside of its `no_sync()`, and those that `fully_shard` has sharded
+(FSDP2) take their own part of each parameter for all the others' parts. What waits for the others all the same, as
+SyncBatchNorm does, is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide._torch import (
+    ShardGroup,
+    awaits_first_backward,
+    forget_step,
+    has_new_buckets,
+    n_collectives,
+    shard_groups,
+    sum_over_processes,
+)
+from lowtide.errors import RehearsalError
+from lowtide.runtime.fsdp_scopes import units
+
+
+def several_processes() -> bool:
+    """Whether this process trains together with others."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def n_sent() -> int:
+    """How many collective operations this process has taken part in so far."""
+    return n_collectives() if several_processes() else 0
+
+
+def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
+    """Refuse a model that is sharded over processes in a way that is not planned for. Raises RehearsalError."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
+    if fsdp is None:
+        return
+    modules = tuple(modules)
+    for module in modules:
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise RehearsalError(
+                f"{type(module).__name__} is wrapped in FullyShardedDataParallel (FSDP1), which is not planned for: "
+                "what one process would run again, all would have to. Shard with "
+                "torch.distributed.fsdp.fully_shard (FSDP2) instead."
+            )
+    for unit in units(modules):
+        if why := _not_planned(unit):
+            raise RehearsalError(f"{type(unit).__name__} {why}, which is not planned for.")
+
+
+def _not_planned(unit: torch.nn.Module) -> str | None:
+    """What is special about a unit, in words."""
+    for group in shard_groups(unit):
+        if group.is_on_host:
+            return "is sharded with CPUOffloadPolicy"
+        if group.is_tensor_parallel:
+            return "has parameters that are distributed tensors besides (tensor parallel)"
+    return None
+
+
+def _check_at_rest(groups: Iterable[ShardGroup]) -> None:
+    """Refuse what is sharded and in the middle of a step. Raises RehearsalError."""
+    for group in groups:
+        if group.has_unsent_gradients:
+            raise RehearsalError(
+                "gradients of earlier micro-batches have not been added up over the processes "
+                "(set_requires_gradient_sync), and a rehearsal would lose them. Fit before the first of them, or after "
+                "the update."
+            )
+        if group.is_whole:
+            names = " and ".join(type(module).__name__ for module in group.modules)
+            raise RehearsalError(
+                f"the parameters of {names} are whole now, as after a forward without backward. Call its reshard() in "
+                "all processes before."
+            )
+
+
+def check_waits_for_nobody(sent_before: int) -> None:
+    """Refuse a step that has waited for other processes although none had to. Raises RehearsalError."""
+    if n := n_sent() - sent_before:
+        raise RehearsalError(
+            f"the step waits for other processes ({n} collective operations), not counting what "
+            "DistributedDataParallel and fully_shard send. Each process decides by itself how many steps a rehearsal "
+            "takes, and would wait for the others without end.\n"
+            "  Fit a step that leaves them out, if they are sums of losses for a log, say. With SyncBatchNorm, run the "
+            "script with `lowtide run`: it rehearses in steps that all processes take."
+        )
+
+
+def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
+    """How many of them send gradients in the order in which these came once. Memory moves when they begin to."""
+    return sum(isinstance(module, DistributedDataParallel) and has_new_buckets(module) for module in modules)
+
+
+class Alone:
+    """What DistributedDataParallel wraps or `fully_shard` has sharded sends nothing to other processes until `end()`.
+
+    Raises RehearsalError where it has to send once first.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        modules = tuple(modules)
+        self._units = units(modules)
+        groups = [group for unit in self._units for group in shard_groups(unit)]
+        _check_at_rest(groups)
+        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        if any(map(awaits_first_backward, wrappers)):
+            raise RehearsalError(
+                "DistributedDataParallel(static_graph=True) learns from its first backward pass, which a rehearsal "
+                "must not be. Fit the model before it is wrapped, or take one step before."
+            )
+        self._undo = ExitStack()
+        for wrapper in wrappers:
+            for sends in ("require_backward_grad_sync", "require_forward_param_sync"):
+                self._undo.callback(setattr, wrapper, sends, getattr(wrapper, sends))
+                setattr(wrapper, sends, False)
+        for group in groups:
+            self._undo.callback(setattr, group, "senders", group.senders)
+            group.senders = _OwnPart(), _OwnPart()
+        if self._units:
+            self._undo.callback(sum_over_processes, sum_over_processes(_own_sum))
+
+    def forget_step(self) -> None:
+        """Be as between two steps, wherever one was broken off."""
+        for unit in self._units:
+            forget_step(unit)
+
+    def end(self) -> None:
+        """Send again."""
+        self._undo.close()
+
+
+def _own_sum(tensor: torch.Tensor, *_: Any, **settings: Any) -> torch.Tensor:
+    """Of what this process has, by itself."""
+    return tensor.clone()
+
+
+class _OwnPart:
+    """Gathers and adds up as if all processes had what this one has, without asking them."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *_: Any, **settings: Any
+    ) -> None:
+        """The input of all is longer: a part for each. `input_tensor` may be a part of `output_tensor`."""
+        if output_tensor.numel() < input_tensor.numel():
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()].view_as(output_tensor))
+            return
+        own = input_tensor.data_ptr()
+        for part in output_tensor.view(group.size(), *input_tensor.shape):
+            if part.data_ptr() != own:
+                part.copy_(input_tensor)

@@ -1,0 +1,372 @@
+"""Everything in Python that a step can reach, put back as it was: attributes, dictionaries, lists, closures.
+
+A counter on a module, a schedule kept in a dict, Accelerate's count of micro-batches: a step that is run on trial
+counts on, and training would begin elsewhere. So every place that can be reached from the model, the step and the
+optimizers is noted with what it holds, one level of references at a time, and afterwards holds the same objects again.
+Numbers and words are put back with that, and lists and dicts stay the ones that they were. Only arrays and tensors have
+to be copied.
+
+Not walked into are modules, types and functions of libraries, what `observed_changes.py` leaves alone, and containers
+that are data by their size. The walk ends after `MOST` objects.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import gc
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lowtide._torch import CALL, is_fake, is_plain
+from lowtide.state.bindings import Cell, Empty, Entries, Items, Loose, OfClass, Places, Slots, Variables, kind_of
+from lowtide.state.introspection import is_opaque, is_users, names_in, variables
+from lowtide.state.observed_changes import Watched, is_left_alone
+from lowtide.state.reachable_state import LEAVES, Reached, is_generator, is_state, is_torchs
+from lowtide.utils.object_slots import slots_of
+
+COPIED_BYTES = 2**26
+"""Arrays, tensors that no module owns, and references: what is copied of all together."""
+
+LARGEST = 10_000
+"""Containers with more entries are data, not state: they are put back, and not walked into."""
+LARGEST_HELD = 1_000_000
+"""And those with more not even that."""
+
+MOST = 200_000
+"""Objects that are walked to."""
+
+_TABLES: Final = frozenset(name for name, found in vars(nn.Module()).items() if isinstance(found, dict))
+"""A module's own: parameters, buffers, modules, hooks."""
+_WALKED: Final = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.cuda.amp.", "torch.distributions.")
+"""Packages of torch that have objects with state."""
+_WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._")
+"""Packages of modules that count for something which is in no Python object, too."""
+_CACHE: Final = type(functools.lru_cache(int))
+
+
+class Kept(Reached):
+    """What `roots` reach, as it is now, for as long as it takes to put it back."""
+
+    largest = LARGEST
+    loosely = True
+    """Whether contents with a graph are not held meanwhile."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._places: list[Places] = []
+        self._empty: list[Any] = []
+        """Tables of modules without entries."""
+        self._others: list[Callable[[], object]] = []
+        self._watched: list[Watched] = []
+        self._torchs: set[int] = set()
+        """Attributes of optimizers, which levers may leave out."""
+        self._bound: set[tuple[int, str]] = set()
+        """Variables of modules that were met."""
+        self._left_bytes = COPIED_BYTES
+        self._is_complete, self._is_late = True, False
+        self.reached_optimizers: list[Optimizer] = []
+        super().__init__(*roots)
+
+    def take(self, n_bytes: int) -> bool:
+        """Return True if so much may still be copied, which then counts."""
+        if n_bytes > self._left_bytes:
+            return False
+        self._left_bytes -= n_bytes
+        return True
+
+    def note_late(self, *roots: Any) -> None:
+        """Walk from these, although the step has begun: the gradients that they have are its own."""
+        self._is_late = True
+        try:
+            self.note(*roots)
+        finally:
+            self._is_late = False
+
+    def watch(self, thing: Any) -> None:
+        """Have the changes of something named."""
+        self._watched.append(Watched(thing))
+
+    def restore(self) -> None:
+        """Put everything back, whatever fails in between."""
+        error: BaseException | None = None
+        restores: list[Callable[[], object]] = [places.restore for places in reversed(self._places)]
+        restores += [functools.partial(kind_of(table).clear, table) for table in self._empty if table]
+        for restore in (*restores, *reversed(self._others)):
+            try:
+                restore()
+            except BaseException as raised:  # the first one is raised when all have been put back
+                error = error or raised
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for found in (self._places, self._empty, self._others, self._watched, self.modules, self.tensors):
+            found.clear()
+        for more in (self.stateful, self.generators, self.reached_optimizers, self._seen, self._bound, self._torchs):
+            more.clear()
+
+    def counts(self) -> dict[str, str]:
+        """Whole numbers and words that are other ones by now, each with its place."""
+        return {
+            f"{number} {place}": repr(content)
+            for number, places in enumerate(self._places)
+            if id(places) not in self._torchs
+            for place, content in places.counts()
+        }
+
+    def changes(self) -> tuple[str, ...]:
+        """What was not put back and has changed, in words: `Stream.position` went from 0 to 9."""
+        found = [
+            f"`{self._name_of(watched.thing, name)}` {change}"
+            for watched in self._watched
+            for name, change in watched.changes()
+        ]
+        if not self._is_complete:
+            found.append(f"the step reaches more than {MOST:,} objects: what the others hold is not known")
+        return tuple(dict.fromkeys(found))
+
+    def _name_of(self, thing: Any, within: str) -> str:
+        """`Trainer.stream.position`: the variable or attribute that has `thing`, and a name in there."""
+        if within and hasattr(thing, "__dict__"):
+            return f"{type(thing).__name__}{within}"
+        if within:
+            return f"{getattr(thing, '__name__', type(thing).__name__)}{within}"
+        for _ in range(3):
+            holder = next((p for p in self._places if p.name_of(thing) is not None), None)
+            if holder is None:
+                break
+            within = f"{holder.name_of(thing)}{within}"
+            if not isinstance(holder, Items | Entries) or not within.startswith("["):
+                return within
+            thing = holder.container
+        return f"{type(thing).__name__}{within}"
+
+    # --- the walk
+
+    def _is_of_interest(self, thing: Any) -> bool:
+        if is_lowtides(type(thing).__module__):
+            return False
+        if len(self._seen) >= MOST and not isinstance(thing, nn.Module):
+            self._is_complete = False
+            return False
+        return True
+
+    def _hold(self, places: Places) -> Iterable[Any]:
+        """Note these. Gives what is in them."""
+        self._places.append(places)
+        return [x for x in places.held if type(x) not in _WORDS and x is not Empty]
+
+    def _tensor(self, tensor: Tensor) -> Iterable[Any]:
+        if tensor.is_leaf and not tensor.is_inference():
+            if not self._is_late:
+                self._others.append(_gradient_of(tensor))
+            if is_state(tensor):
+                self.tensors.append(tensor)
+        return ()
+
+    def _container(self, container: Any) -> Iterable[Any]:
+        kind = kind_of(container)
+        own = () if type(container) is kind else self._object(container)
+        n_entries = kind.__len__(container)
+        if n_entries > max(LARGEST_HELD, self.largest) or not self.take(8 * n_entries):
+            self.watch(container)
+            return own
+        inside = self._hold(
+            Entries(container, loosely=self.loosely)
+            if issubclass(kind, dict)
+            else Items(container, loosely=self.loosely)
+        )
+        if n_entries > self.largest:
+            inside = [x for x in inside if isinstance(x, nn.Module)]
+        return (*inside, *own)
+
+    def _function(self, function: types.FunctionType) -> Iterable[Any]:
+        if is_lowtides(function.__module__ or ""):
+            return ()
+        own = (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None))
+        inside = [*own, *self._cells(function)]
+        if is_users(function):
+            return (*inside, vars(function), *self._variables(function), *self._named.code(function))
+        return inside if is_torchs(function) else (*inside, *self._variables(function, only=_is_data))
+
+    def _cells(self, function: types.FunctionType) -> Iterator[Any]:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                yield from self._hold(Cell(cell, name, loosely=self.loosely))
+
+    def _variables(self, function: types.FunctionType, only: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+        """Variables of modules that the function names, and those that it may be the first to bind."""
+        tables = {id(function.__globals__): function.__globals__}
+        names: dict[int, dict[str, None]] = {id(function.__globals__): {}}
+        for place, name, content in variables(function):
+            if type(place) is dict and (only is None or only(content)):
+                tables[id(place)] = place
+                names.setdefault(id(place), {})[name] = None
+        if only is None:
+            unbound = set(names_in(function.__code__)) - function.__globals__.keys()
+            names[id(function.__globals__)].update(dict.fromkeys(sorted(unbound)))
+        for key, table in tables.items():
+            new = [name for name in names[key] if (key, name) not in self._bound]
+            self._bound.update((key, name) for name in new)
+            if new:
+                yield from self._hold(Variables(table, new, loosely=self.loosely))
+
+    def _class(self, kind: type) -> Iterable[Any]:
+        if not is_users(kind):
+            return ()
+        self._hold(OfClass(kind, loosely=self.loosely))
+        return (*kind.__mro__[1:], *self._named.thing(kind))
+
+    def _object(self, thing: Any) -> Iterable[Any]:
+        if isinstance(thing, np.ndarray):
+            return self._array(thing)
+        if isinstance(thing, _BUFFERS):
+            return self._buffer(thing)
+        if isinstance(thing, _CACHE):
+            return self._cache(thing)
+        if is_generator(thing):
+            self.generators.append(thing)
+        elif self._is_left_alone(thing):
+            self.watch(thing)
+            return filter(self._is_left_alone, [*_attributes(thing), *_inside(thing)])
+        if is_opaque(type(thing)) or not self._is_walked(thing):
+            return ()
+        if isinstance(thing, nn.Module):
+            return self._module(thing)
+        return self._attributes(thing)
+
+    def _sort(self, thing: Any) -> None:
+        if isinstance(thing, Optimizer):
+            self.reached_optimizers.append(thing)
+        else:
+            super()._sort(thing)
+
+    def _is_left_alone(self, thing: Any) -> bool:
+        return is_left_alone(thing)
+
+    def _is_walked(self, thing: Any) -> bool:
+        defined_in = type(thing).__module__
+        return isinstance(thing, nn.Module) or not defined_in.startswith("torch.") or defined_in.startswith(_WALKED)
+
+    def _attributes(self, thing: Any, apart: Collection[str] = ()) -> Iterable[Any]:
+        """Note what an object has in slots and attributes."""
+        self._sort(thing)
+        found: list[Any] = [type(thing), vars(type(thing)).get("__call__")]
+        if slots_of(thing):
+            found += self._hold(Slots(thing, loosely=self.loosely))
+        attributes = getattr(thing, "__dict__", None)
+        if type(attributes) is dict and id(attributes) not in self._seen:  # several objects may have one
+            self._seen[id(attributes)] = attributes
+            own = Entries(attributes, loosely=self.loosely, owner=type(thing).__name__, apart=apart)
+            found += self._hold(own)
+            self._torchs |= {id(own)} if type(thing).__module__.startswith("torch.optim.") else set()
+        return found
+
+    def _module(self, module: nn.Module) -> Iterable[Any]:
+        """Note a module; but for what it is yet to be made of, or what is shared out over processes."""
+        if isinstance(module, torch.jit.ScriptModule):  # whose tables are no dicts
+            self._sort(module)
+            return [*module.children(), *module.parameters()]
+        tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if type(module).__module__.startswith(_WRAPPERS) or any(t.is_meta or is_lazy(t) for t in tensors):
+            self._sort(module)
+            self._hold(Variables(vars(module), ["training"]))
+            return [*module._modules.values(), *tensors]
+        own = vars(module)
+        tables = {name: own[name] for name in _TABLES if name in own}
+        self._empty += [table for table in tables.values() if not table]
+        skipped = {id(table) for table in tables.values() if not table}
+        if not all(map(is_plain, tensors)):
+            skipped.add(id(own["_parameters"]))
+        return (*(x for x in self._attributes(module, (CALL,)) if id(x) not in skipped), *tensors)
+
+    def _array(self, found: np.ndarray[Any, Any]) -> Iterable[Any]:
+        now = np.asarray(found)  # past methods of a class of its own
+        if not now.flags.writeable:
+            return ()
+        if not self.take(now.nbytes):
+            self.watch(found)
+            return ()
+        before = now.copy()
+
+        def restore() -> None:
+            if now.tobytes() != before.tobytes():  # NaN included; of objects that is where they are
+                now[...] = before
+
+        self._others.append(restore)
+        return before.ravel().tolist() if before.dtype == object and before.size <= self.largest else ()
+
+    def _buffer(self, found: Any) -> Iterable[Any]:
+        before = bytes(found)
+        if self.take(len(before)):
+
+            def restore() -> None:
+                if bytes(found) == before:
+                    return
+                if isinstance(found, array.array):
+                    found[:] = array.array(found.typecode, before)
+                elif isinstance(found, bytearray):
+                    found[:] = before
+                else:
+                    ctypes.memmove(ctypes.addressof(found), before, len(before))
+
+            self._others.append(restore)
+        return ()
+
+    def _cache(self, cache: Any) -> Iterable[Any]:
+        """Leave what a function remembers: it is what it would give."""
+        return (cache.__wrapped__,)
+
+
+def looking_on(*roots: Any) -> Callable[[], tuple[str, ...]]:
+    """Give a function that names what `roots` reach, is not put back, and has changed since."""
+    return Kept(*roots).changes
+
+
+_WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, Loose})
+_BUFFERS: Final = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+
+
+def is_lowtides(module_name: str) -> bool:
+    """Return True for what watches the step, not for what the demo trains."""
+    return module_name.partition(".")[0] == "lowtide" and not module_name.startswith("lowtide.cli.demo")
+
+
+def _is_data(content: Any) -> bool:
+    """Return True if a variable of a library's module may be state, and no part of the library."""
+    words = isinstance(content, LEAVES) and not isinstance(content, types.ModuleType | types.BuiltinFunctionType)
+    return words or kind_of(content) is not None or isinstance(content, Tensor | nn.Module) or is_generator(content)
+
+
+def _attributes(thing: Any) -> Iterable[Any]:
+    attributes = getattr(thing, "__dict__", None)
+    return attributes.values() if type(attributes) is dict else ()
+
+
+def _inside(iterator: Any) -> Iterable[Any]:
+    """What an iterator of the interpreter's goes through, as far as that is an iterator or data, too."""
+    return gc.get_referents(iterator) if type(iterator).__module__ in ("builtins", "itertools", "collections") else ()
+
+
+def _gradient_of(tensor: Tensor) -> Callable[[], None]:
+    gradient, requires = tensor.grad, tensor.requires_grad
+    if gradient is not None and is_fake(gradient):  # it was found late, when there was one of a rehearsal's
+        gradient = None
+
+    def restore() -> None:
+        if tensor.grad is not gradient:
+            tensor.grad = gradient
+        if tensor.requires_grad != requires:
+            tensor.requires_grad_(requires)
+
+    return restore

@@ -1,0 +1,245 @@
+"""What a step changes besides the model: modules, schedulers, scalers, generators, tensors that its code refers to.
+
+A rehearsed step is a real one. It moves a learning-rate scheduler on, averages weights into a second model, counts in a
+batch norm of a teacher. None of these is named in the call, so they are looked for where the step's code can find them:
+closures, globals and methods that it names, attributes, containers. Only what has contents of its own to put back is
+taken; `reachable_objects.py` puts numbers, words and containers back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lowtide._torch import scaler_stages, set_scaler_stages
+from lowtide.memory.entry_storages import set_aside
+from lowtide.state.bindings import kind_of
+from lowtide.state.introspection import Named, is_opaque, is_users, variables
+from lowtide.utils.object_slots import in_slots
+
+LARGEST = 1000
+"""Lists, tuples and sets with more entries are data, not state: they are left alone, as are data sets and loaders. Of
+dicts with more entries only tensors and modules are looked at."""
+
+LARGEST_BYTES = 1 << 28
+"""As are larger tensors, unless a module owns them."""
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+DATA = {"datasets", "multiprocessing", "queue"}
+"""Packages of data and of what hands it over: their objects are not looked into either."""
+
+
+class Reached:
+    """Every module, tensor and object with a `state_dict` that can be reached from `roots`. Nothing of them is run."""
+
+    largest = LARGEST
+
+    def __init__(self, *roots: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Tensor] = []
+        self.stateful: list[Any] = []
+        """Schedulers, gradient scalers, and what else has `state_dict` and `load_state_dict`."""
+        self.generators: list[Any] = []
+        """Of random numbers: torch's, NumPy's and Python's."""
+        self._named = Named("forward")  # `model(x)` leads there
+        self._seen: dict[int, Any] = {}  # holds them, so that no address is used twice
+        self.note(*roots)
+
+    def note(self, *roots: Any) -> None:
+        """Walk from these, but not where the walk has been."""
+        pending = deque(roots)
+        while pending:
+            thing = pending.popleft()
+            if isinstance(thing, types.BuiltinFunctionType):
+                thing = thing.__self__  # as `random.Random(0).random`
+            if not isinstance(thing, LEAVES) and id(thing) not in self._seen and self._is_of_interest(thing):
+                self._seen[id(thing)] = thing
+                pending.extend(self._look_at(thing))
+
+    def _is_of_interest(self, thing: Any) -> bool:
+        """Return True if `thing` is to be looked at."""
+        return True
+
+    @property
+    def things(self) -> Collection[Any]:
+        """All that was looked at."""
+        return self._seen.values()
+
+    def _look_at(self, thing: Any) -> Iterable[Any]:
+        """Take `thing` if it is one of those looked for. Gives what it refers to."""
+        if isinstance(thing, Tensor):
+            return self._tensor(thing)
+        if kind_of(thing) is not None:
+            return self._container(thing)
+        if isinstance(thing, tuple | frozenset):
+            return thing if len(thing) <= self.largest else ()
+        if isinstance(thing, types.FunctionType):
+            return self._function(thing)
+        if isinstance(thing, type):
+            return self._class(thing)
+        if isinstance(thing, types.MethodType):
+            return (thing.__self__, thing.__func__)
+        if isinstance(thing, functools.partial):
+            return (thing.func, thing.args, thing.keywords)
+        return self._object(thing)
+
+    def _tensor(self, tensor: Tensor) -> Iterable[Any]:
+        if is_state(tensor) and tensor.nbytes <= LARGEST_BYTES:
+            self.tensors.append(tensor)
+        return ()
+
+    def _container(self, container: Any) -> Iterable[Any]:
+        kind = kind_of(container)
+        if not issubclass(kind, dict):
+            return [*kind.__iter__(container)] if kind.__len__(container) <= self.largest else ()
+        inside = [*dict.values(container)]
+        return inside if len(inside) <= self.largest else [x for x in inside if isinstance(x, Tensor | nn.Module)]
+
+    def _function(self, function: types.FunctionType) -> Iterable[Any]:
+        return (*referred_to(function), *self._named.code(function))
+
+    def _class(self, kind: type) -> Iterable[Any]:
+        return self._named.thing(kind)
+
+    def _object(self, thing: Any) -> Iterable[Any]:
+        if isinstance(thing, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is noticed as it steps
+            return ()
+        if is_generator(thing):
+            self.generators.append(thing)
+            return ()
+        attributes = getattr(thing, "__dict__", None)
+        defined_in = type(thing).__module__
+        if is_opaque(type(thing)) or defined_in.partition(".")[0] in DATA:
+            return ()
+        if type(attributes) is not dict:
+            return (*in_slots(thing), *self._named.thing(thing)) if is_users(type(thing)) else ()
+        if defined_in.startswith("torch.distributed.") and not isinstance(thing, nn.Module):
+            return ()  # as of FSDP: tensors that have memory for a while
+        self._sort(thing)
+        return (attributes, vars(type(thing)).get("__call__"), *self._named.thing(thing))
+
+    def _sort(self, thing: Any) -> None:
+        if isinstance(thing, nn.Module):
+            self.modules.append(thing)
+        elif _has_state(type(thing)):
+            self.stateful.append(thing)
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Return True if a step may have a tensor that no module owns as its state: no data, no result of a graph."""
+    return tensor.is_leaf and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
+
+
+def _has_state(kind: type) -> bool:
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def is_torchs(function: types.FunctionType) -> bool:
+    """Return True for functions of torch, which have no state."""
+    return (function.__module__ or "").partition(".")[0] == "torch"
+
+
+def referred_to(function: types.FunctionType) -> Iterator[Any]:
+    """What a function's code can find by name: globals, closure, defaults. Torch's own functions have no state."""
+    if is_torchs(function):
+        return
+    for _, _, content in variables(function):
+        yield content
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield getattr(function, "__wrapped__", None)
+
+
+class State:
+    """The `state_dict` of a scheduler or gradient scaler; given back only where it has changed since."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._before = _copy(owner.state_dict())
+        self._stages = scaler_stages(owner) if isinstance(owner, GradScaler) else None
+
+    @property
+    def scales(self) -> bool:
+        """Whether it is that of a gradient scaler, and one that is in use."""
+        return self._stages is not None and bool(self._before)
+
+    def restore(self) -> None:
+        now = self._owner.state_dict()
+        if not _same(self._before, now):
+            self._owner.load_state_dict(_like(self._before, now))
+        if self._stages is not None:  # a step that failed in between may have left its mark
+            set_scaler_stages(self._owner, self._stages)
+
+    def calm(self) -> None:
+        """Have a scaler scale by 1: where gradients overflow it leaves out the optimizer's step, as it often does with
+        its first scales, and the memory of that would go unseen.
+        """
+        if self.scales:
+            self._owner.load_state_dict({**_like(self._before, {}), "scale": 1.0})
+
+
+def is_generator(thing: Any) -> bool:
+    """Whether it draws random numbers from a state; the system's have none."""
+    return isinstance(thing, _GENERATORS) and not isinstance(thing, random.SystemRandom)
+
+
+def states(owners: Iterable[Any]) -> list[State]:
+    """Of those whose state can be asked for now."""
+    found = []
+    for owner in owners:
+        try:
+            found.append(State(owner))
+        except Exception:  # somebody else's code, which nobody here asked for: it may need what is not there yet
+            continue
+    return found
+
+
+def _copy(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return set_aside(state.detach().to("cpu", copy=True))
+    if isinstance(state, dict):
+        return {key: _copy(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copy, state))
+    return state
+
+
+def _like(saved: Any, now: Any) -> Any:
+    """`saved` once more, with its tensors on the devices that they are on in `now`."""
+    if isinstance(saved, Tensor):
+        return saved.to(now.device if isinstance(now, Tensor) else "cpu", copy=True)
+    if isinstance(saved, dict):
+        return {key: _like(value, now.get(key) if isinstance(now, dict) else None) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        there = now if isinstance(now, list | tuple) else ()
+        return type(saved)(_like(value, of) for value, of in itertools.zip_longest(saved, there[: len(saved)]))
+    return saved
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other.cpu())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except Exception:  # no truth in it, as of arrays: then it is given back
+        return False

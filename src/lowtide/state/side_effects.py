@@ -1,0 +1,125 @@
+"""What a call changes that a replay would change once more: state that is neither a module's nor random numbers.
+
+A replay puts back what `surroundings.py` knows of. A running mean in an object of the user's own, a counter that is a
+global, an array, a tensor that is no buffer: these nobody puts back, and a call that changes one is not run again, not
+even on trial. So they are looked at when a call begins and when it is over.
+
+What an iterator has given can't be seen by looking at it: a call whose code can reach one is not run again either.
+"""
+
+from __future__ import annotations
+
+import types
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lowtide._torch import as_written, bytes_of, is_plain
+from lowtide.state.bindings import Cell, Variables
+from lowtide.state.introspection import is_users, variables
+from lowtide.state.reachable_state import Reached, is_torchs
+from lowtide.utils.object_slots import in_slots
+
+if TYPE_CHECKING:
+    from lowtide.runtime.call_context import Surroundings
+
+CHANGES = "it changes something outside of its modules, which a replay would change once more"
+ITERATES = "its code has an iterator, and what that has given can't be given back"
+
+LARGEST_BYTES = 2**22
+"""Of larger arrays, and tensors to which something writes without being counted, changes go unseen."""
+
+
+class OwnState(Reached):
+    """What the code of `module` can reach, as it is now; but what `surroundings` puts back."""
+
+    def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
+        parts = tuple(module.modules())
+        self._put_back = {id(vars(part).get(name)) for part in parts for name in _TORCHS}
+        self._put_back |= surroundings.attributes.put_back_ids
+        self._put_back |= {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
+        hooks = [hook for part in parts for table in _HOOKS for hook in getattr(part, table).values()]
+        self._bound: list[Cell | Variables] = []
+        """Variables of functions."""
+        kinds = {type(part) for part in parts if is_users(type(part))}
+        super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds)
+        self.iterates = any(hasattr(type(thing), "__next__") for thing in self.things)
+        tables = {id(vars(part)) for part in parts}
+        self._watched = [thing for thing in self.things if id(thing) not in tables]
+        self._before = list(map(_now, self._watched))
+
+    def _is_of_interest(self, thing: Any) -> bool:
+        return id(thing) not in self._put_back and type(thing).__module__.partition(".")[0] != "lowtide"
+
+    def _look_at(self, thing: Any) -> Iterable[Any]:
+        if (written := as_written(thing)) is not thing:
+            return (written,)  # what its compiler keeps to itself changes at any time
+        is_private = type(thing).__module__.startswith("torch._") and not isinstance(thing, Tensor)
+        return () if is_private else super()._look_at(thing)
+
+    def _function(self, function: types.FunctionType) -> Iterable[Any]:
+        for place, name, _ in variables(function) if not is_torchs(function) else ():
+            self._bound.append(Cell(place, name) if isinstance(place, types.CellType) else Variables(place, [name]))
+        return super()._function(function)
+
+    def has_changed(self) -> bool:
+        """Whether anything is not as it was."""
+        if any(places.now()[0] is not places.held[0] for places in self._bound):
+            return True
+        return any(_now(thing) != before for thing, before in zip(self._watched, self._before, strict=True))
+
+
+_TORCHS = frozenset(vars(nn.Module()))
+"""Attributes that every module has. Hooks in them come and go, as transformers' for outputs that it collects."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _now(thing: Any) -> Any:
+    """Something that is equal as long as a thing is unchanged. It holds what it speaks of: addresses come again."""
+    if isinstance(thing, Tensor):
+        return None if thing.is_inference() else thing._version, _digest_of(thing)
+    if isinstance(thing, np.ndarray):
+        return _sum(thing)
+    if isinstance(thing, dict):
+        return _Same(tuple(dict.values(thing)))
+    if isinstance(thing, list | tuple | deque | set | frozenset):
+        return _Same(tuple(thing))
+    if isinstance(thing, type):
+        return _Same(tuple(vars(thing).values()))
+    return _Same(tuple(in_slots(thing))) if not hasattr(thing, "__dict__") else None
+
+
+class _Same:
+    """Things, which are to be the very same."""
+
+    __slots__ = ("things",)
+
+    def __init__(self, things: tuple[Any, ...]) -> None:
+        self.things = things
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Same)
+            and len(self.things) == len(other.things)
+            and all(one is another for one, another in zip(self.things, other.things, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _digest_of(tensor: Tensor) -> int | None:
+    """Of a small tensor on the CPU that no graph has made: `.data` is written to without being counted."""
+    if tensor.grad_fn is not None or tensor.device.type != "cpu" or not is_plain(tensor):
+        return None
+    return None if tensor.untyped_storage().nbytes() > LARGEST_BYTES else _sum(bytes_of(tensor))
+
+
+def _sum(array: np.ndarray[Any, Any]) -> int | None:
+    if array.nbytes > LARGEST_BYTES or array.dtype.hasobject:
+        return None
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)

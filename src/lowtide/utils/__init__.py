@@ -1,0 +1,1 @@
+"""Python helpers that know neither torch nor the records of Lowtide."""

@@ -1,0 +1,136 @@
+"""Who stands in for a function of torch may go in any order, and others who replaced it keep their place."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide._torch.patching import around_calls, stand_in
+from lowtide.script.step_detector import Steps
+from lowtide.script.step_listener import Crew
+
+
+class Owner:
+    @staticmethod
+    def name(text: str) -> str:
+        return text
+
+
+def saying(word: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    return lambda function: lambda text: f"{word}({function(text)})"
+
+
+def test_each_may_go_first() -> None:
+    owner: Any = type("Owner", (), {"name": lambda text: text})
+    original = vars(owner)["name"]
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        removes = [stand_in(owner, "name", saying(word)) for word in "abc"]
+        assert owner.name("x") == "c(b(a(x)))"
+        words = list("abc")
+        for place in order:
+            removes[place]()
+            removes[place]()  # twice is once
+            words.remove("abc"[place])
+            expected = "x"
+            for word in words:
+                expected = f"{word}({expected})"
+            assert owner.name("x") == expected
+        assert vars(owner)["name"] is original
+
+
+def test_others_keep_their_place() -> None:
+    owner: Any = type("Owner", (), {"name": lambda text: text})
+    remove = stand_in(owner, "name", saying("a"))
+    below = owner.name
+    owner.name = staticmethod(lambda text: f"other({below(text)})")
+    assert owner.name("x") == "other(a(x))"
+    remove()
+    assert owner.name("x") == "other(x)"
+    remove = stand_in(owner, "name", saying("b"))
+    assert owner.name("x") == "other(b(x))"
+    remove()
+    assert owner.name("x") == "other(x)"
+
+
+def test_steps_of_two_threads_may_overlap() -> None:
+    before = vars(torch.autograd)["_engine_run_backward"]
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with lowtide.step():
+            entered.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=other)
+    with lowtide.step():
+        thread.start()
+        assert entered.wait(60)
+    left.set()
+    thread.join()
+    assert vars(torch.autograd)["_engine_run_backward"] is before
+
+
+def test_a_step_has_nothing_to_do_with_forwards_of_other_threads() -> None:
+    model, inside, over = nn.Linear(4, 4), threading.Event(), threading.Event()
+    outputs: list[torch.Tensor] = []
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            over.wait(60)
+            return model(x)
+
+    thread = threading.Thread(target=lambda: outputs.append(Slow()(torch.ones(1, 4))))
+    thread.start()
+    assert inside.wait(60)
+    with lowtide.step() as step:
+        over.set()
+        thread.join()
+        kept = model(torch.ones(1, 4))
+        kept.sum().backward(retain_graph=True)
+        outputs[0].sum().backward(inputs=[model.weight], retain_graph=True)
+    assert step.n_released >= 1
+    assert kept.grad_fn is None
+    assert outputs[0].grad_fn is not None
+
+
+def test_a_watch_that_is_paused_in_a_step_stays_paused() -> None:
+    model = nn.Linear(4, 4)
+    with lowtide.watch(model) as watch:
+        with lowtide.step():
+            watch.pause()
+        assert not vars(torch.autograd)["_engine_run_backward"].__qualname__.startswith("Events")
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_calls_of_modules_may_have_arguments_of_any_name() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: int, *, module: int, call: int, begins: int, ends: int, plain: int) -> int:
+            return x + module + call + begins + ends + plain
+
+    told: list[object] = []
+    given = {"module": 1, "call": 2, "begins": 3, "ends": 4, "plain": 5}
+    remove = around_calls(lambda module: told.append(type(module)), lambda module, output: told.append(output))
+    with Steps(Crew()):
+        assert Takes()(6, **given) == 21
+    remove()
+    assert told == [Takes, 21]
+    assert Takes()(6, **given) == 21
+    assert len(told) == 2
+
+
+def test_a_call_that_raises_is_told_of() -> None:
+    class Raises(nn.Module):
+        def forward(self) -> None:
+            raise ValueError("no")
+
+    told: list[object] = []
+    remove = around_calls(lambda module: told.append("begins"), lambda module, output: told.append(output))
+    with pytest.raises(ValueError, match="no"):
+        Raises()()
+    remove()
+    assert told == ["begins", None]

@@ -1,0 +1,69 @@
+"""Every code on a script that has its fault and on one that has not, and the ordinary loops, all as real processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.diagnostics.leaks.rules import RULES
+from lowtide.diagnostics.leaks.rules.findings_page import page
+
+pytestmark = pytest.mark.xdist_group("findings")  # in one worker, for `reports`
+
+HERE = Path(__file__).parent
+BAD, GOOD, CLEAN = (sorted(HERE.glob(p)) for p in ("scripts/*_bad.py", "scripts/*_good.py", "clean/*.py"))
+
+
+@cache
+def reports() -> dict[str, Any]:
+    """What `lowtide watch` said of every script, by name. One run for all tests: torch is loaded once."""
+    scripts = [str(path) for path in (*BAD, *GOOD, *CLEAN)]
+    command = [sys.executable, str(HERE / "run_scripts.py"), *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    return {Path(record["script"]).stem: record for record in records}
+
+
+def line_marked(script: Path, mark: str) -> int | None:
+    lines = enumerate(script.read_text(encoding="utf-8").splitlines(), 1)
+    return next((number for number, line in lines if line.endswith(f"# {mark}")), None)
+
+
+def test_every_code_has_its_two_scripts() -> None:
+    assert [path.stem.removesuffix("_bad") for path in BAD] == list(RULES)
+    assert [path.stem.removesuffix("_good") for path in GOOD] == list(RULES)
+
+
+@pytest.mark.parametrize("script", BAD, ids=lambda path: path.stem)
+def test_a_bad_script_has_exactly_its_finding(script: Path) -> None:
+    report = reports()[script.stem]
+    expected = dict(re.findall(r"^(holder|bytes) (.*)$", report["printed"], re.MULTILINE))
+    assert report["exit"] == 1, report["said"]
+    (finding,) = report["findings"]
+    assert finding["code"] == script.stem.removesuffix("_bad")
+    assert expected["holder"] in finding["holder"]
+    assert finding["held_bytes"] == pytest.approx(int(expected["bytes"]), rel=0.01)
+    if (made := line_marked(script, "made")) is not None:
+        assert finding["made_at"].endswith(f"{script.name}:{made}")
+    if (holder := line_marked(script, "holder")) is not None:
+        assert f"{script.name}:{holder}" in finding["holder"]
+    assert finding["code"] in report["said"]
+
+
+@pytest.mark.parametrize("script", [*GOOD, *CLEAN], ids=lambda path: path.stem)
+def test_a_good_script_has_none(script: Path) -> None:
+    report = reports()[script.stem]
+    assert report["findings"] == []
+    assert (report["exit"], "nothing found in" in report["said"]) == (0, True)
+    assert report["steps"] >= 4
+
+
+def test_the_page_of_findings_is_up_to_date() -> None:
+    assert (HERE.parents[1] / "docs" / "findings.md").read_text(encoding="utf-8") == page()

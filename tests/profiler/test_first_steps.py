@@ -1,0 +1,91 @@
+"""The first rehearsed steps of a script need no more memory than plain ones, whatever the model is made of."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.memory.events import Timeline
+from lowtide.profiler.online import Observed
+from lowtide.profiler.repeated_blocks import freed_blocks
+
+
+class UNet(nn.Module):
+    """Blocks of which no two are alike."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.down, self.middle = self.two(3, width), self.two(width, 2 * width)
+        self.up, self.out = self.two(3 * width, width), nn.Conv2d(width, 2, 1)
+
+    def two(self, given, width):
+        layers = (nn.Conv2d(given, width, 3, padding=1), nn.BatchNorm2d(width), nn.SiLU())
+        return nn.Sequential(*layers, nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.SiLU())
+
+    def forward(self, x):
+        down = self.down(x)
+        middle = F.interpolate(self.middle(F.max_pool2d(down, 2)), scale_factor=2)
+        return self.out(self.up(torch.cat([middle, down], 1)))
+
+
+class Flat(nn.Module):
+    """One module without children."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) * 0.1) for _ in range(6))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = F.layer_norm(x + F.gelu(x @ weight), (64,))
+        return x
+
+
+class Listed(nn.Module):
+    """Lists in a list, whose parts the model calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(64), self.wide(), nn.Identity()]) for _ in range(4))
+
+    def wide(self):
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        for norm, wide, last in self.layers:
+            x = last(x + wide(norm(x)))
+        return x
+
+
+IMAGE, ROWS = (2, 3, 64, 64), (16, 64, 64)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(UNet, IMAGE), (Flat, ROWS), (Listed, ROWS)])
+def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(shape)
+    with lowtide.measure() as plain:
+        model(x).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    observed, peaks = Observed(model), []
+    for _ in range(2):
+        model.zero_grad()
+        observed.begin(x)
+        watch = observed._watch
+        model(x).square().mean().backward()
+        observed.end()
+        peaks.append(Timeline(watch.recorder.stream).peak_bytes)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+    observed.leave()
+    assert max(peaks) <= plain.peak_bytes
+    assert peaks[0] <= 0.85 * plain.peak_bytes
+
+
+def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
+    model, listed = UNet(), Listed()
+    assert freed_blocks(model) == {model.down, model.middle, model.up}
+    assert freed_blocks(listed) == {wide for _, wide, _ in listed.layers}
+    assert freed_blocks(Flat()) == frozenset()
+    wrapped = nn.Sequential(nn.Sequential(model), nn.Conv2d(2, 2, 1))
+    assert freed_blocks(wrapped) == freed_blocks(model)

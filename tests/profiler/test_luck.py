@@ -1,0 +1,99 @@
+"""Work that is drawn at random: plans are for the step in which every block runs, and keep to the budget in others."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.errors import Infeasible
+from lowtide.planner.planning import smallest_plan
+from lowtide.profiler.random_work import HIGH, LOW, drawn_as, fullest
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+
+
+class Drawn(nn.Module):
+    """Layers of which `choose` gives those that run, in order."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.first, self.layers = nn.Linear(32, 32), nn.ModuleList(Block() for _ in range(4))
+        self.choose = choose
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.choose(list(self.layers)):
+            x = layer(x)
+        return x
+
+
+CHOICES = {
+    "python, below a rate": lambda layers: [layer for layer in layers if random.random() >= 0.5],
+    "torch, a number": lambda layers: [layer for layer in layers if torch.rand([]) < 0.5],
+    "torch, a row": lambda layers: [layer for layer, n in zip(layers, torch.rand(4), strict=True) if n.item() > 0.5],
+    "random order": lambda layers: random.sample(layers, len(layers)),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
+    torch.manual_seed(0)
+    random.seed(0)
+    model, x = Drawn(CHOICES[name]), torch.randn(8, 16, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+
+    profile = lowtide.rehearse(model, step, x)
+    assert profile.draws > 0
+    assert any("drawn at random" in note for note in profile.notes)
+    assert {call.id.split("#")[0] for call in profile.calls} >= {f"layers.{n}" for n in range(4)}
+    budget = (profile.measured_plain_peak_bytes + smallest_plan(profile).predicted.peak_bytes) // 2
+    with lowtide.fit(model, step, x, budget=budget, profile=profile) as fitted:
+        static_bytes = fitted.profile.static.total - fitted.profile.static.margin - fitted.profile.static.gradients
+        for _ in range(8):
+            model.zero_grad()
+            with lowtide.measure() as memory:
+                step(x)
+            assert static_bytes + memory.peak_bytes <= budget
+
+
+def test_the_fullest_draw_is_the_one_that_calls_most():
+    drawn = []
+    assert fullest(lambda: [""] * sum(random.random() > 0.5 for _ in range(8))) == HIGH
+    assert fullest(lambda: [""] * sum(bool(torch.rand(1) < 0.5) for _ in range(8))) == LOW
+    assert fullest(lambda: [""] * 8) is None
+    with drawn_as(HIGH):
+        drawn += [random.random(), random.uniform(2, 4), torch.rand(2, 2).max().item()]
+    assert drawn[:2] == [HIGH, 2 + 2 * HIGH]
+    assert drawn[2] < HIGH
+
+
+def test_the_smallest_budget_that_is_named_is_accepted_also_where_a_prediction_was_short(monkeypatch):
+    from lowtide.profiler import peak_margin as margin
+
+    model, x = Drawn(list), torch.randn(8, 16, 32)
+
+    def step(x):
+        model(x).square().mean().backward()
+
+    recorded = margin.recorded_peak
+    monkeypatch.setattr(margin, "recorded_peak", lambda *given: recorded(*given) + 904)
+    monkeypatch.setattr("lowtide.api.verify.recorded_peak", margin.recorded_peak)
+    with pytest.raises(Infeasible) as infeasible:
+        lowtide.fit(model, step, x, budget=1000)
+    named = infeasible.value.smallest_peak_bytes
+    with lowtide.fit(model, step, x, budget=named) as fitted:
+        assert fitted.verdict.measured_peak_bytes <= named

@@ -1,0 +1,32 @@
+"""What an audit found, on a batch of another size."""
+
+from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.rescale import resized
+
+
+def slot(value: int, call: int = 0) -> SlotDraft:
+    return SlotDraft(address="", label="", value=value, call=call)
+
+
+def test_values_grow_as_what_is_saved_of_them_and_what_is_made_of_them() -> None:
+    values = [
+        ValueDraft(bytes=100, node="A", recipe="A", needs=(1,), cost_ms=1.0, flops=7, transient_bytes=10),
+        ValueDraft(bytes=30, node="B", recipe="B", needs=(2,)),  # passed through
+        ValueDraft(bytes=5, node="C"),  # saved, and does not grow
+        ValueDraft(bytes=3, node="", state_of=0),  # bits of a mask that the last one is made of
+        ValueDraft(bytes=1, node="D", recipe="D", needs=(3,)),
+        ValueDraft(bytes=8, node="", state_of=0),  # random numbers of a call
+        ValueDraft(bytes=10, node="E"),  # an argument
+    ]
+    calls = [CallDraft(id="", cls="", parent=None, first_slot=0, stop_slot=3, cost_ms=2.0, flops=10)]
+    found, [call] = resized(values, [slot(0), slot(2), slot(4)], calls, audited=[50, 5, 1], found=[75, 5, 2])
+    assert [value.bytes for value in found] == [150, 45, 5, 6, 2, 8, 15]
+    assert (found[0].cost_ms, found[0].flops, found[0].transient_bytes) == (1.5, 11, 15)
+    assert call.flops == 15
+    assert [value.bytes for value in values] == [100, 30, 5, 3, 1, 8, 10]
+
+
+def test_what_was_empty_stays_as_it_is() -> None:
+    values = [ValueDraft(bytes=0, node="A")]
+    found, _ = resized(values, [slot(0)], [], audited=[0], found=[4])
+    assert found == values

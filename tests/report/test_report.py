@@ -1,0 +1,129 @@
+"""What is printed with a plan."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import lowtide
+from lowtide.api.fit import Fitted
+from lowtide.api.verify import Verdict
+from lowtide.estimator.largest_batch import Largest
+from lowtide.planner import plan, smallest_peak
+from lowtide.report.text_table import decisions, extra_time
+from planner.profiles import chain, transformer
+
+
+def test_extra_time_is_printed_with_its_bound() -> None:
+    made = replace(plan(chain(6, inner=1), 191), bound_ms=2.84)  # 3 ms of 100
+    assert extra_time(made) == ", +3 % time predicted, bound +2.8 %"
+
+
+def test_a_plan_that_keeps_everything_has_no_bound() -> None:
+    assert extra_time(plan(transformer(2), "100%")) == ", +0 % time predicted"
+
+
+def test_without_a_time_of_the_step_nothing_is_said() -> None:
+    assert extra_time(replace(plan(transformer(2), "70%"), step_ms=0.0)) == ""
+
+
+def test_operators_whose_operands_are_noted_have_their_own_name() -> None:
+    nodes = ("SoftmaxBackward0", "SoftmaxBackward0+noted", "SoftmaxBackward0+noted 0,2", "WhereBackward0+noted 1")
+    remake = {f"#0:{place}": node for place, node in enumerate(nodes)}
+    made = replace(plan(chain(6, inner=1), 191), remake=remake, replay=())
+    assert decisions(made) == "remade softmax (3), where (1)"
+
+
+def verdict_on(differences: dict[str, tuple[str, ...]], unsteady: tuple[str, ...] = ()) -> Verdict:
+    return Verdict(
+        budget_bytes=100,
+        predicted_peak_bytes=90,
+        measured_peak_bytes=90,
+        planned_ms=1.0,
+        plain_ms=1.0,
+        differences=differences,
+        unsteady=unsteady,
+    )
+
+
+def test_a_step_that_is_never_the_same_has_no_proof() -> None:
+    kinds = ("loss", "gradients", "random numbers")
+    verdict = verdict_on(dict.fromkeys(kinds, ("0",)), kinds)
+    assert not verdict.proven
+    assert verdict.proof.startswith("NOT PROVEN: the plain step is not deterministic, so that nothing can be compared")
+
+
+def test_random_numbers_alone_prove_nothing() -> None:
+    verdict = verdict_on({"random numbers": ()})
+    assert not verdict.proven
+    assert verdict.proof.startswith("NOT PROVEN: the step gives nothing that could be compared: no loss, no gradients")
+    drawn = verdict_on({"loss": ("0",), "random numbers": ()}, ("loss",))
+    assert not drawn.proven
+    assert drawn.proof.startswith("NOT PROVEN: the plain step is not deterministic")
+
+
+def test_records_are_printed_as_the_command_line_prints_them() -> None:
+    profile = transformer(2)
+    assert str(profile).splitlines()[1].startswith("plain step: ")
+    assert "peak predicted (budget " in str(plan(profile, "70%"))
+    table = str(lowtide.frontier(profile, n_budgets=4)).splitlines()
+    assert table[0].split() == ["peak", "of", "plain", "extra", "time", "extra", "FLOPs"]
+    assert table[-1].split() == ["4.19", "KiB", "100", "%", "+0", "%", "0"]
+
+
+@pytest.mark.parametrize(("peaks", "more"), [({8: 90, 9: 105, 16: 200}, "; size 9 would need 105 B"), ({8: 90}, "")])
+def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], more: str) -> None:
+    found = Largest(size=8, foresight=None, budget_bytes=100, peaks=peaks)
+    assert str(found) == f"size 8 fits: 90 B peak predicted, and there is 100 B{more}"
+
+
+def test_the_next_size_is_told_apart_from_what_there_is() -> None:
+    found = Largest(size=8, foresight=None, budget_bytes=10_000_000, peaks={8: 9_998_600, 9: 10_000_400})
+    assert str(found).endswith("there is 10000000 B; size 9 would need 10000400 B")
+
+
+def test_peaks_that_plans_reach_are_printed_as_budgets_that_are_enough() -> None:
+    profile = transformer(2)
+    _, least = smallest_peak(profile)
+    (line,) = (line for line in str(profile).splitlines() if line.startswith("smallest peak: "))
+    row = str(lowtide.frontier(profile, n_budgets=4)).splitlines()[2]
+    for said in (line.removeprefix("smallest peak: ").partition(" (")[0], " ".join(row.split()[:2])):
+        assert plan(profile, said).predicted.peak_bytes == least.peak_bytes
+
+
+def test_a_step_of_which_plans_save_nothing_has_no_smaller_peak() -> None:
+    profile = transformer(2)
+    profile = replace(profile, base_bytes=(*profile.base_bytes[:-1], 10**9))
+    assert "smallest peak: the plain step's, for no plan needs less" in str(profile).splitlines()
+
+
+def fitted_with(plain_ms: float | None, *notes: str) -> Fitted:
+    profile = transformer(2)
+    made = replace(plan(profile, "70%"), notes=notes)
+    applied: Any = None
+    return Fitted(applied, profile, made, replace(verdict_on({"loss": ()}), planned_ms=12.5, plain_ms=plain_ms))
+
+
+@pytest.mark.parametrize(("plain_ms", "said"), [(11.0, "11 ms -> 12.5 ms a step"), (None, "12.5 ms a step")])
+def test_measured_times_are_printed_before_predicted_ones(plain_ms: float | None, said: str) -> None:
+    first, *_ = str(fitted_with(plain_ms)).splitlines()
+    assert f"), {said} measured, +" in first
+    assert " % time predicted" in first
+
+
+def test_notes_are_printed_last() -> None:
+    assert str(fitted_with(11.0, "first", "second")).splitlines()[-3:] == [
+        "bit-identical to the plain step: loss",
+        "note: first",
+        "note: second",
+    ]
+
+
+def test_a_verdict_says_what_was_measured_and_what_is_proven() -> None:
+    verdict = verdict_on({"loss": (), "gradients": ()})
+    assert str(verdict) == (
+        "90 B peak measured: within the budget of 100 B\nbit-identical to the plain step: loss and gradients"
+    )
+    wrong = replace(verdict, measured_peak_bytes=101, differences={"loss": (), "gradients": ("weight",)})
+    assert not wrong.proven
+    assert str(wrong) == "101 B peak measured: OVER the budget of 100 B\nNOT bit-identical to the plain step: gradients"

@@ -1,0 +1,131 @@
+"""Engines in force on a model without a rehearsal, and what a step leaves behind."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.planner.address_nodes import MASK
+from lowtide.runtime.engine import Decision, Engine, actions_for
+from lowtide.runtime.recipes import CannotRemake
+from lowtide.runtime.recompute_builder import Builder
+from lowtide.runtime.saved_values import Value
+from lowtide.runtime.view_geometry import producer
+from parts import Block
+
+WAYS = ("keep", "remake", "replay", "nest", "both")
+"""Keep all; remake all that has a recipe; replay each block; also each part of a block, inside of it; all at once."""
+
+
+class Choosy(Builder):
+    """Remakes of saved tensors only where `drops` is true of them."""
+
+    def __init__(self, drops: Callable[[Value], bool], builder: Builder):
+        super().__init__(builder.owners)
+        self.drops = drops
+
+    def remake(self, node, output, like=None, depth=0):
+        value = super().remake(node, output, like, depth)
+        if like is not None and not self.drops(value):
+            raise CannotRemake("it shall be kept")
+        return value
+
+
+class RemakeAll(Engine):
+    """Tries a recipe for every saved tensor, and to keep the bits of every mask outside of replays."""
+
+    def hold(self, tensor, decision, frame):
+        node = producer(tensor)[1]
+        name = node.name() if node is not None else MASK if frame is None else ""
+        return super().hold(tensor, Decision(name, ""), frame)
+
+    def drift(self, decision, node=None):
+        """A tensor without a recipe is kept, or replayed."""
+
+
+def engine(model: nn.Module, way: str, blocks: type[nn.Module] | tuple[type[nn.Module], ...] = Block) -> Engine:
+    """An engine that treats `model` in one of WAYS."""
+    tops = [path for path, module in model.named_modules() if isinstance(module, blocks) and path]
+    inside = [path for path, _ in model.named_modules() if any(path.startswith(f"{top}.") for top in tops)]
+    chosen = {"replay": tops, "nest": tops + inside, "both": tops + inside}.get(way, [])
+    actions = actions_for({}, [f"{path}#{number}" for path in chosen for number in range(16)])
+    return (RemakeAll if way in ("remake", "both") else Engine)(model, actions)
+
+
+@contextmanager
+def in_force(model: nn.Module, way: str, blocks: Any = Block) -> Iterator[Engine]:
+    made = engine(model, way, blocks)
+    made.install()
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step without an optimizer: forward, a loss of all that comes out, backward."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+class Packs:
+    """How many tensors an engine was given to keep."""
+
+    total = 0
+
+
+def count_packs(engine: Engine) -> Packs:
+    packs, pack = Packs(), engine.pack
+
+    def counting(now, tensor):
+        packs.total += 1
+        return pack(now, tensor)
+
+    engine.pack = counting
+    return packs
+
+
+def outcome(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
+    """What `step()` gives, from seed 1: its result, gradients, buffers and random numbers. Starts without gradients."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    random.seed(1)
+    result = step()
+    return {
+        "result": result.detach().clone() if isinstance(result, torch.Tensor) else result,
+        "random": random.random(),
+        "torch": torch.get_rng_state(),
+        **{f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+        **{f"buffer {n}": b.clone() for n, b in model.named_buffers()},
+    }
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of what is not the same, bit for bit."""
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return sorted(k for k in one.keys() | other.keys() if k not in one or k not in other or not same(one[k], other[k]))

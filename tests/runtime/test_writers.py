@@ -1,0 +1,172 @@
+"""What is made again from tensors that are written to before backward, in the rehearsed steps or only in later ones."""
+
+import gc
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.planner import smallest_peak
+from lowtide.runtime import tensor_writers as writers
+
+WIDTH = 64
+
+
+class Words(nn.Module):
+    """Each call normalizes the rows of the table that it looks up."""
+
+    def __init__(self, *, blocks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, WIDTH, max_norm=1.0)
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.layers = nn.ModuleList(layers if blocks else (nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+class Sum(nn.Module):
+    """A bias and a mask are added that autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("shift", torch.randn(4 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(F.gelu(self.wide(x) + self.shift)).square().mean()
+
+
+def ids(seed: int, n: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 50, (64, 32), generator=generator) for _ in range(n)]
+
+
+def trained(model: nn.Module, batches: list[list[Tensor]]) -> list[Tensor]:
+    """Losses and weights of a training in which backward is through all calls of a batch at once."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    found = []
+    for batch in batches:
+        loss = torch.stack([model(x) for x in batch]).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(p.detach() for p in model.parameters())]
+
+
+def most_saving(model: nn.Module, batch: list[Tensor]) -> lowtide.Plan:
+    def step(batch: list[Tensor]) -> None:
+        torch.stack([model(x) for x in batch]).sum().backward()
+        model.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = lowtide.rehearse(model, step, batch)
+    return lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["remade", "run again"])
+@pytest.mark.parametrize("rehearsed", [1, 2])
+def test_a_table_that_each_call_normalizes_is_not_relied_on(rehearsed: int, blocks: bool) -> None:
+    batches = [ids(seed, 2) for seed in range(3)]
+    plain = trained(Words(blocks=blocks), batches)
+    model = Words(blocks=blocks)
+    plan = most_saving(model, ids(7, rehearsed))
+    assert plan.remake
+    said: list[str] = []
+    with lowtide.apply(model := Words(blocks=blocks), plan, say=said.append):
+        assert same(trained(model, batches), plain)
+    assert said == []
+
+
+def test_a_norm_that_is_set_later_copies_the_table_once_and_keeps_what_is_looked_up_from_then_on() -> None:
+    def without() -> Words:
+        model = Words()
+        model.table.max_norm = None
+        return model
+
+    def set_later(apply: Callable[[Words], object]) -> list[Tensor]:
+        model = without()
+        apply(model)
+        first = trained(model, [ids(0, 2)])
+        model.table.max_norm = 0.5
+        return [*first, *trained(model, [ids(1, 2), ids(2, 2)])]
+
+    plan = most_saving(without(), ids(7, 2))
+    assert any("EmbeddingBackward0" in name for name in plan.remake.values())
+    said: list[str] = []
+    planned = set_later(lambda model: lowtide.apply(model, plan, say=said.append))
+    assert same(planned, set_later(lambda model: None))
+    assert said[0].startswith("an embedding's max_norm writes to table.weight ([50, 64] torch.float32) between forward")
+
+
+def test_an_optimizer_between_forward_and_backward_finds_what_it_updates_copied() -> None:
+    def updated_between(apply: Callable[[Sum], object]) -> list[Tensor]:
+        model, x = Sum(), torch.randn(64, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+        apply(model)
+        optimizer = torch.optim.SGD([model.wide.bias, model.narrow.bias], 0.5)
+        found = []
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            loss = model(x)
+            optimizer.step()
+            model.zero_grad()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found
+
+    plan = most_saving(Sum(), [torch.randn(64, 8, WIDTH)])
+    assert plan.remake
+    said: list[str] = []
+    planned = updated_between(lambda model: lowtide.apply(model, plan, say=said.append))
+    assert same(planned, updated_between(lambda model: None))
+    assert len(said) == 1
+    assert said[0].startswith("SGD.step() writes to wide.bias ([256] torch.float32) between forward and backward")
+
+
+@pytest.mark.parametrize("name", ["wide.bias", "shift"])
+def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way(name: str) -> None:
+    x = torch.randn(64, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    model, plain = Sum(), Sum()
+    plan = most_saving(Sum(), [x])
+
+    def step(model: nn.Module) -> list[Tensor]:
+        loss = model(x)
+        with torch.no_grad():
+            model.get_parameter(name).mul_(0.5) if "." in name else model.get_buffer(name).mul_(0.5)
+        model.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with lowtide.apply(model, plan, say=lambda what: None):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            step(model)
+        assert "From here on what is made of it is kept. Fit, or rehearse and plan, in a step" in str(error.value)
+        step(plain)
+        assert same(step(model), step(plain))
+    del model, plain, error
+    gc.collect()
+    assert not writers._overwritten
+
+
+def test_nothing_is_watched_where_no_plan_is_in_force() -> None:
+    own, model = torch.embedding_renorm_, Sum()
+    with lowtide.apply(model, most_saving(Sum(), [torch.randn(64, 8, WIDTH)])):
+        assert torch.embedding_renorm_ is not own
+    assert torch.embedding_renorm_ is own
+    assert not writers._undo
