@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lowtide
 from comparing import equal
-from lowtide._torch import n_collectives
+from lowtide._torch.distributed import n_collectives
 from lowtide.planner import smallest_peak
 from lowtide.report.text_table import decisions
 from lowtide.runtime.fingerprint import static_bytes

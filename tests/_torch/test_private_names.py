@@ -17,7 +17,22 @@ from torch.autograd.profiler import profile
 from torch.distributed.fsdp import fully_shard
 
 from conftest import RunPython
-from lowtide import _torch
+from lowtide._torch import (
+    backward,
+    compiled_code,
+    cpu_profiler,
+    cuda_history,
+    distributed,
+    fake_modes,
+    fsdp,
+    modes,
+    modules,
+    nodes,
+    operators,
+    optim,
+    privateuse1,
+    tensors,
+)
 from lowtide.runtime.call_interceptor import Front
 
 # --- tensors and their memory ---------------------------------------------------------------------------------------
@@ -26,7 +41,7 @@ from lowtide.runtime.call_interceptor import Front
 def test_set_version() -> None:
     x = torch.ones(2)
     view = x.add_(1)[:1]
-    _torch.set_version(x, 0)
+    tensors.set_version(x, 0)
     assert (x._version, view._version) == (0, 0)
     view.add_(1)
     assert x._version == 1
@@ -34,8 +49,8 @@ def test_set_version() -> None:
 
 def test_a_storage_has_one_number() -> None:
     x, y = torch.ones(2), torch.ones(2)
-    numbers = [_torch.storage_number(each.untyped_storage()) for each in (x, x[1:], x.detach(), y)]
-    assert numbers[0] == numbers[1] == numbers[2] == _torch.storage_id(x) != numbers[3]
+    numbers = [tensors.storage_number(each.untyped_storage()) for each in (x, x[1:], x.detach(), y)]
+    assert numbers[0] == numbers[1] == numbers[2] == tensors.storage_id(x) != numbers[3]
 
 
 def test_a_tensor_as_another_kind_has_the_same_memory() -> None:
@@ -43,11 +58,11 @@ def test_a_tensor_as_another_kind_has_the_same_memory() -> None:
         pass
 
     x = torch.ones(2)
-    own = _torch.as_kind(Own, x)
+    own = tensors.as_kind(Own, x)
     assert type(own) is Own
     assert own.data_ptr() == x.data_ptr()
     assert isinstance(own + 1, Own)
-    with _torch.without_subclasses():
+    with modes.without_subclasses():
         assert not isinstance(own + 1, Own)
 
 
@@ -61,57 +76,57 @@ def test_is_cuda_is_asked_by_what_a_mode_of_functions_is_told() -> None:
 
     with Asking():
         assert not torch.ones(2).is_cuda
-    assert _torch.IS_CUDA in asked
+    assert tensors.IS_CUDA in asked
 
 
 def test_a_context_for_a_card_does_nothing_without_what_sets_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _torch.CUDA_EXCHANGES:
+    for name in privateuse1.CUDA_EXCHANGES:
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     with torch.cuda.device(0):
         pass
-    assert callable(getattr(torch.cuda, _torch.CUDA_INIT))
+    assert callable(getattr(torch.cuda, privateuse1.CUDA_INIT))
 
 
 def test_hooks_on_tensors_and_on_modules_are_seen() -> None:
     w, layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
-    seen = (_torch.has_gradient_hooks(w), _torch.has_accumulation_hooks(w), _torch.has_backward_hooks(layer))
+    seen = (tensors.has_gradient_hooks(w), tensors.has_accumulation_hooks(w), modules.has_backward_hooks(layer))
     assert seen == (False, False, False)
     w.register_hook(lambda grad: None)
-    assert (_torch.has_gradient_hooks(w), _torch.has_accumulation_hooks(w)) == (True, False)
+    assert (tensors.has_gradient_hooks(w), tensors.has_accumulation_hooks(w)) == (True, False)
     w.register_post_accumulate_grad_hook(lambda w: None)
-    assert _torch.has_accumulation_hooks(w)
+    assert tensors.has_accumulation_hooks(w)
     for register in (layer.register_full_backward_hook, layer.register_full_backward_pre_hook):
         handle = register(lambda *args: None)
-        assert _torch.has_backward_hooks(layer)
+        assert modules.has_backward_hooks(layer)
         handle.remove()
-        assert not _torch.has_backward_hooks(layer)
+        assert not modules.has_backward_hooks(layer)
 
 
 def test_all_batch_norms_and_convolutions_are_of_one_kind() -> None:
     norms = (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2))
-    assert all(isinstance(norm, _torch.BatchNorm) for norm in norms)
-    assert all(isinstance(c, _torch.Convolution) for c in (nn.Conv1d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)))
+    assert all(isinstance(norm, modules.BatchNorm) for norm in norms)
+    assert all(isinstance(c, modules.Convolution) for c in (nn.Conv1d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)))
 
 
 def test_who_else_has_a_tensors_memory() -> None:
     x = torch.ones(4)
-    assert _torch.has_one_owner(x)
+    assert tensors.has_one_owner(x)
     view = x[:2]
-    assert not _torch.has_one_owner(x)
+    assert not tensors.has_one_owner(x)
     del view
-    assert _torch.has_one_owner(x)
+    assert tensors.has_one_owner(x)
     with torch.enable_grad():
         graph = x * torch.ones(4, requires_grad=True)
-    assert not _torch.has_one_owner(x)
+    assert not tensors.has_one_owner(x)
     del graph
-    assert _torch.has_one_owner(x)
+    assert tensors.has_one_owner(x)
 
 
 def test_references_tell_one_holder_from_two() -> None:
     def of(make: Callable[[], torch.Tensor], holder: Callable[[torch.Tensor], object]) -> tuple[int, ...]:
         x = make()
         held = holder(x)
-        found = _torch.references((x, object()))
+        found = tensors.references((x, object()))
         del held
         return found
 
@@ -133,11 +148,11 @@ def test_references_tell_one_holder_from_two() -> None:
 
 def test_held_by_python() -> None:
     x = torch.ones(2, requires_grad=True).exp()
-    tensors = [x.sin()]  # its graph holds x
-    tensors.append(x)
-    with_variable = _torch.held_by_python(tensors, 1, 1)  # not inside an assert: pytest keeps what it asserts on
+    both = [x.sin()]  # its graph holds x
+    both.append(x)
+    with_variable = tensors.held_by_python(both, 1, 1)  # not inside an assert: pytest keeps what it asserts on
     del x
-    found = [_torch.held_by_python(tensors, index, 1) for index in range(2)]
+    found = [tensors.held_by_python(both, index, 1) for index in range(2)]
     assert with_variable
     assert found == [False, False]
 
@@ -148,7 +163,7 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
         def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError(function)
 
-    made = _torch.wrapper(Empty, (3, 2), torch.bfloat16, torch.device("cpu"))
+    made = tensors.wrapper(Empty, (3, 2), torch.bfloat16, torch.device("cpu"))
     assert (made.shape, made.dtype) == ((3, 2), torch.bfloat16)
     with pytest.raises(RuntimeError, match="invalid python storage"):
         made.untyped_storage().data_ptr()
@@ -158,14 +173,14 @@ def test_parameters_change_places_and_stay_themselves() -> None:
     with torch.device("meta"):
         layer = torch.nn.LSTM(4, 4)
     held = layer.weight_ih_l0
-    with _torch.fake_mode(), torch.no_grad():
+    with fake_modes.fake_mode(), torch.no_grad():
         fake = torch.empty(16, 4)
-    _torch.make_parameter(fake, True)
-    _torch.exchange(held, fake)
+    fake_modes.make_parameter(fake, True)
+    tensors.exchange(held, fake)
     assert held is layer.weight_ih_l0
     assert isinstance(held, torch.nn.Parameter)
-    assert (_torch.is_fake(held), held.device.type, held.requires_grad) == (True, "cpu", True)
-    _torch.exchange(held, fake)
+    assert (fake_modes.is_fake(held), held.device.type, held.requires_grad) == (True, "cpu", True)
+    tensors.exchange(held, fake)
     assert (type(held), held.device.type) == (torch.nn.Parameter, "meta")
 
 
@@ -174,7 +189,7 @@ def test_hooks_are_shared() -> None:
     seen: list[str] = []
     one.register_hook(lambda grad: seen.append("gradient"))
     one.register_post_accumulate_grad_hook(lambda tensor: seen.append("accumulated"))
-    _torch.share_hooks(one, other)
+    tensors.share_hooks(one, other)
     other.sum().backward()
     assert seen == ["gradient", "accumulated"]
 
@@ -188,7 +203,7 @@ def test_has_yet_to_save() -> None:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.grad_fn is not None
-        seen.append(_torch.has_yet_to_save(tensor.grad_fn, "_saved_result"))
+        seen.append(nodes.has_yet_to_save(tensor.grad_fn, "_saved_result"))
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
@@ -197,16 +212,16 @@ def test_has_yet_to_save() -> None:
         torch.autograd.grad(y.sum(), x)
         y.square()
     assert seen == [True, False, False]
-    assert not _torch.has_yet_to_save(x.relu().grad_fn, "_saved_result")
+    assert not nodes.has_yet_to_save(x.relu().grad_fn, "_saved_result")
 
 
 def test_raw_saved_gives_tensors_and_runs_no_hook() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
     assert y.grad_fn is not None
-    assert [saved.data_ptr() for saved in _torch.raw_saved(y.grad_fn)] == [y.data_ptr()]
+    assert [saved.data_ptr() for saved in nodes.raw_saved(y.grad_fn)] == [y.data_ptr()]
     y.sum().backward()
-    assert list(_torch.raw_saved(y.grad_fn)) == [None]
+    assert list(nodes.raw_saved(y.grad_fn)) == [None]
 
     def unpack(packed: object) -> torch.Tensor:
         raise AssertionError
@@ -214,7 +229,7 @@ def test_raw_saved_gives_tensors_and_runs_no_hook() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "packed", unpack):
         z = x.exp()
     assert z.grad_fn is not None
-    assert list(_torch.raw_saved(z.grad_fn)) == ["packed"]
+    assert list(nodes.raw_saved(z.grad_fn)) == ["packed"]
 
 
 def test_raw_saved_of_a_custom_function() -> None:
@@ -229,9 +244,9 @@ def test_raw_saved_of_a_custom_function() -> None:
             return 2 * grad
 
     y = Twice.apply(torch.ones(3, requires_grad=True))
-    assert [saved.tolist() for saved in _torch.raw_saved(y.grad_fn)] == [[1, 1, 1]]
+    assert [saved.tolist() for saved in nodes.raw_saved(y.grad_fn)] == [[1, 1, 1]]
     y.sum().backward()
-    assert list(_torch.raw_saved(y.grad_fn)) == []
+    assert list(nodes.raw_saved(y.grad_fn)) == []
 
 
 def test_slots_have_names_and_nodes_are_numbered_in_order() -> None:
@@ -240,18 +255,18 @@ def test_slots_have_names_and_nodes_are_numbered_in_order() -> None:
     z = torch.stack([y, y]) @ y
     assert y.grad_fn is not None
     assert z.grad_fn is not None
-    assert [(name, slot.unpack_hook) for name, slot in _torch.saved_slots(y.grad_fn)] == [("result", None)]
-    assert _torch.sequence_number(y.grad_fn) < _torch.sequence_number(z.grad_fn)
+    assert [(name, slot.unpack_hook) for name, slot in nodes.saved_slots(y.grad_fn)] == [("result", None)]
+    assert nodes.sequence_number(y.grad_fn) < nodes.sequence_number(z.grad_fn)
     leaf = y.grad_fn.next_functions[0][0]
     assert leaf is not None
-    assert _torch.sequence_number(leaf) == 2**64 - 1
+    assert nodes.sequence_number(leaf) == 2**64 - 1
 
 
 def test_next_sequence_number() -> None:
-    first = _torch.next_sequence_number()
+    first = nodes.next_sequence_number()
     y = torch.ones(2, requires_grad=True).exp()
     assert y.grad_fn is not None
-    assert first <= _torch.sequence_number(y.grad_fn) < _torch.next_sequence_number()
+    assert first <= nodes.sequence_number(y.grad_fn) < nodes.next_sequence_number()
 
 
 # --- modules --------------------------------------------------------------------------------------------------------
@@ -269,10 +284,10 @@ def test_a_function_mode_is_left_out() -> None:
     seen: list[object] = []
     x = torch.ones(2)
     with One():
-        with _torch.without_function_mode(One):
+        with modules.without_function_mode(One):
             x.exp()
         assert not seen
-        with _torch.without_function_mode(Other):
+        with modules.without_function_mode(Other):
             x.exp()
         x.sin()
     assert len(seen) == 2
@@ -283,16 +298,16 @@ def test_a_function_mode_is_left_out() -> None:
 
 def test_what_torch_compile_made() -> None:
     module = torch.nn.Linear(2, 2)
-    assert _torch.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
-    assert not _torch.is_compiled(module)
+    assert compiled_code.is_compiled(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
+    assert not compiled_code.is_compiled(module)
     module.compile(backend="eager")
-    assert _torch.is_compiled(module)
+    assert compiled_code.is_compiled(module)
     plan = Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
-    assert _torch.is_compiled(module)
+    assert compiled_code.is_compiled(module)
     plan.remove()
-    del module.__dict__[_torch.CALL]
+    del module.__dict__[modules.CALL]
     Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
-    assert not _torch.is_compiled(module)
+    assert not compiled_code.is_compiled(module)
 
 
 def test_code_that_is_not_compiled_alone() -> None:
@@ -302,7 +317,7 @@ def test_code_that_is_not_compiled_alone() -> None:
         graphs.append(graph)
         return graph.forward
 
-    @_torch.not_compiled_alone
+    @compiled_code.not_compiled_alone
     def outer(x: torch.Tensor) -> torch.Tensor:
         return inner(x.exp()).sin()
 
@@ -322,7 +337,7 @@ def test_a_hook_that_compiled_code_has_called_is_not_compiled() -> None:
     def shown(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
-    @_torch.never_compiled
+    @compiled_code.never_compiled
     def hidden(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
@@ -353,7 +368,7 @@ def test_compiled_code_lets_go_of_what_it_saved_when_it_has_read_it() -> None:
             weakref.finalize(self, lambda: seen.append(("gone", True)))
 
     def unpack(handle: Handle) -> torch.Tensor:
-        seen.append(("read", _torch.in_compiled_backward()))
+        seen.append(("read", compiled_code.in_compiled_backward()))
         return handle.tensor
 
     def run(function: Any) -> None:
@@ -367,7 +382,7 @@ def test_compiled_code_lets_go_of_what_it_saved_when_it_has_read_it() -> None:
     assert seen == [("read", False), ("gone", True)]
     run(torch.compile(torch.exp, backend="aot_eager"))
     assert seen == [("read", True), ("gone", True)]
-    assert not _torch.in_compiled_backward()
+    assert not compiled_code.in_compiled_backward()
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -377,11 +392,11 @@ def test_in_backward() -> None:
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: seen.append(_torch.in_backward()))
-    assert not _torch.in_backward()
+    y.register_hook(lambda grad: seen.append(backward.in_backward()))
+    assert not backward.in_backward()
     y.sum().backward()
     assert seen == [True]
-    assert not _torch.in_backward()
+    assert not backward.in_backward()
 
 
 def test_the_running_node_is_the_one_that_reads() -> None:
@@ -389,19 +404,19 @@ def test_the_running_node_is_the_one_that_reads() -> None:
     kinds: list[str] = []
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.running_node_number())
-        kinds.append(_torch.running_node_name())
+        seen.append(backward.running_node_number())
+        kinds.append(backward.running_node_name())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
         x = torch.ones(2, requires_grad=True)
         y = x * x
     assert y.grad_fn is not None
-    number = _torch.sequence_number(y.grad_fn)
+    number = nodes.sequence_number(y.grad_fn)
     y.sum().backward()
     assert seen == [number, number]
     assert kinds == ["MulBackward0"] * 2
-    assert (_torch.running_node_number(), _torch.running_node_name()) == (-1, "")
+    assert (backward.running_node_number(), backward.running_node_name()) == (-1, "")
 
 
 def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> None:
@@ -410,7 +425,7 @@ def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> No
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args, mine = args  # type: ignore[assignment]
         calls.append((len(args), type(mine), kwargs))
-        with _torch.below_autograd():
+        with privateuse1.below_autograd():
             assert torch.equal(past(*args, **kwargs), on(*args, **kwargs))
         return on(*args, **kwargs)
 
@@ -420,13 +435,13 @@ def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> No
         return torch.autograd.grad(nn.functional.hardswish(x).sum(), x, create_graph=create_graph)[0]
 
     plain, second = gradient(), torch.autograd.grad(gradient(create_graph=True).sum(), x)[0]
-    library = _torch.put_aside({"hardswish_backward": kernel})
+    library = privateuse1.put_aside({"hardswish_backward": kernel})
     assert torch.equal(gradient(), plain)
     assert calls == []
-    with _torch.with_aside():
+    with privateuse1.with_aside():
         assert torch.equal(gradient(), plain)
         assert torch.equal(torch.autograd.grad(gradient(create_graph=True).sum(), x)[0], second)
-        with _torch.without_aside():
+        with privateuse1.without_aside():
             gradient()
         assert calls[0] == (2, object, {})
         assert len(calls) == 2
@@ -436,36 +451,36 @@ def test_kernels_that_are_put_aside_are_asked_only_where_a_block_says_so() -> No
         assert len(calls) == 2
     gradient()
     assert len(calls) == 2
-    _torch.remove_kernels(library)
+    privateuse1.remove_kernels(library)
 
 
 def test_a_tensor_with_bits_of_its_own_or_under_a_mode_is_not_dispatched_plainly() -> None:
     tensor = torch.ones(2)
-    assert _torch.is_dispatched_plainly(tensor)
-    assert not _torch.is_dispatched_plainly(torch.ones(2, dtype=torch.complex64).conj())
-    assert not _torch.is_dispatched_plainly(torch.ones(2, dtype=torch.complex64).conj().imag)
-    assert not _torch.is_dispatched_plainly(torch._efficientzerotensor(2))
-    with _torch.TorchDispatchMode():
-        assert not _torch.is_dispatched_plainly(tensor)
-    assert torch.func.vmap(lambda row: row * _torch.is_dispatched_plainly(row))(tensor).sum() == 0
+    assert privateuse1.is_dispatched_plainly(tensor)
+    assert not privateuse1.is_dispatched_plainly(torch.ones(2, dtype=torch.complex64).conj())
+    assert not privateuse1.is_dispatched_plainly(torch.ones(2, dtype=torch.complex64).conj().imag)
+    assert not privateuse1.is_dispatched_plainly(torch._efficientzerotensor(2))
+    with modes.TorchDispatchMode():
+        assert not privateuse1.is_dispatched_plainly(tensor)
+    assert torch.func.vmap(lambda row: row * privateuse1.is_dispatched_plainly(row))(tensor).sum() == 0
 
 
 def test_a_kernel_of_somebody_else_is_known() -> None:
-    assert not _torch.is_replaced("mish_backward", "CPU")
+    assert not privateuse1.is_replaced("mish_backward", "CPU")
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library.impl("mish_backward", lambda *args: None, "CPU")
-    assert _torch.is_replaced("mish_backward", "CPU")
-    _torch.remove_kernels(library)
-    assert not _torch.is_replaced("mish_backward", "CPU")
+    assert privateuse1.is_replaced("mish_backward", "CPU")
+    privateuse1.remove_kernels(library)
+    assert not privateuse1.is_replaced("mish_backward", "CPU")
 
 
 def test_forward_mode_is_seen() -> None:
-    assert not _torch.in_forward_mode()
+    assert not backward.in_forward_mode()
     with torch.autograd.forward_ad.dual_level():
-        assert _torch.in_forward_mode()
-    assert not _torch.in_forward_mode()
+        assert backward.in_forward_mode()
+    assert not backward.in_forward_mode()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
@@ -473,7 +488,7 @@ def test_a_trace_is_seen() -> None:
     found: list[bool] = []
 
     def traced(x: torch.Tensor) -> torch.Tensor:
-        found.append(_torch.is_tracing())
+        found.append(backward.is_tracing())
         return x + 1
 
     torch.jit.trace(traced, torch.zeros(2), check_trace=False)
@@ -483,13 +498,13 @@ def test_a_trace_is_seen() -> None:
 
 def test_the_engine_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
-    engine = getattr(torch.autograd, _torch.ENGINE)
+    engine = getattr(torch.autograd, backward.ENGINE)
 
     def run(outputs: object, *args: object, **kwargs: object) -> object:
         seen.append(args[1:3])
         return engine(outputs, *args, **kwargs)
 
-    monkeypatch.setattr(torch.autograd, _torch.ENGINE, run)
+    monkeypatch.setattr(torch.autograd, backward.ENGINE, run)
     x = torch.ones(2, requires_grad=True)
     (x * 2).sum().backward(retain_graph=True)
     torch.autograd.grad((x * 2).sum(), x)
@@ -501,7 +516,7 @@ def test_backward_is_called_from_one_place() -> None:
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: frames.append(sys._getframe(1).f_code))
     x.sum().backward()
-    assert frames == [_torch.BACKWARD_CALL]
+    assert frames == [backward.BACKWARD_CALL]
 
 
 # --- optimizers, clipping and gradient scalers ----------------------------------------------------------------------
@@ -513,10 +528,10 @@ def test_a_step_without_hooks(kind: type[torch.optim.Optimizer]) -> None:
     weight.grad = torch.ones(3)
     optimizer = kind([weight], lr=0.1)  # type: ignore[call-arg]
     ran: list[object] = []
-    assert not _torch.has_step_pre_hooks(optimizer)
+    assert not optim.has_step_pre_hooks(optimizer)
     optimizer.register_step_pre_hook(lambda *_: ran.append(1))
-    assert _torch.has_step_pre_hooks(optimizer)
-    _torch.step_without_hooks(optimizer)()
+    assert optim.has_step_pre_hooks(optimizer)
+    optim.step_without_hooks(optimizer)()
     assert not ran
     assert not torch.equal(weight, torch.ones(3))
 
@@ -529,7 +544,7 @@ def test_what_clipping_clips() -> None:
 
     def watch(frame: Any, event: str, argument: object) -> None:
         if event == "return" and frame.f_code.co_name in ("clip_grad_norm_", "clip_grad_value_"):
-            found.append([gradient.numel() for gradient in _torch.clipped(frame.f_locals)])
+            found.append([gradient.numel() for gradient in optim.clipped(frame.f_locals)])
 
     sys.setprofile(watch)
     try:
@@ -550,8 +565,8 @@ def test_norms_one_by_one_add_up_to_the_one_that_gradients_are_clipped_by(
     parameters.insert(1, torch.nn.Parameter(torch.randn(5, dtype=torch.float64)))
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    norms = {p: _torch.norm_of(p.grad, norm_type, foreach) for p in parameters if p.grad is not None}
-    grouped = _torch.as_grouped(parameters)
+    norms = {p: optim.norm_of(p.grad, norm_type, foreach) for p in parameters if p.grad is not None}
+    grouped = optim.as_grouped(parameters)
     assert sorted(map(id, grouped)) == sorted(map(id, parameters))
     found = torch.linalg.vector_norm(torch.stack([norms[p].to(parameters[0].device) for p in grouped]), norm_type)
     assert torch.equal(found, torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm_type, foreach=foreach))
@@ -561,11 +576,11 @@ def test_scaler_stages() -> None:
     weight = torch.ones(2, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
     scaler.scale(weight.sum()).backward()
-    before = _torch.scaler_stages(scaler)
+    before = optim.scaler_stages(scaler)
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
-    _torch.set_scaler_stages(scaler, before)
+    optim.set_scaler_stages(scaler, before)
     scaler.unscale_(optimizer)
 
 
@@ -573,41 +588,41 @@ def test_scaler_stages() -> None:
 
 
 def test_the_tensor_arguments_of_an_op() -> None:
-    assert ("self", "mat1", "mat2") in _torch.tensor_arguments("addmm")
-    assert _torch.tensor_arguments("no_such_op") == ()
+    assert ("self", "mat1", "mat2") in operators.tensor_arguments("addmm")
+    assert operators.tensor_arguments("no_such_op") == ()
 
 
 def test_what_operators_say_of_themselves() -> None:
     aten = torch.ops.aten
-    assert _torch.changes_geometry(aten.t_.default)
-    assert not _torch.changes_geometry(aten.add_.Tensor)
-    assert _torch.draws(aten.bernoulli_.float)
-    assert not _torch.draws(aten.add_.Tensor)
-    assert _torch.written_by(aten.add_.Tensor) == (0,)
-    assert _torch.written_by(aten.add.out) == ("out",)
-    assert _torch.written_by(aten.add.Tensor) == ()
+    assert operators.changes_geometry(aten.t_.default)
+    assert not operators.changes_geometry(aten.add_.Tensor)
+    assert operators.draws(aten.bernoulli_.float)
+    assert not operators.draws(aten.add_.Tensor)
+    assert operators.written_by(aten.add_.Tensor) == (0,)
+    assert operators.written_by(aten.add.out) == ("out",)
+    assert operators.written_by(aten.add.Tensor) == ()
 
 
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
 
 
 def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.CaptureFixture[str]) -> None:
-    assert not _torch.profiler_running()
+    assert not cpu_profiler.profiler_running()
     with profile(profile_memory=True) as profiler:
-        assert _torch.profiler_running()
-        assert not _torch.profiler_warming_up()
-        annotation = _torch.RecordFunction("here")
+        assert cpu_profiler.profiler_running()
+        assert not cpu_profiler.profiler_warming_up()
+        annotation = cpu_profiler.RecordFunction("here")
         annotation.__enter__()
         annotation.__exit__(None, None, None)
         x = torch.empty(25)
         address = x.data_ptr()
         del x
-    assert not _torch.profiler_running()
-    here, empty, free = _torch.profiler_roots(profiler)
-    assert (here.name, empty.name, free.name) == ("here", "aten::empty", _torch.ALLOCATION)
+    assert not cpu_profiler.profiler_running()
+    here, empty, free = cpu_profiler.profiler_roots(profiler)
+    assert (here.name, empty.name, free.name) == ("here", "aten::empty", cpu_profiler.ALLOCATION)
     assert here.start_time_ns < empty.start_time_ns < free.start_time_ns
     (allocation,) = empty.children
-    assert (allocation.name, allocation.extra_fields.alloc_size) == (_torch.ALLOCATION, 100)
+    assert (allocation.name, allocation.extra_fields.alloc_size) == (cpu_profiler.ALLOCATION, 100)
     assert (free.extra_fields.alloc_size, free.extra_fields.device.type) == (-100, "cpu")
     assert allocation.extra_fields.ptr == free.extra_fields.ptr == address
 
@@ -626,16 +641,16 @@ def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def test_collective_operations_are_counted_and_wrappers_say_what_they_know(one_process: None) -> None:
-    before = _torch.n_collectives()
+    before = distributed.n_collectives()
     torch.distributed.all_reduce(torch.zeros(1))
-    assert _torch.n_collectives() == before + 1
+    assert distributed.n_collectives() == before + 1
     for is_static in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         wrapper = nn.parallel.DistributedDataParallel(model, static_graph=is_static)
         awaits, new_buckets = [], []
         for _ in range(3):
-            awaits.append(_torch.awaits_first_backward(wrapper))
-            new_buckets.append(_torch.has_new_buckets(wrapper))
+            awaits.append(distributed.awaits_first_backward(wrapper))
+            new_buckets.append(distributed.has_new_buckets(wrapper))
             wrapper(torch.zeros(1, 4)).sum().backward()
         assert awaits == [is_static, False, False]
         assert is_static or new_buckets == [False, False, True]
@@ -644,22 +659,22 @@ def test_collective_operations_are_counted_and_wrappers_say_what_they_know(one_p
 def test_wrappers_say_what_shares_a_bucket(one_process: None) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 600))
     wrapper = nn.parallel.DistributedDataParallel(model)
-    parameters, sparse = _torch.sent_parameters(wrapper)
+    parameters, sparse = distributed.sent_parameters(wrapper)
     assert parameters == [*model.parameters()]
     assert sparse == [False] * 4
-    first, then = _torch.bucket_limits(wrapper)
+    first, then = distributed.bucket_limits(wrapper)
     assert then == [2**20, 25 * 2**20]
-    assert _torch.assign_buckets(parameters, first, sparse, range(4)) == [[0, 1, 2, 3]]
-    backwards = _torch.assign_buckets(parameters[::-1], then, sparse, [3, 2, 1, 0])
+    assert distributed.assign_buckets(parameters, first, sparse, range(4)) == [[0, 1, 2, 3]]
+    backwards = distributed.assign_buckets(parameters[::-1], then, sparse, [3, 2, 1, 0])
     assert backwards == [[3, 2], [1, 0]]  # the first is full with 1 MiB
     capped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1, find_unused_parameters=True)
-    assert _torch.bucket_limits(capped) == ([2**20], [2**20, 2**20])
-    assert callable(getattr(wrapper, _torch.SYNC_BUFFERS))
+    assert distributed.bucket_limits(capped) == ([2**20], [2**20, 2**20])
+    assert callable(getattr(wrapper, distributed.SYNC_BUFFERS))
 
 
 def test_a_call_at_the_end_of_backward() -> None:
     x, seen = torch.ones(2, requires_grad=True), []
-    x.register_hook(lambda _: _torch.after_backward(lambda: seen.append(x.grad is not None)))
+    x.register_hook(lambda _: distributed.after_backward(lambda: seen.append(x.grad is not None)))
     (2 * x).sum().backward()
     assert seen == [True]
 
@@ -670,15 +685,15 @@ def test_units_that_are_sharded(one_process: None) -> None:
     for unit in (*model, model):
         fully_shard(unit, mesh=mesh)
     x = torch.ones(2, 4)
-    [group] = _torch.shard_groups(model[0])
+    [group] = fsdp.shard_groups(model[0])
     assert group.modules == (model[0],)
-    assert not _torch.shard_groups(model), "it has no parameters of its own"
+    assert not fsdp.shard_groups(model), "it has no parameters of its own"
     assert group.is_whole_in_backward
     assert not group.is_on_host
     assert not group.is_tensor_parallel
     for _ in range(2):  # before and after the first forward
         assert group.parts_after_forward
-        assert _torch.parts_by_itself(model)
+        assert fsdp.parts_by_itself(model)
         model(x)
         assert not group.is_whole
 
@@ -687,15 +702,15 @@ def test_units_that_are_sharded(one_process: None) -> None:
     assert group.is_whole
     ran = model[0]._get_fsdp_state()._comm_ctx.post_forward_order
     before = len(ran)
-    with _torch.as_in_backward(model[0]):
+    with fsdp.as_in_backward(model[0]):
         model[0](x)
     assert group.is_whole
     assert len(ran) == before > 0
     group.part()
     assert not group.is_whole
-    _torch.forget_step(model[0])  # which is not for it to say
+    fsdp.forget_step(model[0])  # which is not for it to say
     assert ran
-    _torch.forget_step(model)
+    fsdp.forget_step(model)
     assert not ran
 
     gather, scatter = group.senders
@@ -707,7 +722,7 @@ def test_units_that_are_sharded(one_process: None) -> None:
     assert not group.has_unsent_gradients
     model(x).sum().backward()
     assert group.has_unsent_gradients
-    _torch.forget_step(model)
+    fsdp.forget_step(model)
     assert not group.has_unsent_gradients
     model.set_requires_gradient_sync(True)
     model(x).sum().backward()
@@ -720,16 +735,16 @@ def test_units_that_are_sharded(one_process: None) -> None:
 
 @pytest.mark.gpu
 def test_the_allocators_history_carries_our_text() -> None:
-    assert not _torch.history_is_on()
-    _torch.start_history()
-    assert _torch.history_is_on()
-    _torch.set_metadata("text")
+    assert not cuda_history.history_is_on()
+    cuda_history.start_history()
+    assert cuda_history.history_is_on()
+    cuda_history.set_metadata("text")
     x = torch.empty(100, dtype=torch.uint8, device="cuda")
     address = x.data_ptr()
     del x
-    _torch.set_metadata("")
-    trace = _torch.snapshot()["device_traces"][torch.cuda.current_device()]
-    _torch.stop_history()
+    cuda_history.set_metadata("")
+    trace = cuda_history.snapshot()["device_traces"][torch.cuda.current_device()]
+    cuda_history.stop_history()
     ours = [(e["action"], e["addr"], e["size"], e["user_metadata"]) for e in trace if e["addr"] == address]
     assert ours == [(action, address, 100, "text") for action in ("alloc", "free_requested", "free_completed")]
     assert all(isinstance(e["time_us"], int) for e in trace)
@@ -738,10 +753,10 @@ def test_the_allocators_history_carries_our_text() -> None:
 @pytest.mark.gpu
 def test_products_take_their_workspaces_anew() -> None:
     x = torch.ones(64, 64, device="cuda")
-    _torch.drop_workspaces()  # also those of other threads
+    cuda_history.drop_workspaces()  # also those of other threads
     x @ x
     with_them = torch.cuda.memory_allocated()
-    _torch.drop_workspaces()
+    cuda_history.drop_workspaces()
     without = torch.cuda.memory_allocated()
     x @ x
     assert without < with_them == torch.cuda.memory_allocated()
@@ -751,14 +766,14 @@ def test_products_take_their_workspaces_anew() -> None:
 
 
 def test_a_fake_tensor_has_a_storage_that_ends_with_its_last_reference() -> None:
-    with _torch.fake_mode():
+    with fake_modes.fake_mode():
         x = torch.empty(10, 4)
-    assert _torch.is_fake(x)
-    assert _torch.is_strided(x)
+    assert fake_modes.is_fake(x)
+    assert fake_modes.is_strided(x)
     ended: list[bool] = []
     end = weakref.ref(x.untyped_storage(), lambda _: ended.append(True))
     view = x[2:].t()
-    assert _torch.storage_id(view) == _torch.storage_id(x)
+    assert tensors.storage_id(view) == tensors.storage_id(x)
     assert x.untyped_storage().nbytes() == 160
     del x
     assert not ended
@@ -768,21 +783,21 @@ def test_a_fake_tensor_has_a_storage_that_ends_with_its_last_reference() -> None
 
 
 def test_a_fake_operator_says_when_it_depends_on_contents() -> None:
-    with _torch.fake_mode():
+    with fake_modes.fake_mode():
         x = torch.ones(3)
-        with pytest.raises(_torch.DATA_DEPENDENT):
+        with pytest.raises(fake_modes.DATA_DEPENDENT):
             x.nonzero()
-        with pytest.raises(_torch.DATA_DEPENDENT):
+        with pytest.raises(fake_modes.DATA_DEPENDENT):
             x.sum().item()
 
 
 def test_modes_can_be_left_out() -> None:
-    with _torch.fake_mode():
-        with _torch.on_real_tensors():
-            assert not _torch.is_fake(torch.ones(3))
-        with _torch.without_modes():
-            assert not _torch.is_fake(torch.ones(3))
-        assert _torch.is_fake(torch.ones(3))
+    with fake_modes.fake_mode():
+        with fake_modes.on_real_tensors():
+            assert not fake_modes.is_fake(torch.ones(3))
+        with fake_modes.without_modes():
+            assert not fake_modes.is_fake(torch.ones(3))
+        assert fake_modes.is_fake(torch.ones(3))
 
 
 # --- the place for devices of other makers --------------------------------------------------------------------------
@@ -791,27 +806,28 @@ def test_modes_can_be_left_out() -> None:
 ON_A_DEVICE_OF_ONES_OWN = """
 import torch
 from torch.optim import optimizer
-from lowtide import _torch
+from lowtide._torch import backward, compiled_code, cpu_profiler, cuda_history, distributed, fake_modes, fsdp
+from lowtide._torch import modes, modules, nodes, operators, optim, privateuse1, tensors
 from lowtide.runtime.call_interceptor import Front
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
-assert _torch.device_place() is None
+assert privateuse1.device_place() is None
 
-class Module(_torch.DeviceModule):
+class Module(privateuse1.DeviceModule):
     def is_available(self):
         return False
 
     def get_amp_supported_dtype(self):
         return [torch.float16]
 
-_torch.take_device_place("mine", Module(), _torch.DeviceHook())
-assert _torch.device_place() == "mine"
+privateuse1.take_device_place("mine", Module(), privateuse1.DeviceHook())
+assert privateuse1.device_place() == "mine"
 ran = []
 aten = torch.ops.aten
 
 def linear(x, weight, bias=None):
     ran.append("cast")
-    with _torch.without_autocast():
+    with privateuse1.without_autocast():
         return aten.linear(x.half(), weight.half(), bias)
 
 def relu(x):
@@ -819,12 +835,12 @@ def relu(x):
     return x.clamp(min=0)
 
 kept = [
-    _torch.register_kernels("aten", {"linear": linear}, _torch.AUTOCAST_KEY),
-    _torch.register_kernels("aten", {"relu": relu}, _torch.AUTOGRAD_KEY),
-    _torch.pass_through(_torch.AUTOCAST_KEY),
+    privateuse1.register_kernels("aten", {"linear": linear}, privateuse1.AUTOCAST_KEY),
+    privateuse1.register_kernels("aten", {"relu": relu}, privateuse1.AUTOGRAD_KEY),
+    privateuse1.pass_through(privateuse1.AUTOCAST_KEY),
 ]
-mode = _torch.fake_mode(run_on_zeros=False)
-with mode, _torch.constants_made_on_cpu(), torch.autograd.set_multithreading_enabled(False):
+mode = fake_modes.fake_mode(run_on_zeros=False)
+with mode, privateuse1.constants_made_on_cpu(), torch.autograd.set_multithreading_enabled(False):
     assert torch.tensor([1.0], device="mine").device.type == "mine"
     weight = torch.nn.Parameter(torch.empty(4, 4, device="mine"))
     torch.set_autocast_enabled("mine", True)
@@ -835,13 +851,13 @@ with mode, _torch.constants_made_on_cpu(), torch.autograd.set_multithreading_ena
     assert weight.grad.device.type == "mine"
     try:
         torch.histogram(torch.empty(4, device="mine"), 2)
-    except _torch.NO_FAKE_KERNEL:
+    except fake_modes.NO_FAKE_KERNEL:
         pass
     else:
         raise AssertionError
-    with _torch.running_on_zeros(mode):
+    with fake_modes.running_on_zeros(mode):
         assert torch.histogram(torch.empty(4), 2)[0].shape == (2,)
-    with _torch.foreach_for_fakes():
+    with privateuse1.foreach_for_fakes():
         assert optimizer._default_to_fused_or_foreach([weight], False) == (False, True)
     assert optimizer._default_to_fused_or_foreach([weight], False) == (False, False)
 """
@@ -854,9 +870,9 @@ def test_a_device_of_ones_own(run_python: RunPython) -> None:
 
 
 def test_kernels_of_attention_are_switched_on_and_off() -> None:
-    assert all(_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
+    assert all(privateuse1.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        assert [_torch.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
+        assert [privateuse1.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
 
 
 def test_saved_tensor_hooks_are_off_for_a_while() -> None:
@@ -870,7 +886,7 @@ def test_saved_tensor_hooks_are_off_for_a_while() -> None:
         return tensor
 
     def raises() -> None:
-        with _torch.saved_tensor_hooks_off(unpack):
+        with modes.saved_tensor_hooks_off(unpack):
             x.exp()
             raise ValueError("in the block")
 
@@ -879,10 +895,10 @@ def test_saved_tensor_hooks_are_off_for_a_while() -> None:
         with pytest.raises(ValueError, match="in the block"):
             raises()
         assert packed == []
-        with _torch.saved_tensor_hooks_off(lambda tensor: tensor):  # these are somebody else's
+        with modes.saved_tensor_hooks_off(lambda tensor: tensor):  # these are somebody else's
             x.exp()
         x.exp()
     assert len(packed) == 2
-    with _torch.saved_tensor_hooks_off(unpack):
+    with modes.saved_tensor_hooks_off(unpack):
         x.exp()
-    assert _torch.saved_tensor_hooks() is None
+    assert modes.saved_tensor_hooks() is None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from comparing import equal
 from conftest import RunPython
-from lowtide import _torch
+from lowtide._torch.backward import ENGINE
 from lowtide.errors import LowtideError
 from parts import COMPILED
 
@@ -131,7 +131,7 @@ def test_a_step_drops_the_graphs_of_gradients(model: nn.Module) -> None:
 
 
 def test_a_step_keeps_nothing_and_leaves_torch_as_it_was(model: nn.Module) -> None:
-    engine = getattr(torch.autograd, _torch.ENGINE)
+    engine = getattr(torch.autograd, ENGINE)
     gc.collect()
     gc.disable()
     try:
@@ -142,7 +142,7 @@ def test_a_step_keeps_nothing_and_leaves_torch_as_it_was(model: nn.Module) -> No
             assert (activation(), node()) == (None, None)
     finally:
         gc.enable()
-    assert getattr(torch.autograd, _torch.ENGINE) is engine
+    assert getattr(torch.autograd, ENGINE) is engine
 
 
 def test_gradients_are_the_same_under_step(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide import _torch
+from lowtide._torch.cpu_profiler import profiler_running
 from lowtide.errors import RehearsalError
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark, Timeline
@@ -18,7 +18,7 @@ from lowtide.memory.events import Allocate, EventStream, Free, Mark, Timeline
 @pytest.fixture(autouse=True)
 def _no_profiler_is_left_running() -> Iterator[None]:
     yield
-    assert not _torch.profiler_running()
+    assert not profiler_running()
 
 
 def sizes(stream: EventStream) -> list[int | str]:

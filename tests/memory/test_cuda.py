@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide import _torch
 from lowtide.errors import RehearsalError
 from lowtide.memory.cuda_recorder import CudaRecorder, PlacedMark, parse_trace
 from lowtide.memory.events import Allocate, Free, Mark
@@ -119,7 +118,7 @@ def test_another_allocator_than_torchs_own_is_said(monkeypatch: pytest.MonkeyPat
             "cudaMallocAsync does not yet support isHistoryEnabled.\nIf you need it, please file an issue"
         )
 
-    monkeypatch.setattr(_torch, "history_is_on", not_there)
+    monkeypatch.setattr("lowtide.memory.cuda_recorder.history_is_on", not_there)
     with (
         pytest.raises(RehearsalError, match=r"yet support isHistoryEnabled\.\n  torch's own allocator"),
         CudaRecorder("cuda:0"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide import _torch
+from lowtide._torch.backward import ENGINE
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.del_savings import Del, Moment
 from lowtide.memory.measure import Memory, measure
@@ -205,14 +205,14 @@ def test_looking_changes_no_event_and_keeps_nothing(model: nn.Module) -> None:
         model.zero_grad()
         return memory
 
-    engine = getattr(torch.autograd, _torch.ENGINE)
+    engine = getattr(torch.autograd, ENGINE)
     gc.disable()
     try:
         memory = step()
         assert [end() for end in ends] == [None, None]
     finally:
         gc.enable()
-    assert getattr(torch.autograd, _torch.ENGINE) is engine
+    assert getattr(torch.autograd, ENGINE) is engine
     with CpuRecorder() as recorder:
         x = torch.rand(B, I)
         n_before = len(recorder.flush())

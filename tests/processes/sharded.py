@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
 from comparing import equal
-from lowtide._torch import n_collectives, shard_groups
+from lowtide._torch.distributed import n_collectives
+from lowtide._torch.fsdp import shard_groups
 
 Step = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import sdpa_flop_count
 
 import lowtide
 from budgets import step_of
-from lowtide._torch import in_backward
+from lowtide._torch.backward import in_backward
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.measure_call import FORMULAS, Flops, attention_flops

@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import lowtide
 from comparing import equal
-from lowtide import _torch
+from lowtide._torch.cuda_history import drop_workspaces
+from lowtide._torch.modes import saved_tensor_hooks
 from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
@@ -40,7 +41,7 @@ class Forces(nn.Module):
     def forward(self, places: torch.Tensor) -> torch.Tensor:
         places = places.requires_grad_()
         energy = self.layers(places)
-        hooks, found = _torch.saved_tensor_hooks(), list[torch.Tensor | BaseException]()
+        hooks, found = saved_tensor_hooks(), list[torch.Tensor | BaseException]()
 
         def differentiate() -> None:
             try:
@@ -161,7 +162,7 @@ def training_step(model):
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_step_on_a_card_fits_by_the_allocators_own_count(share):
     gc.collect()
-    _torch.drop_workspaces()
+    drop_workspaces()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # of other tests
     model, batch = language_model("cuda")
     step = training_step(model)

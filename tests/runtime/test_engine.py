@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from comparing import equal
-from lowtide._torch import CALL, own_call, saved_tensor_hooks
+from lowtide._torch.modes import saved_tensor_hooks
+from lowtide._torch.modules import CALL, own_call
 from lowtide.planner.records import Profile
 from lowtide.runtime.call_interceptor import Seam
 from lowtide.runtime.engine import Engine, actions_for

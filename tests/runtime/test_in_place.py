@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import lowtide
 from comparing import equal
-from lowtide import _torch
+from lowtide._torch.privateuse1 import remove_kernels
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Timeline
 from lowtide.planner import smallest_peak
@@ -646,7 +646,7 @@ def somebody_elses_kernel() -> Iterator[None]:
         warnings.simplefilter("ignore")
         library.impl("gelu_backward", kernel, "CPU", with_keyset=True)
     yield
-    _torch.remove_kernels(library)
+    remove_kernels(library)
     in_place._COUNTS.clear()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comparing import equal
-from lowtide._torch import in_backward
+from lowtide._torch.backward import in_backward
 from lowtide.profiler import rehearse
 from lowtide.profiler.measure_call import identical
 from lowtide.runtime.recipes import RECIPES, activations, recipe

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import lowtide
 from interrupting import Interrupting, places_of
 from lowtide import cli
-from lowtide._torch import CALL, saved_tensor_hooks
 from lowtide._torch import patching as _standins
+from lowtide._torch.modes import saved_tensor_hooks
+from lowtide._torch.modules import CALL
 from lowtide.script.runner import _LAST
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import held_back, whole

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowtide import _torch
+from lowtide._torch.backward import in_backward
+from lowtide._torch.compiled_code import not_compiled_alone
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives what stands in for a function, which it calls."""
@@ -50,7 +51,7 @@ def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
     original = vars(owner)[name]
     makes: list[Make] = []
 
-    @_torch.not_compiled_alone
+    @not_compiled_alone
     @functools.wraps(original)
     def instead(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -90,14 +91,14 @@ def of_this_thread(
     mine = threading.get_ident()
 
     def asked(optimizer: Optimizer, *args: Any) -> None:
-        here = threading.get_ident() == mine or _torch.in_backward()
+        here = threading.get_ident() == mine or in_backward()
         if here or any(is_ours(p) for group in optimizer.param_groups for p in group["params"]):
             told(optimizer, *args)
 
     return asked
 
 
-@_torch.not_compiled_alone
+@not_compiled_alone
 def _told(
     begins: Callable[[nn.Module], object],
     ends: Callable[[nn.Module, Any], object],

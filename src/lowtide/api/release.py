@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from lowtide import _torch
 from lowtide._torch.autograd_graph import nodes_from
+from lowtide._torch.backward import ENGINE, in_backward
+from lowtide._torch.nodes import node_metadata
 from lowtide._torch.patching import around_calls, stand_in
+from lowtide._torch.tensors import base_of
 from lowtide.errors import LowtideError
 from lowtide.utils.object_slots import in_slots
 from lowtide.utils.removable import Removable
@@ -72,13 +74,13 @@ class Step(AbstractContextManager["Step"]):
 
         def make(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-                if self._is_here() and not _torch.in_backward():
+                if self._is_here() and not in_backward():
                     self._backward_begins(outputs, creates_graph=bool((*args, None, None, None)[2]))
                 return engine(outputs, *args, **kwargs)
 
             return run_backward
 
-        self._undo = [around_calls(self._begins, self._ends), stand_in(torch.autograd, _torch.ENGINE, make)]
+        self._undo = [around_calls(self._begins, self._ends), stand_in(torch.autograd, ENGINE, make)]
         return self
 
     def __exit__(
@@ -106,7 +108,7 @@ class Step(AbstractContextManager["Step"]):
         if not self._is_here():
             return
         self._depth -= 1
-        if self._depth or _torch.in_backward() or torch.compiler.is_compiling():
+        if self._depth or in_backward() or torch.compiler.is_compiling():
             return
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:
@@ -118,7 +120,7 @@ class Step(AbstractContextManager["Step"]):
             node = output.grad_fn if isinstance(output, Tensor) else None
             if node is None:
                 continue
-            _torch.node_metadata(node)[_REACHED] = True
+            node_metadata(node)[_REACHED] = True
             self._tensors.append(weakref.ref(output))
             if creates_graph:
                 self._leaves += [weakref.ref(leaf) for leaf in _leaves_behind(node)]
@@ -130,7 +132,7 @@ class _Reached:
     __slots__ = ("_metadata",)
 
     def __init__(self, node: Node) -> None:
-        self._metadata = _torch.node_metadata(node)
+        self._metadata = node_metadata(node)
 
     def __call__(self, gradients: Any) -> None:
         self._metadata[_REACHED] = True
@@ -171,7 +173,7 @@ def _let_go(tensor: Tensor, *, must: bool = True) -> bool:
     """Detach in place; gives whether there was a graph."""
     if tensor.grad_fn is None:
         return False
-    if _torch.base_of(tensor) is None:
+    if base_of(tensor) is None:
         tensor.detach_()
         return True
     # torch refuses to detach views in place, since the base would not know. Another tensor can take the view's place.
@@ -208,7 +210,7 @@ def _tensors_in(thing: Any) -> Iterator[Tensor]:
 
 
 def _is_reached(node: Node) -> bool:
-    return bool(_torch.node_metadata(node).get(_REACHED))
+    return bool(node_metadata(node).get(_REACHED))
 
 
 def _leaves_behind(node: Node) -> list[Tensor]:

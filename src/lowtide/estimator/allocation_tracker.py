@@ -19,8 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _torch
-from lowtide._torch import TorchDispatchMode, tree_map
+from lowtide._torch.backward import ACCUMULATE_GRAD, BACKWARD_CALL, in_backward, running_node_name, running_node_number
+from lowtide._torch.fake_modes import (
+    DATA_DEPENDENT,
+    NO_FAKE_KERNEL,
+    OWN_OPERATORS,
+    is_strided,
+    on_real_tensors,
+    without_modes,
+)
+from lowtide._torch.modes import TorchDispatchMode
+from lowtide._torch.operators import changes_geometry
+from lowtide._torch.pytree import tree_map
+from lowtide._torch.tensors import base_of, storage_id, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.cpu.scratch import Scratch
@@ -38,7 +49,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lowtide._torch import FakeTensorMode
+    from lowtide._torch.fake_modes import FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -140,7 +151,7 @@ class Ledger(TorchDispatchMode, Recorder):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Tensors that are made in this block are fake, and no events."""
-        with _torch.without_modes(), self._fakes:
+        with without_modes(), self._fakes:
             yield
 
     def block(self, storage: int) -> int | None:
@@ -166,7 +177,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if any_real:
             if (detached := detached_real(func, args)) is not None:
                 return detached
-            if _torch.changes_geometry(func):
+            if changes_geometry(func):
                 raise self._answers.refusal(f"{_name(func)} changes the geometry of a tensor that exists already")
             args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
             tensors, _ = tensors_of(args, kwargs)
@@ -177,7 +188,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if not answered:
             try:
                 out = self._run(func, args, kwargs)
-            except _torch.NO_FAKE_KERNEL as error:
+            except NO_FAKE_KERNEL as error:
                 raise _no_kernel(func) from error
         made = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
         self._record(func, args, kwargs, tensors, sparse.parts(made))
@@ -187,7 +198,7 @@ class Ledger(TorchDispatchMode, Recorder):
 
     def _real(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: it has just been allocated
-            is_torchs = not _torch.is_strided(tensor) or tensor.untyped_storage().resizable()
+            is_torchs = not is_strided(tensor) or tensor.untyped_storage().resizable()
             twin = self._twins.of_new(tensor)
             self._answers.introduce(twin, tensor)
             self._follow(twin, "aten::empty", n_bytes=None if is_torchs else 0)  # or of an array: it has NumPy's memory
@@ -207,7 +218,7 @@ class Ledger(TorchDispatchMode, Recorder):
             return kernel(*args, **kwargs)
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
-        except _torch.DATA_DEPENDENT as error:
+        except DATA_DEPENDENT as error:
             raise self._answers.refusal(f"the size of what {_name(func)} gives depends on contents") from error
         if func in CONTIGUOUS and self.device == "cpu":
             return tuple(None if t is None else _laid_out(t) for t in out)
@@ -235,7 +246,7 @@ class Ledger(TorchDispatchMode, Recorder):
         if len(new) == 1 and self._writes_otherwise(func, args):
             if self._hand_on(args[0], new[0]):
                 return
-            if _torch.running_node_name() == _torch.ACCUMULATE_GRAD and _storage(args[0]) in self.in_place:
+            if running_node_name() == ACCUMULATE_GRAD and _storage(args[0]) in self.in_place:
                 self._share(args[0], new[0])
                 return
         if len(new) == 1 and self._is_written_over(func, args, new[0]):
@@ -248,21 +259,21 @@ class Ledger(TorchDispatchMode, Recorder):
             self._follow(tensor, op, n_bytes=sizes.get(number))
         self._inside(extra, op)
         if func is PACKING and (known := self._answers.value(args[1])) is not None:
-            with _torch.on_real_tensors():
+            with on_real_tensors():
                 lengths = known.tolist()
             self._inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
         """Whether autograd writes to the first argument where it can: not for a sum in the formula of a node."""
-        if func is not aten.add.Tensor or _torch.running_node_name() == _torch.ACCUMULATE_GRAD:
+        if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
         return any(id(arg) in self._asked for arg in args)
 
     def _is_written_over(self, func: Any, args: Any, new: Tensor) -> bool:
         """Whether the formula of a node writes to the first argument, which it has computed itself."""
-        if (writes := IN_FORMULA.get(_torch.running_node_name())) is None:
+        if (writes := IN_FORMULA.get(running_node_name())) is None:
             return False
-        if self._formula[0] != (node := _torch.running_node_number()):
+        if self._formula[0] != (node := running_node_number()):
             self._formula = node, self._n_blocks
         living = self._living.get(_storage(args[0])) if func in writes else None
         if living is None or living.block < self._formula[1]:
@@ -281,10 +292,10 @@ class Ledger(TorchDispatchMode, Recorder):
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         """Watch a tensor's storage from here to its end. With `n_bytes` 0 it is known, and is no event."""
-        if tensor.device.type != self.device or not _torch.is_strided(tensor):
+        if tensor.device.type != self.device or not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
-        key = _torch.storage_number(storage)
+        key = storage_number(storage)
         if key in self._living:
             return
         size = storage.nbytes() if n_bytes is None else n_bytes
@@ -322,7 +333,7 @@ class Ledger(TorchDispatchMode, Recorder):
         only if nobody else holds `old`: then `old` ends before the next operator. Else `_settle` takes it back. A view,
         as the gradient of a weight that was transposed, holds what it is a view of.
         """
-        if not _torch.in_backward() or not isinstance(old, torch.Tensor) or _torch.base_of(old) is not None:
+        if not in_backward() or not isinstance(old, torch.Tensor) or base_of(old) is not None:
             return False
         if not _called_by_autograd():
             return False
@@ -335,7 +346,7 @@ class Ledger(TorchDispatchMode, Recorder):
 
     def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
         """Let a new storage have the memory of a block. Gives the storage's number."""
-        number = _torch.storage_number(storage)
+        number = storage_number(storage)
         heir = _Living(block, storage.nbytes())
         heir.end = weakref.ref(storage, _Ending(self, number, heir))
         self._living[number] = heir
@@ -387,7 +398,7 @@ def _format(tensor: Tensor) -> torch.memory_format:
 
 
 def _storage(tensor: Tensor) -> int:
-    return _torch.storage_id(tensor)
+    return storage_id(tensor)
 
 
 def _name(func: Any) -> str:
@@ -415,7 +426,7 @@ def _leaves(out: Any) -> Iterator[Any]:
 
 def _no_kernel(func: Any) -> RehearsalError:
     remedy = "Measure this step instead (lowtide.timeline), or do there without it"
-    if func.namespace not in _torch.OWN_OPERATORS:
+    if func.namespace not in OWN_OPERATORS:
         remedy = "Say what its results look like (torch.library.register_fake), or measure this step (lowtide.timeline)"
     return RehearsalError(
         f"{where()}: {func.name()} is an operator that torch can't run on tensors without memory.\n  {remedy}."
@@ -423,7 +434,7 @@ def _no_kernel(func: Any) -> RehearsalError:
 
 
 def _taken_over() -> bool:
-    return _torch.in_backward() and _called_by_autograd()
+    return in_backward() and _called_by_autograd()
 
 
 def _called_by_autograd() -> bool:
@@ -432,7 +443,7 @@ def _called_by_autograd() -> bool:
     while frame.f_code.co_filename.endswith(_WRAPPERS):
         assert frame.f_back is not None
         frame = frame.f_back
-    return frame.f_code is _torch.BACKWARD_CALL
+    return frame.f_code is BACKWARD_CALL
 
 
 _WRAPPERS = (

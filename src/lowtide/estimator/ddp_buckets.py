@@ -18,7 +18,17 @@ from unittest.mock import patch
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide import _torch
+from lowtide._torch.distributed import (
+    SYNC_BUFFERS,
+    after_backward,
+    assign_buckets,
+    awaits_first_backward,
+    bucket_limits,
+    has_new_buckets,
+    sent_parameters,
+)
+from lowtide._torch.fake_modes import is_fake, without_function_modes
+from lowtide._torch.tensors import storage_id
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,11 +65,11 @@ class _Reducer:
 
     def __init__(self, wrapper: DistributedDataParallel, ledger: Ledger) -> None:
         self._wrapper, self._ledger = wrapper, ledger
-        self._parameters, self._sparse = _torch.sent_parameters(wrapper)
-        self._limits, self._limits_then = _torch.bucket_limits(wrapper)
-        self._is_new = _torch.has_new_buckets(wrapper)
+        self._parameters, self._sparse = sent_parameters(wrapper)
+        self._limits, self._limits_then = bucket_limits(wrapper)
+        self._is_new = has_new_buckets(wrapper)
         self._rebuilds = wrapper.static_graph or not wrapper.find_unused_parameters
-        self._delays = _torch.awaits_first_backward(wrapper)
+        self._delays = awaits_first_backward(wrapper)
         """Whether gradients are copied when backward is over, and not as they come."""
         self._expects = False
         """Whether the backward pass of the last forward sends gradients."""
@@ -76,7 +86,7 @@ class _Reducer:
         if self._wrapper.gradient_as_bucket_view and all(p.grad is not None for p in self._parameters):
             self._views = {n: self._ledger.adopt(self._gradient(n)) for n in numbers}
             self.buckets = [*self._views.values()]
-            self._ledger.in_place.update(map(_torch.storage_id, self.buckets))
+            self._ledger.in_place.update(map(storage_id, self.buckets))
         else:
             with self._ledger.aside():
                 self._make([*reversed(numbers)] if self._is_new else [*numbers])
@@ -92,7 +102,7 @@ class _Reducer:
             hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
         stack.callback(self._ledger.in_place.clear)
-        for name, thing in (("reducer", self), ("logger", self), (_torch.SYNC_BUFFERS, _as_one)):
+        for name, thing in (("reducer", self), ("logger", self), (SYNC_BUFFERS, _as_one)):
             stack.enter_context(patch.object(self._wrapper, name, thing))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -119,7 +129,7 @@ class _Reducer:
 
     def _make(self, order: Sequence[int]) -> None:
         """Make a bucket for each few parameters."""
-        groups = _torch.assign_buckets(
+        groups = assign_buckets(
             [self._parameters[number] for number in order],
             self._limits_then if self._is_new else self._limits,
             self._sparse,
@@ -129,11 +139,11 @@ class _Reducer:
             parameters = [self._parameters[number] for number in group]
             if self._sparse[group[0]]:
                 continue  # gradients of such a parameter are sent as they are
-            with torch.no_grad(), _torch.without_function_modes():
+            with torch.no_grad(), without_function_modes():
                 like = parameters[0]
                 bucket = torch.empty(sum(p.numel() for p in parameters), dtype=like.dtype, device=self._ledger.device)
                 self.buckets.append(bucket)
-                self._ledger.in_place.add(_torch.storage_id(bucket))
+                self._ledger.in_place.add(storage_id(bucket))
                 place = 0
                 for number, parameter in zip(group, parameters, strict=True):
                     self._views[number] = bucket.as_strided(parameter.size(), parameter.stride(), place)
@@ -142,7 +152,7 @@ class _Reducer:
     def _came(self, number: int, parameter: Tensor) -> None:
         """A gradient is complete."""
         if self._expects:
-            _torch.after_backward(self._is_over)
+            after_backward(self._is_over)
             self._order[number] = None
             if not self._delays:
                 self._copy(number)
@@ -156,8 +166,8 @@ class _Reducer:
         if view is None or not self._wrapper.gradient_as_bucket_view or self._parameters[number].grad is None:
             return
         gradient = self._gradient(number)
-        if _torch.is_fake(gradient) and _torch.storage_id(gradient) != _torch.storage_id(view):
-            with _torch.without_function_modes():
+        if is_fake(gradient) and storage_id(gradient) != storage_id(view):
+            with without_function_modes():
                 gradient.data = view
 
     def _gradient(self, number: int) -> Tensor:

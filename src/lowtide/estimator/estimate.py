@@ -13,7 +13,15 @@ from unittest.mock import patch
 import torch
 from torch.nn.parameter import is_lazy
 
-from lowtide import _torch
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.fake_modes import (
+    data_as_they_are,
+    end_fakes,
+    fake_mode,
+    function_modes_in_backward,
+    on_real_tensors,
+)
+from lowtide._torch.tensors import parts_of, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.allocation_tracker import Ledger
@@ -44,7 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from lowtide._torch import FakeTensorMode
+    from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.estimator.cuda.gpu_estimate import CardForesight
     from lowtide.memory.allocator.config import AllocatorConfig
 
@@ -148,7 +156,7 @@ def foresee(
         return foresee_on(parse_card(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
     own = device_of(model).replace("meta", "cpu")
     engine = planned(model, batch, plan, own)
-    fakes = _torch.fake_mode(nested=RehearsalError(NESTED))
+    fakes = fake_mode(nested=RehearsalError(NESTED))
     answers, trials = Answers(fakes), Trials()
     ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
@@ -182,7 +190,7 @@ def left(kept: Everything) -> tuple[str, ...]:
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
     """What is assumed if parts of the model are compiled."""
-    return (COMPILED,) if any(map(_torch.is_compiled, model.modules())) else ()
+    return (COMPILED,) if any(map(is_compiled, model.modules())) else ()
 
 
 _one_at_a_time = threading.RLock()
@@ -200,7 +208,7 @@ def alone_with(fakes: FakeTensorMode) -> Iterator[None]:
         try:
             yield
         finally:
-            _torch.end_fakes(fakes)
+            end_fakes(fakes)
 
 
 @contextlib.contextmanager
@@ -211,8 +219,8 @@ def as_they_are() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_transformers_unaware())
-        stack.enter_context(_torch.data_as_they_are())
-        stack.enter_context(_torch.function_modes_in_backward())
+        stack.enter_context(data_as_they_are())
+        stack.enter_context(function_modes_in_backward())
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -269,7 +277,7 @@ def static_of(
         total = 0
         for tensor in tensors:
             for storage in () if tensor is None else _storages(tensor, ledger):
-                if (number := _torch.storage_number(storage)) not in seen:
+                if (number := storage_number(storage)) not in seen:
                     seen.add(number)
                     total += storage.nbytes()
         return total
@@ -287,9 +295,9 @@ def static_of(
 def _storages(tensor: Tensor, ledger: Ledger) -> list[torch.UntypedStorage]:
     """Where a tensor is, on the ledger's device; of a compressed one, whose twin has no elements, the real ones."""
     if sparse.is_compressed(tensor) and is_real(tensor):
-        with _torch.on_real_tensors():
-            return [part.untyped_storage() for part in _torch.parts_of(tensor)]
-    parts = _torch.parts_of(ledger.adopt(tensor))
+        with on_real_tensors():
+            return [part.untyped_storage() for part in parts_of(tensor)]
+    parts = parts_of(ledger.adopt(tensor))
     return [part.untyped_storage() for part in parts if part.device.type == ledger.device]
 
 

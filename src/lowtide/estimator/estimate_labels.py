@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lowtide import _torch
+from lowtide._torch.tensors import storage_id
 from lowtide.profiler import block_labels as names
 from lowtide.profiler.block_labels import labels
 from lowtide.runtime.fingerprint import tensors_in
@@ -24,7 +24,7 @@ class Names(names.Names):
     """The probe of a measured step, told of storages by their numbers: fake ones are at no address."""
 
     def _address(self, tensor: Tensor) -> int:
-        return _torch.storage_id(tensor)
+        return storage_id(tensor)
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         assert self.engine.scope is not None

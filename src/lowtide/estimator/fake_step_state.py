@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch import is_fake
+from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.patching import of_this_thread
 from lowtide.state.introspection import origin
 from lowtide.state.observed_changes import is_left_alone

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import is_fake, is_strided, make_parameter, without_modes
+from lowtide._torch.tensors import exchange, parts_of, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.profiler.preconditions import NESTED
@@ -18,7 +19,7 @@ from lowtide.profiler.preconditions import NESTED
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide._torch import FakeTensorMode
+    from lowtide._torch.fake_modes import FakeTensorMode
 
 
 class Twins:
@@ -50,32 +51,32 @@ class Twins:
 
     def apart(self, tensor: Tensor) -> Tensor:
         """A twin with its own elements alone, as a copy on another device has them."""
-        with _torch.without_modes(), self._mode:
+        with without_modes(), self._mode:
             geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
             return torch.empty_like(geometry, device=self._place(tensor))
 
     def let_go(self, tensor: Tensor) -> None:
         """Hold no twin of a tensor's memory any longer."""
-        if _torch.is_strided(tensor):
-            self._memory.pop(_torch.storage_number(tensor.untyped_storage()), None)
+        if is_strided(tensor):
+            self._memory.pop(storage_number(tensor.untyped_storage()), None)
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return self._device or tensor.device
 
     def _make(self, tensor: Tensor) -> Tensor:
         if sparse.is_sparse(tensor):  # torch's own twin of one has no elements
-            with _torch.without_modes(), torch.no_grad():
-                indices, values = map(self.of, _torch.parts_of(tensor.detach()))
+            with without_modes(), torch.no_grad():
+                indices, values = map(self.of, parts_of(tensor.detach()))
                 with self._mode:
                     return sparse.like(tensor, indices, values).requires_grad_(tensor.requires_grad)
         if tensor.is_nested:
             raise RehearsalError(NESTED)
-        if not _torch.is_strided(tensor):
+        if not is_strided(tensor):
             fake: Tensor = self._mode.from_tensor(tensor)
             return fake
         storage, size = tensor.untyped_storage(), tensor.element_size()
-        number = _torch.storage_number(storage)
-        with _torch.without_modes(), torch.no_grad(), self._mode:
+        number = storage_number(storage)
+        with without_modes(), torch.no_grad(), self._mode:
             found = self._memory.get(number)
             if found is None:
                 memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._place(tensor))
@@ -89,7 +90,7 @@ class Twins:
 
 def is_real(thing: Any) -> bool:
     """Whether it is a tensor that has its bytes."""
-    return isinstance(thing, torch.Tensor) and not _torch.is_fake(thing)
+    return isinstance(thing, torch.Tensor) and not is_fake(thing)
 
 
 @contextlib.contextmanager
@@ -104,7 +105,7 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
             with mode, torch.no_grad():
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, torch.nn.Parameter):
-                _torch.make_parameter(fake, tensor.requires_grad)
+                make_parameter(fake, tensor.requires_grad)
             swap(tensor, fake)
             done.append((tensor, fake))
         yield
@@ -120,7 +121,7 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
 def swap(tensor: Tensor, fake: Tensor) -> None:
     """Two tensors change places, each Python object keeping its identity. Raises RehearsalError where they can't."""
     try:
-        _torch.exchange(tensor, fake)
+        exchange(tensor, fake)
     except (RuntimeError, TypeError) as error:
         raise RehearsalError(
             f"a {type(tensor).__name__} of shape {list(tensor.shape)} on the meta device can't be rehearsed: {error}.\n"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lowtide._torch import tree_map
+from lowtide._torch.pytree import tree_map
 from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
 from lowtide.estimator.estimate import Foresight, foresee
 from lowtide.memory.gpu_specs import Card, context_bytes, parse_card

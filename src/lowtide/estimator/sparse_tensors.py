@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import on_real_tensors
+from lowtide._torch.tensors import parts_of
 from lowtide.estimator.cpu import embedding_bag as bags
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
     """These, sparse ones as their indices and values."""
-    return [part for t in tensors for part in ((t,) if t.layout is torch.strided else _torch.parts_of(t))]
+    return [part for t in tensors for part in ((t,) if t.layout is torch.strided else parts_of(t))]
 
 
 def is_sparse(arg: Any) -> bool:
@@ -42,7 +43,7 @@ def is_compressed(tensor: Tensor) -> bool:
 
 def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """A sparse tensor whose indices and values are others."""
-    indices, values = map(change, _torch.parts_of(sparse))
+    indices, values = map(change, parts_of(sparse))
     return like(sparse, indices, values)
 
 
@@ -52,7 +53,7 @@ def kernel(func: Any, args: Any, answers: Answers, *, by_autograd: Callable[[], 
         return _bag_backward
     if func not in KERNELS or not any(map(is_sparse, args[:2])):
         return None
-    if func is aten.clone.default and all(part.is_contiguous() for part in _torch.parts_of(args[0])) and by_autograd():
+    if func is aten.clone.default and all(part.is_contiguous() for part in parts_of(args[0])) and by_autograd():
         return _take_over
     return partial(KERNELS[func], answers)
 
@@ -62,22 +63,22 @@ def _take_over(sparse: Tensor, **options: Any) -> Tensor:
 
     torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
     """
-    indices, values = _torch.parts_of(sparse)
+    indices, values = parts_of(sparse)
     return like(sparse, indices, values)
 
 
 def _clone(answers: Answers, sparse: Tensor, **options: Any) -> Tensor:
-    indices, values = _torch.parts_of(sparse)
+    indices, values = parts_of(sparse)
     return like(sparse, _copy(answers, indices), values.clone())
 
 
 def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
     """On the CPU there is room for all elements (SparseTensor.cpp: _coalesce_sparse_cpu, torch 2.13)."""
-    indices, values = _torch.parts_of(sparse)
+    indices, values = parts_of(sparse)
     known = answers.value(indices)
     if known is None:
         return like(sparse, indices.clone(), torch.empty_like(values), coalesced=True)
-    with _torch.on_real_tensors():
+    with on_real_tensors():
         different = torch.unique(known, dim=1)
     count = different.shape[1]
     has_room = sparse.device.type == "cpu"
@@ -89,20 +90,20 @@ def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
 
 def _mask(answers: Answers, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """The elements of a tensor where `mask` has some."""
-    indices, values = _torch.parts_of(mask)
+    indices, values = parts_of(mask)
     return like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
 
 
 def _transpose(answers: Answers, sparse: Tensor, one: int = 0, other: int = 1) -> Tensor:
     """A copy with rows of the indices exchanged (SparseTensor.cpp: transpose_sparse, of a clone; torch 2.13)."""
-    indices, values = _torch.parts_of(sparse)
+    indices, values = parts_of(sparse)
     one, other = one % sparse.dim(), other % sparse.dim()
     rows, shape = [*range(len(indices))], [*sparse.shape]
     for each in (rows, shape):  # torch takes no others than sparse dimensions
         each[one], each[other] = each[other], each[one]
     copy = indices.clone()
     if (known := answers.value(indices)) is not None:
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             found = known[rows]
         answers.learn(copy, found)
     return torch.sparse_coo_tensor(copy, values.clone(), shape, is_coalesced=False, check_invariants=False)
@@ -113,11 +114,11 @@ def _add(answers: Answers, sparse: Tensor, other: Tensor, **options: Any) -> Ten
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
         return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
-    (indices, values), (more, added) = (tuple(_torch.parts_of(each)) for each in (sparse, other))
+    (indices, values), (more, added) = (tuple(parts_of(each)) for each in (sparse, other))
     both = torch.cat([indices, more], 1)
     known = answers.value(indices), answers.value(more)
     if known[0] is not None and known[1] is not None:
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             found = torch.cat([known[0], known[1]], 1)
         answers.learn(both, found)
     return like(sparse, both, torch.cat([values, added]), coalesced=False)

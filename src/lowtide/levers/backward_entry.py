@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lowtide._torch import in_backward, is_plain
+from lowtide._torch.backward import in_backward
+from lowtide._torch.tensors import is_plain
 from lowtide.levers.loss_only_outputs import is_model_output
 from lowtide.levers.partial_gradients import is_gathering
 from lowtide.runtime.call_interceptor import Front

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide._torch import has_backward_hooks
+from lowtide._torch.modules import has_backward_hooks
 from lowtide.levers.deferred_logits import Head, Logits
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.runtime.call_interceptor import Front

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide import _torch
+from lowtide._torch.modes import without_subclasses
+from lowtide._torch.tensors import wrapper
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.loss_reduction import Average, note_average
 from lowtide.levers.backward_entry import runs_twice
@@ -49,7 +50,7 @@ class Logits(Tensor):
     def of(head: Head, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> Logits:
         """`compute()` gives the tensor itself: its shape is that of `hidden` but for the last dimension."""
         shape = (*hidden.shape[:-1], head.layer.out_features)
-        made: Logits = _torch.wrapper(Logits, shape, dtype, hidden.device)
+        made: Logits = wrapper(Logits, shape, dtype, hidden.device)
         made.head, made.hidden, made.compute, made.there = head, hidden, compute, {}
         made.version = hidden._version, head.layer.weight._version
         return made
@@ -80,7 +81,7 @@ class Logits(Tensor):
         """What is asked of such a tensor."""
         kwargs = dict(kwargs or {})
         if function in _METADATA:
-            with _torch.without_subclasses():
+            with without_subclasses():
                 return function(*args, **kwargs)
         shortcut = _SHORTCUTS.get(function)
         if shortcut is not None and args and isinstance(args[0], Logits):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowtide._torch import tree_leaves
+from lowtide._torch.pytree import tree_leaves
 from lowtide.levers.field_reads import reason_to_read
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.released_fields import without

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lowtide import _torch
-from lowtide._torch import in_backward
 from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.backward import in_backward
+from lowtide._torch.modules import BatchNorm
+from lowtide._torch.nodes import output_metadata
+from lowtide._torch.tensors import has_gradient_hooks
 from lowtide.diagnostics.graph.build_graph import is_leaf
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.accumulate import accumulated
@@ -156,7 +158,7 @@ class _Gathered(torch.autograd.Function):
 def _is_half_inside(loss: Tensor) -> bool:
     """Whether something between the parameters and `loss` was computed in float16."""
     return any(
-        _torch.output_metadata(upstream, output).dtype == torch.float16
+        output_metadata(upstream, output).dtype == torch.float16
         for node in nodes_behind([loss])
         for upstream, output in node.next_functions
         if upstream is not None and not is_leaf(upstream)
@@ -165,10 +167,10 @@ def _is_half_inside(loss: Tensor) -> bool:
 
 def _check(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if isinstance(module, _torch.BatchNorm) and module.training:
+        if isinstance(module, BatchNorm) and module.training:
             raise NoUse(
                 f"{path} normalizes over the batch: in pieces its statistics, and with them the gradients, are others"
             )
     for name, parameter in model.named_parameters():
-        if _torch.has_gradient_hooks(parameter):
+        if has_gradient_hooks(parameter):
             raise NoUse(f"there is a hook on the gradient of {name}, which would see the pieces' gradients")

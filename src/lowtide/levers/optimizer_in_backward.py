@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowtide import _torch
+from lowtide._torch.modules import has_backward_hooks
+from lowtide._torch.optim import has_step_pre_hooks, step_without_hooks
+from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks
 from lowtide.errors import LowtideError
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.optimizer_observer import (
@@ -114,7 +116,7 @@ class _On:
         self._backwards = int(settings.get("backwards", 1))
         clip = Clip.told(settings)
         self._clip: Clip | CommonNorm | None = clip
-        self._step = _torch.step_without_hooks(optimizer)
+        self._step = step_without_hooks(optimizer)
         self._lock = threading.Lock()
         self._arrived: dict[Tensor, int] = {}
         self._settings: list[GroupSettings] = []
@@ -200,7 +202,7 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         raise NoUse(f"a {name} may look at several parameters at once; torch.optim's, but for LBFGS, do not")
-    if _torch.has_step_pre_hooks(optimizer):
+    if has_step_pre_hooks(optimizer):
         raise NoUse(f"there are hooks before the step of this {name}, which may look at gradients")
     return optimizer
 
@@ -214,10 +216,10 @@ def _check_two_passes(model: nn.Module, seen: Seen) -> None:
         )
     twice = "which would run twice: gradients that are clipped by their common norm have to be computed for it first"
     named = model.named_parameters()
-    hooked = next((n for n, p in named if _torch.has_gradient_hooks(p) or _torch.has_accumulation_hooks(p)), None)
+    hooked = next((n for n, p in named if has_gradient_hooks(p) or has_accumulation_hooks(p)), None)
     if hooked is not None:
         raise NoUse(f"there is a hook on the gradient of {hooked}, {twice}")
-    if seen.hooked or any(map(_torch.has_backward_hooks, model.modules())):
+    if seen.hooked or any(map(has_backward_hooks, model.modules())):
         raise NoUse(f"there are hooks on gradients in the step, {twice}")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from lowtide import _torch
+from lowtide._torch import optim as torch_optim
 from lowtide.levers.lever import Settings, Site
 from lowtide.state.step_outcome import digest
 from lowtide.state.step_snapshot import Unchanged
@@ -250,7 +250,7 @@ def _watching_calls(seen: Seen) -> Iterator[None]:
         if frame.f_code in clips:
             kind, limit = clips[frame.f_code]
             found = frame.f_locals
-            ids = tuple(id(gradient) for gradient in _torch.clipped(found))
+            ids = tuple(id(gradient) for gradient in torch_optim.clipped(found))
             norm_type, raises = float(found.get("norm_type", 2.0)), bool(found.get("error_if_nonfinite", False))
             seen._calls.append(_Call(kind, float(found[limit]), norm_type, raises, found["foreach"], ids))
         elif frame.f_code is scaler:

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from lowtide import _torch
+from lowtide._torch.backward import backward_number
+from lowtide._torch.optim import as_grouped, norm_of
+from lowtide._torch.tensors import has_gradient_hooks, is_plain
 from lowtide.errors import LowtideError
 from lowtide.levers.backward_entry import Entrance
 from lowtide.levers.lever import NoUse
@@ -105,7 +107,7 @@ class CommonNorm:
         """Backward comes to what a call of the model returned."""
         if torch.is_grad_enabled():
             raise LowtideError("the gradients are to be differentiated again (create_graph), and have no norm yet.")
-        if self._is_first or self._pass == _torch.backward_number():
+        if self._is_first or self._pass == backward_number():
             self._total = None
             raise LowtideError(
                 "backward comes to two calls of the model at once: the norm of the gradients' sum is not known before "
@@ -125,7 +127,7 @@ class CommonNorm:
 
     def takes(self, parameter: Tensor) -> bool:
         """Whether a gradient has come in the first pass; then it is gone."""
-        if not self._is_first or _torch.backward_number() == self._pass:
+        if not self._is_first or backward_number() == self._pass:
             return False
         assert parameter.grad is not None
         self._before[parameter] = self._norm(parameter, parameter.grad)
@@ -156,7 +158,7 @@ class CommonNorm:
                     f"there is a gradient of {self._name(parameter)} before the last backward pass, which is added to: "
                     "let zero_grad() set gradients to None, its default, and do not accumulate."
                 )
-            if _torch.has_gradient_hooks(parameter):
+            if has_gradient_hooks(parameter):
                 raise LowtideError(
                     f"there is a hook on the gradient of {self._name(parameter)}, which would run twice."
                 )
@@ -169,14 +171,14 @@ class CommonNorm:
         return {name: digest(buffer) for name, buffer in self._model.named_buffers()} if self._on_trial else {}
 
     def _begin(self) -> None:
-        self._pass, self._total = _torch.backward_number(), None
+        self._pass, self._total = backward_number(), None
         self._before, self._found = {}, {}
 
     def _know(self) -> None:
         """From the norms of the gradients to the common one, in the order in which torch does it."""
         parameters = [parameter for parameter in self._parameters if parameter in self._before]
         if parameters:
-            norms = [self._before[parameter] for parameter in _torch.as_grouped(parameters)]
+            norms = [self._before[parameter] for parameter in as_grouped(parameters)]
             self._total = self._common([norm.to(parameters[0].device) for norm in norms])
             self.seen += 1
             if not self._total.isfinite():
@@ -201,19 +203,19 @@ class CommonNorm:
         return common
 
     def _norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        if not _torch.is_plain(gradient) or gradient.dtype != parameter.dtype:
+        if not is_plain(gradient) or gradient.dtype != parameter.dtype:
             raise LowtideError(
                 f"the gradient of {self._name(parameter)} is a {gradient.layout} {type(gradient).__name__} of "
                 f"{gradient.dtype}: only strided ones of their parameter's type are known to have the same norm alone."
             )
-        return _torch.norm_of(gradient, self._clip.norm_type, self._clip.foreach)
+        return norm_of(gradient, self._clip.norm_type, self._clip.foreach)
 
     # --- the second pass
 
     def apply(self, parameter: Tensor) -> None:
         """Clip one parameter's gradient. Raises LowtideError where the common norm is not known."""
         assert parameter.grad is not None
-        if self._total is None or self._pass != _torch.backward_number() or parameter not in self._before:
+        if self._total is None or self._pass != backward_number() or parameter not in self._before:
             raise LowtideError(
                 "a gradient came that does not come from what one call of the model returned: its norm is not known."
             )

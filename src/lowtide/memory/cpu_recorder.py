@@ -26,7 +26,14 @@ from typing import Any, Self, cast
 import torch
 from torch.autograd.profiler import profile
 
-from lowtide import _torch
+from lowtide._torch.backward import in_backward
+from lowtide._torch.cpu_profiler import (
+    ALLOCATION,
+    RecordFunction,
+    profiler_roots,
+    profiler_running,
+    profiler_warming_up,
+)
 from lowtide.errors import RehearsalError
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
@@ -172,7 +179,7 @@ class CpuRecorder(Recorder):
             _unfinished.append(session)
             raise
         self._spare.clear()  # not before, or these would be counted too
-        return _torch.profiler_roots(session), self._marks.copy()
+        return profiler_roots(session), self._marks.copy()
 
     def _release(self) -> None:
         global _recording
@@ -198,7 +205,7 @@ class CpuRecorder(Recorder):
         tick = perf_counter_ns()
         while perf_counter_ns() == tick:
             pass
-        annotation = _torch.RecordFunction(f"{_MARK}{number}")
+        annotation = RecordFunction(f"{_MARK}{number}")
         annotation.__enter__()
         annotation.__exit__(None, None, None)
         tick = perf_counter_ns()
@@ -222,7 +229,7 @@ def _finish() -> None:
     """End the profilers that could not be ended before."""
     while _unfinished:
         session = _unfinished.pop()
-        if _torch.profiler_running():
+        if profiler_running():
             with without_noise(2, *NOISE):
                 session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -237,13 +244,13 @@ def _other_profiler() -> str | None:
     """What takes the one place that torch has for a profiler, in words."""
     if _recording is not None:
         return "Lowtide itself records already"
-    if _torch.profiler_running():
+    if profiler_running():
         return "another profiler is running"
-    return "another profiler is warming up" if _torch.profiler_warming_up() else None
+    return "another profiler is warming up" if profiler_warming_up() else None
 
 
 def _refuse_backward() -> None:
-    if _torch.in_backward():
+    if in_backward():
         raise RehearsalError(
             "CPU memory cannot be recorded from inside a backward pass: torch cannot start or stop a profiler there.\n"
             "  Begin and end the recording around the backward."
@@ -300,7 +307,7 @@ def _rows(roots: list[Any]) -> Iterator[tuple[int, int, int, str]]:
         nodes, op = stack[-1]
         for node in nodes:
             name = node.name
-            if name == _torch.ALLOCATION:
+            if name == ALLOCATION:
                 fields = node.extra_fields
                 if fields.device.type == "cpu":
                     yield node.start_time_ns, fields.alloc_size, fields.ptr, op

@@ -28,7 +28,14 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.cuda_history import (
+    drop_workspaces,
+    history_is_on,
+    set_metadata,
+    snapshot,
+    start_history,
+    stop_history,
+)
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Busy, Event, EventStream, Free, Mark, Recorder, without_asides
 
@@ -81,7 +88,7 @@ class CudaRecorder(Recorder):
                 f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no account of "
                 "what it gives. Unset it."
             )
-        if _of_the_allocator(_torch.history_is_on):
+        if _of_the_allocator(history_is_on):
             raise Busy(
                 "CUDA memory cannot be recorded: the allocator's history is being recorded already.\n"
                 "  End that first: torch.cuda.memory._record_memory_history(None)."
@@ -90,7 +97,7 @@ class CudaRecorder(Recorder):
         gc.collect()  # as on the CPU: what is collected meanwhile would lower the level, and the peak with it
         _settle(self.device)
         self._entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
-        _of_the_allocator(_torch.start_history)
+        _of_the_allocator(start_history)
         self._is_recording = True
         self._attach(0)
         return self
@@ -100,10 +107,10 @@ class CudaRecorder(Recorder):
     ) -> None:
         self._is_recording = False
         try:
-            trace = _torch.snapshot()["device_traces"][self._index]
+            trace = snapshot()["device_traces"][self._index]
         finally:
-            _torch.stop_history()  # forgets the history, so only after the snapshot
-            _torch.set_metadata("")
+            stop_history()  # forgets the history, so only after the snapshot
+            set_metadata("")
         events = parse_trace(trace, self._marks, self._key, self.entry_addresses)
         self._stream = EventStream(without_asides(events), self.device)
 
@@ -119,7 +126,7 @@ class CudaRecorder(Recorder):
         return max(0, self._entry_bytes - n_bytes)
 
     def _attach(self, n_marks: int) -> None:
-        _torch.set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")
+        set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")
 
 
 def _of_the_allocator(call: Callable[[], T]) -> T:
@@ -135,7 +142,7 @@ def _of_the_allocator(call: Callable[[], T]) -> T:
 
 def _settle(device: str) -> None:
     """Have on the device what is held, and no more: else what is given back later would lower the level of a step."""
-    _torch.drop_workspaces()
+    drop_workspaces()
     torch.cuda.synchronize(device)
     torch.empty(1, device=device)  # an allocation is when frees that waited for another stream are completed
 

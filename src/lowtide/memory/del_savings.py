@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide import _torch
+from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.patching import of_this_thread, stand_in
+from lowtide._torch.tensors import storage_number
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Event, EventStream, Mark, Timeline
 from lowtide.memory.frame_variables import Held, held_by_variables
@@ -81,7 +82,7 @@ class Looks:
 
         def make(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-                if self.frame is None or threading.get_ident() != self._thread or _torch.in_backward():
+                if self.frame is None or threading.get_ident() != self._thread or in_backward():
                     return engine(outputs, *args, **kwargs)
                 self._look("before backward")
                 try:
@@ -92,7 +93,7 @@ class Looks:
             return run_backward
 
         hook = register_optimizer_step_pre_hook(of_this_thread(lambda *_: self._look_after_backward()))
-        self._undo = [stand_in(torch.autograd, _torch.ENGINE, make), hook.remove]
+        self._undo = [stand_in(torch.autograd, ENGINE, make), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:
         """The last look, unless an exception ends the block; afterwards torch is as it was."""
@@ -147,7 +148,7 @@ class Looks:
                 self._rebound.add(name)
 
     def _number(self, storage: UntypedStorage) -> int:
-        key = _torch.storage_number(storage)
+        key = storage_number(storage)
         if key not in self._alive:
             number = self._n_storages
             self._n_storages += 1

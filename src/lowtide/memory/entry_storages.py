@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, UntypedStorage
 
-from lowtide import _torch
 from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.nodes import raw_saved
+from lowtide._torch.tensors import parts_of
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 """Files that are memory: what processes share lies there."""
@@ -26,7 +27,7 @@ _asides: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDic
 
 def set_aside(copy: Tensor) -> Tensor:
     """`copy`, which is left out of what exists from here on: this package holds it for a while, and no program does."""
-    for part in _torch.parts_of(copy):
+    for part in parts_of(copy):
         if part.device.type == "cpu":
             _asides[part.untyped_storage().data_ptr()] = part.untyped_storage()
     return copy
@@ -79,7 +80,7 @@ def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     seen: set[int] = set()
     for tensor in tensors:
         try:
-            for part in _torch.parts_of(tensor):
+            for part in parts_of(tensor):
                 storage = part.untyped_storage()
                 is_there = storage.device.type == "cpu" and storage.nbytes()
                 if is_there and (address := storage.data_ptr()) and address not in seen:
@@ -109,7 +110,7 @@ def _is_inside(address: int, places: list[tuple[int, int]]) -> bool:
 
 def _saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for node in nodes_behind(tensors):
-        yield from (saved for saved in _torch.raw_saved(node) if isinstance(saved, Tensor))
+        yield from (saved for saved in raw_saved(node) if isinstance(saved, Tensor))
 
 
 def _is_leaf(tensor: Tensor) -> bool:

@@ -19,8 +19,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
-from lowtide import _torch
 from lowtide._torch.autograd_graph import nodes_behind, producer
+from lowtide._torch.nodes import raw_saved
+from lowtide._torch.tensors import held_by_python, storage_id
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.frame_locals import local_variables
 
@@ -65,7 +66,7 @@ def held_by_variables(frame: FrameType) -> Held:
         mask = everything[index][1]
         if mask is None:  # 1: by the tuple
             n_known = 1 + on_context.get(id(everything[index][0]), 0)
-            mask = _OTHERS if _torch.held_by_python(everything[index], 0, n_known) else 0
+            mask = _OTHERS if held_by_python(everything[index], 0, n_known) else 0
         if mask:
             roots.append((everything[index][0], mask))
     del everything
@@ -147,7 +148,7 @@ class _Owners:
     def _is_shared(self, index: int) -> bool:
         n_known = self._n_known[index] + 1  # by the list of objects
         if isinstance(self._objects[index], Tensor):
-            return _torch.held_by_python(self._objects, index, n_known)
+            return held_by_python(self._objects, index, n_known)
         return sys.getrefcount(self._objects[index]) - 1 - n_known > 0
 
     def _reachable(self, first: Iterable[int]) -> set[int]:
@@ -164,7 +165,7 @@ def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[i
     """Mark the storages of tensors and of all that their graphs keep with the bits of those who hold the tensors."""
 
     def mark(tensor: Tensor, bits: int) -> None:
-        number = _torch.storage_id(tensor)
+        number = storage_id(tensor)
         if number:
             marks[number] = marks.get(number, 0) | bits
             kept.setdefault(number, tensor)
@@ -190,7 +191,7 @@ def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[i
 
 
 def _kept_by(node: Node) -> list[Tensor]:
-    kept = [saved for saved in _torch.raw_saved(node) if isinstance(saved, Tensor)]
+    kept = [saved for saved in raw_saved(node) if isinstance(saved, Tensor)]
     leaf = getattr(node, "variable", None)
     return [*kept, *_on_context(node), *([leaf] if isinstance(leaf, Tensor) else [])]
 

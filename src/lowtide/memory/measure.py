@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import units
-from lowtide._torch import parts_of
+from lowtide._torch.tensors import parts_of
 from lowtide.errors import RehearsalError
 from lowtide.memory import cpu_recorder as cpu
 from lowtide.memory import del_savings as dels

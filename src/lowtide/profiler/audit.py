@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide._torch import around_checkpoints, in_backward, next_sequence_number, storage_id
+from lowtide._torch.backward import around_checkpoints, in_backward
 from lowtide._torch.device_timing import now_ms
+from lowtide._torch.nodes import next_sequence_number
+from lowtide._torch.tensors import storage_id
 from lowtide.profiler import address_checks as addresses
 from lowtide.profiler import fsdp_units as sharding
 from lowtide.profiler import partial_reads as readers

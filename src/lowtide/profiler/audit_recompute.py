@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import parts_of, sequence_number, storage_id
 from lowtide._torch.device_timing import now_ms
+from lowtide._torch.nodes import sequence_number
+from lowtide._torch.tensors import parts_of, storage_id
 from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
 from lowtide.profiler.fsdp_units import Homes

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowtide._torch import around_checkpoints
+from lowtide._torch.backward import around_checkpoints
 from lowtide.planner.planning import smallest_peak
 from lowtide.planner.records import CHECKPOINTED
 from lowtide.profiler.repeated_blocks import repeated_blocks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch import WeakStorage, storage_id
+from lowtide._torch.tensors import WeakStorage, storage_id
 from lowtide.errors import RehearsalError
 from lowtide.profiler.preconditions import NESTED
 

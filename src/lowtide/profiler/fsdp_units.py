@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch import ShardGroup, n_collectives, parts_by_itself, shard_groups
+from lowtide._torch.distributed import n_collectives
+from lowtide._torch.fsdp import ShardGroup, parts_by_itself, shard_groups
 from lowtide.runtime.fsdp_scopes import units
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from lowtide._torch import TorchDispatchMode, anything_compiled, packet_of
+from lowtide._torch.compiled_code import anything_compiled
 from lowtide._torch.device_timing import now_ms
+from lowtide._torch.modes import TorchDispatchMode
+from lowtide._torch.nodes import packet_of
 from lowtide.profiler.drafts import ValueDraft
 from lowtide.runtime.advance import Advance, result_node
 from lowtide.runtime.replay import Frame

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
-from lowtide._torch import parts_of
+from lowtide._torch.tensors import parts_of
 from lowtide.memory.events import Free
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import place_of

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import Convolution, is_compiled
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.modules import Convolution
 from lowtide.errors import RehearsalError
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.state.introspection import names_in, users_functions

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lowtide._torch import in_backward
+from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import around_calls, stand_in
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch import is_fake, parts_of
+from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.tensors import parts_of
 from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import ASIDE
 from lowtide.runtime import saved_values as values

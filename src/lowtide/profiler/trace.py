@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide._torch import backward_number, in_compiled_backward, parts_of, running_node_number
+from lowtide._torch.backward import backward_number, running_node_number
+from lowtide._torch.compiled_code import in_compiled_backward
 from lowtide._torch.patching import of_this_thread
+from lowtide._torch.tensors import parts_of
 from lowtide.planner.records import Decisions
 from lowtide.profiler.address_checks import nodes_at
 from lowtide.profiler.differing_modules import CallShape

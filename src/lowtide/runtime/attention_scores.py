@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lowtide._torch import output_metadata, sequence_number
+from lowtide._torch.nodes import output_metadata, sequence_number
 from lowtide.runtime.operand_capture import Place, here
 from lowtide.runtime.recipes import Recipe
 from lowtide.runtime.recompute import Remake

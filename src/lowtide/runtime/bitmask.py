@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lowtide._torch import base_of, is_fake, is_plain
+from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.tensors import base_of, is_plain
 from lowtide.planner.address_nodes import MASK
 from lowtide.runtime.recipes import CannotRemake, Recipe, TooSmall
 

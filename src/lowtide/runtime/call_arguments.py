@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import SUPPORTED_NODES
+from lowtide._torch.pytree import SUPPORTED_NODES
 from lowtide.runtime.view_geometry import producer
 
 if TYPE_CHECKING:

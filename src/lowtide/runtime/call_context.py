@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import as_kind, bytes_of, is_fake, is_plain, storage_id, tree_leaves
+from lowtide._torch.fake_modes import bytes_of, is_fake
+from lowtide._torch.pytree import tree_leaves
+from lowtide._torch.tensors import as_kind, is_plain, storage_id
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.module_attributes import Attributes

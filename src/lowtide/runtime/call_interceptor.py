@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch import CALL, is_compiled, is_tracing, without_function_mode
+from lowtide._torch.backward import is_tracing
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import Reach
 from lowtide.runtime.class_calls import past_fronts, stand_in_calls
 from lowtide.runtime.module_changes import AsPlanned

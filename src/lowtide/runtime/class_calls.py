@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide._torch import CALL, own_call
+from lowtide._torch.modules import CALL, own_call
 from lowtide._torch.patching import original, stand_in
 
 _ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}

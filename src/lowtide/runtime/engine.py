@@ -16,15 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from lowtide._torch import (
-    CALL,
-    hooks_but_in_transforms,
-    in_backward,
-    in_transform,
-    never_compiled,
-    saved_tensor_hooks,
-    without_aside,
-)
+from lowtide._torch.backward import in_backward, in_transform
+from lowtide._torch.compiled_code import never_compiled
+from lowtide._torch.modes import hooks_but_in_transforms, saved_tensor_hooks
+from lowtide._torch.modules import CALL
+from lowtide._torch.privateuse1 import without_aside
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values

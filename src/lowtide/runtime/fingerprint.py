@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lowtide._torch import is_compiled, parts_of, tree_leaves, tree_map
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.pytree import tree_leaves, tree_map
+from lowtide._torch.tensors import parts_of
 from lowtide.errors import StalePlan
 from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Fingerprint, Static

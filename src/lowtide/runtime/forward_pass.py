@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lowtide._torch import saved_tensor_hooks, saved_tensor_hooks_off
+from lowtide._torch.modes import saved_tensor_hooks, saved_tensor_hooks_off
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import left_to_advance
 from lowtide.runtime.offload import Departures

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from lowtide._torch import as_in_backward, shard_groups
+from lowtide._torch.fsdp import as_in_backward, shard_groups
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

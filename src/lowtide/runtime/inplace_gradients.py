@@ -31,8 +31,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from lowtide import _torch
+from lowtide._torch.backward import ENGINE, in_backward, in_forward_mode, running_node, running_node_name
+from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
+from lowtide._torch.fake_modes import without_modes
+from lowtide._torch.nodes import node_metadata
 from lowtide._torch.patching import stand_in
+from lowtide._torch.privateuse1 import below_autograd, is_dispatched_plainly, is_replaced, put_aside, with_aside
+from lowtide._torch.pytree import tree_leaves
+from lowtide._torch.tensors import is_plain, references
 from lowtide.errors import LowtideError
 from lowtide.runtime.inplace_kernels import OPERATORS, Operator, has_pieces
 from lowtide.utils.removable import Removable
@@ -98,9 +104,9 @@ class InPlace(Removable):
         finally:
             self._n_running -= 1
         graph = _Graph()
-        nodes = [t.grad_fn for t in _torch.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
+        nodes = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
         for node in nodes:
-            _torch.node_metadata(node).setdefault(_Graph, []).append(graph)
+            node_metadata(node).setdefault(_Graph, []).append(graph)
         if not nodes:
             self._unseen.append(graph)
         self._graphs.append(weakref.ref(graph))
@@ -151,27 +157,27 @@ def _attend() -> None:
     global _stop_attending
     with _LOCK:
         if _stop_attending is None:
-            _stop_attending = stand_in(torch.autograd, _torch.ENGINE, functools.partial(functools.partial, _backward))
+            _stop_attending = stand_in(torch.autograd, ENGINE, functools.partial(functools.partial, _backward))
 
 
-@_torch.not_compiled_alone
+@not_compiled_alone
 def _backward(
     run: Callable[..., Any], tensors: Any, gradients: Any, keep_graph: bool, *args: Any, **kwargs: Any
 ) -> Any:
     if not (rulings := _awaiting()):
         return run(tensors, gradients, keep_graph, *args, **kwargs)
     try:
-        with _torch.with_aside():
+        with with_aside():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
     finally:
         _has_passed(rulings, keep_graph)
 
 
-@_torch.never_compiled
+@never_compiled
 def _awaiting() -> list[InPlace]:
     """Those in force that await a backward pass which begins now; one inside of another finds what that did."""
     global _stop_attending
-    if _torch.in_backward():
+    if in_backward():
         return []
     found = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None and ruling.is_awaiting]
     with _LOCK:
@@ -181,7 +187,7 @@ def _awaiting() -> list[InPlace]:
     return found
 
 
-@_torch.never_compiled
+@never_compiled
 def _has_passed(rulings: list[InPlace], keep_graph: bool) -> None:
     for ruling in () if keep_graph else rulings:
         ruling.has_passed()
@@ -212,7 +218,7 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
     """Whether the operator is called by a node of autograd, and something is in force that has its gradient written
     over, if nobody else has it.
     """
-    node = _torch.running_node_name()
+    node = running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
     return wanting(node, args[0].numel() * args[0].element_size()) is not None and _writable(OPERATORS[node], args)
@@ -224,11 +230,11 @@ def _kernel(name: str) -> Callable[..., Any]:
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The last of them is for `references`, and none of them is to have a variable.
         trial = _trial
-        if trial is not None and _torch.running_node() is trial.node:
-            trial.found.append(_torch.references(args))
+        if trial is not None and running_node() is trial.node:
+            trial.found.append(references(args))
         elif (found := _ruling(name, args)) is not None:
             ruling, operator = found
-            with _torch.below_autograd():
+            with below_autograd():
                 return ruling.run(operator, past, args[:-1], kwargs)
         return on(*args[:-1], **kwargs)
 
@@ -239,14 +245,14 @@ def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None
     """What is in force, and as what, if it wants the first of the arguments to be written over and that can be done."""
     if not _IN_FORCE or args[0].numel() * args[0].element_size() < MIN_BYTES:
         return None
-    node = _torch.running_node_name()
+    node = running_node_name()
     if node not in OPERATORS or OPERATORS[node].name != name:
         return None
     found, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
-    if found is None or _torch.references(args) != _COUNTS.get(device, {}).get(node):
+    if found is None or references(args) != _COUNTS.get(device, {}).get(node):
         return None
-    if not _torch.is_dispatched_plainly(args[0]) or _torch.is_replaced(name, device.upper()):
+    if not is_dispatched_plainly(args[0]) or is_replaced(name, device.upper()):
         return None
     return (found, operator) if _writable(operator, args[:-1]) else None
 
@@ -256,7 +262,7 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
     memory is nobody else's.
     """
     gradient, saved = args[0], args[operator.like]
-    if not all(_torch.is_plain(each) for each in args if isinstance(each, Tensor)):
+    if not all(is_plain(each) for each in args if isinstance(each, Tensor)):
         return False
     storage = gradient.untyped_storage()
     return (
@@ -265,7 +271,7 @@ def _writable(operator: Operator, args: Sequence[Any]) -> bool:
         and not (gradient.device.type == "cpu" and storage.is_shared())
         and not (gradient.requires_grad or gradient.is_inference())
         and not torch.is_grad_enabled()
-        and not _torch.in_forward_mode()
+        and not in_forward_mode()
         and all(each == gradient.dtype for each in (saved.dtype, *args) if isinstance(each, torch.dtype))
         and gradient.shape == saved.shape
         and gradient.stride() == saved.stride()
@@ -318,13 +324,13 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
             _put_aside()
             found = {}
             with (
-                _torch.without_modes(),
-                _torch.with_aside(),
+                without_modes(),
+                with_aside(),
                 torch.autocast(device, enabled=False),
                 torch.enable_grad(),
             ):
                 for operator in OPERATORS.values():
-                    if _torch.is_replaced(operator.name, device.upper()):  # by somebody else, whose turn it is
+                    if is_replaced(operator.name, device.upper()):  # by somebody else, whose turn it is
                         continue
                     alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
                     if alone is not None and shared is not None and alone != shared:
@@ -336,7 +342,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
 def _put_aside() -> None:
     """Our kernels are where torch looks for them in a backward pass that is awaited, and nowhere else."""
     if not _libraries:
-        _libraries.append(_torch.put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}))
+        _libraries.append(put_aside({name: _kernel(name) for name in {o.name for o in OPERATORS.values()}}))
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lowtide._torch import CALL
+from lowtide._torch.modules import CALL
 from lowtide.runtime.call_arguments import ATOMS
 
 LARGEST: Final = 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lowtide._torch import GLOBAL_FORWARD_HOOKS
+from lowtide._torch.modules import GLOBAL_FORWARD_HOOKS
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide._torch import GLOBAL_FORWARD_HOOKS
+from lowtide._torch.modules import GLOBAL_FORWARD_HOOKS
 
 Table = dict[int, Callable[..., Any]]
 

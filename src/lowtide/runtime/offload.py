@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide._torch import backward_number, is_plain, storage_id
+from lowtide._torch.backward import backward_number
+from lowtide._torch.tensors import is_plain, storage_id
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.saved_values import Value, changed_in_place
 

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch import is_plain, next_sequence_number, node_metadata
+from lowtide._torch.nodes import next_sequence_number, node_metadata
+from lowtide._torch.tensors import is_plain
 from lowtide.runtime.recipes import RECIPES
 
 if TYPE_CHECKING:

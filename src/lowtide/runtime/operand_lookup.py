@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import SAVED, output_metadata, saved_slot
+from lowtide._torch.nodes import SAVED, output_metadata, saved_slot
 from lowtide.runtime.attention_scores import added_to_scores
 from lowtide.runtime.operand_capture import Number, Place, noted
 from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRemake, Recipe

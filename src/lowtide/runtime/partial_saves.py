@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lowtide._torch import SAVED, has_yet_to_save, is_plain
+from lowtide._torch.nodes import SAVED, has_yet_to_save
+from lowtide._torch.tensors import is_plain
 from lowtide.planner.address_nodes import MASK, SHAPE, SIGNS
 from lowtide.runtime.bitmask import FROM_BITS, bits_of, signs_of
 from lowtide.runtime.recipes import CannotRemake, Recipe

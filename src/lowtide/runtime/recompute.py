@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import accelerator_type, any_autocast, base_of, has_one_owner, is_fake, set_version
+from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.modes import accelerator_type, any_autocast
+from lowtide._torch.tensors import base_of, has_one_owner, set_version
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.fsdp_scopes import check_is_whole
 from lowtide.runtime.recipes import OUT, Recipe

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch import is_plain, output_metadata
+from lowtide._torch.nodes import output_metadata
+from lowtide._torch.tensors import is_plain
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import Number
 from lowtide.runtime.operand_lookup import NodeSource

@@ -20,14 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch import (
-    base_of,
-    hooks_but_in_transforms,
-    never_compiled,
-    next_sequence_number,
-    storage_id,
-    without_aside,
-)
+from lowtide._torch.compiled_code import never_compiled
+from lowtide._torch.modes import hooks_but_in_transforms
+from lowtide._torch.nodes import next_sequence_number
+from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.tensors import base_of, storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime import saved_values as values

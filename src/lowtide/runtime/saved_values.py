@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from lowtide._torch import backward_number, never_compiled, node_metadata, saved_slot
+from lowtide._torch.backward import backward_number
+from lowtide._torch.compiled_code import never_compiled
+from lowtide._torch.nodes import node_metadata, saved_slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

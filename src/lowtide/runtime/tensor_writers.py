@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch import in_backward, storage_id
+from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import stand_in
+from lowtide._torch.tensors import storage_id
 from lowtide.runtime.recipes import CannotRemake
 from lowtide.runtime.saved_values import Value, changed_in_place, rootless
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch import base_of, is_plain
+from lowtide._torch.tensors import base_of, is_plain
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide import _torch
+from lowtide._torch.modes import saved_tensor_hooks
+from lowtide._torch.tensors import storage_id
 from lowtide.errors import LowtideError
 from lowtide.estimator.cuda.deferred_placement import AskedForCuda
 from lowtide.estimator.cuda.placement import is_given
@@ -102,7 +103,7 @@ class Foreseeing(Crew):
         elif not optimizers_at_hand():
             self._next_pass(batch)
         self._model = model
-        self._data = {id(p): _torch.storage_id(p) for p in model.parameters()}
+        self._data = {id(p): storage_id(p) for p in model.parameters()}
         self._rehearsal.answers.written.clear()
 
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
@@ -144,7 +145,7 @@ class Foreseeing(Crew):
 
     def _may_enter(self, batch: Any) -> bool:
         """Return False in a checkpoint or a graph from inputs on that has begun without a card: it has to end so."""
-        return _torch.saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
+        return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
 
     def finish(self) -> None:
         """The script has ended; without an optimizer it was passes alone that were rehearsed."""
@@ -239,7 +240,7 @@ class Foreseeing(Crew):
             return False
         if any(held_by(optimizer) & mine for optimizer in optimizers_at_hand()):
             return False
-        before, self._data = self._data, {id(p): _torch.storage_id(p) for p in model.parameters()}
+        before, self._data = self._data, {id(p): storage_id(p) for p in model.parameters()}
         written = {*self._data.values()} & self.answers.written
         self.answers.written.clear()
         is_updated = bool(written) or (bool(before) and before != self._data)

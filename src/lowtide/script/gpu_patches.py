@@ -12,7 +12,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from lowtide import _torch
+from lowtide._torch.backward import ENGINE
+from lowtide._torch.fake_modes import function_modes_in_backward
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.redirect import cuda_is_there
@@ -50,7 +51,7 @@ def cuda_for_a_script(card: Card, crew: Foreseeing) -> Iterator[None]:
         return (lambda model: model) if model is None else model
 
     importlib.import_module("torch._dynamo")  # see `cuda_is_there`
-    run = getattr(torch.autograd, _torch.ENGINE)
+    run = getattr(torch.autograd, ENGINE)
 
     def runs_back(*args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
@@ -63,7 +64,7 @@ def cuda_for_a_script(card: Card, crew: Foreseeing) -> Iterator[None]:
 
     checkpoint = torch.utils.checkpoint.checkpoint
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(torch.autograd, _torch.ENGINE, runs_back))
+        stack.enter_context(patch.object(torch.autograd, ENGINE, runs_back))
         stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
         for owner, name, function in groups.stand_ins():
@@ -72,5 +73,5 @@ def cuda_for_a_script(card: Card, crew: Foreseeing) -> Iterator[None]:
         if not torch.cuda.is_available():
             usage = Usage(crew.asked, AllocatorConfig.from_environment())
             stack.enter_context(cuda_is_there(card, crew.asked, usage))
-            stack.enter_context(_torch.function_modes_in_backward())
+            stack.enter_context(function_modes_in_backward())
         yield

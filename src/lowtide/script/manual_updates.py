@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from lowtide._torch import is_fake, parts_of
+from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.tensors import parts_of
 from lowtide.errors import RehearsalError
 from lowtide.script.composite_model import name_of
 

@@ -27,7 +27,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide._torch import in_backward, in_transform, is_tracing, never_compiled, not_compiled_alone
+from lowtide._torch.backward import in_backward, in_transform, is_tracing
+from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, stand_in
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.class_calls import class_of_call

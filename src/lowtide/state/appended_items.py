@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lowtide._torch import sequence_number
+from lowtide._torch.nodes import sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch import (
-    ShardGroup,
-    awaits_first_backward,
-    forget_step,
-    has_new_buckets,
-    n_collectives,
-    shard_groups,
-    sum_over_processes,
-)
+from lowtide._torch.distributed import awaits_first_backward, has_new_buckets, n_collectives
+from lowtide._torch.fsdp import ShardGroup, forget_step, shard_groups, sum_over_processes
 from lowtide.errors import RehearsalError
 from lowtide.runtime.fsdp_scopes import units
 

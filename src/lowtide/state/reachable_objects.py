@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lowtide._torch import CALL, is_fake, is_plain
+from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.modules import CALL
+from lowtide._torch.tensors import is_plain
 from lowtide.state.bindings import Cell, Empty, Entries, Items, Loose, OfClass, Places, Slots, Variables, kind_of
 from lowtide.state.introspection import is_opaque, is_users, names_in, variables
 from lowtide.state.observed_changes import Watched, is_left_alone

@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lowtide._torch import scaler_stages, set_scaler_stages
+from lowtide._torch.optim import scaler_stages, set_scaler_stages
 from lowtide.memory.entry_storages import set_aside
 from lowtide.state.bindings import kind_of
 from lowtide.state.introspection import Named, is_opaque, is_users, variables

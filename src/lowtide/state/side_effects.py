@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from lowtide._torch import as_written, bytes_of, is_plain
+from lowtide._torch.fake_modes import as_written, bytes_of
+from lowtide._torch.tensors import is_plain
 from lowtide.state.bindings import Cell, Variables
 from lowtide.state.introspection import is_users, variables
 from lowtide.state.reachable_state import Reached, is_torchs

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch import parts_of
 from lowtide._torch.patching import of_this_thread
+from lowtide._torch.tensors import parts_of
 from lowtide.memory.entry_storages import set_aside
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.state.step_snapshot import RandomState

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch import is_plain, parts_of
 from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import of_this_thread
+from lowtide._torch.tensors import is_plain, parts_of
 from lowtide.memory.entry_storages import set_aside
 from lowtide.runtime.fingerprint import place_of, tensors_in
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide import _torch
+from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.graph import Graph, Node, graph
 from lowtide.diagnostics.graph.graph_records import unique_bytes
 from lowtide.errors import LowtideError
@@ -77,7 +77,7 @@ def test_bytes_are_those_of_unique_storages_with_parameters_apart() -> None:
 def test_what_is_held_is_what_dropping_the_loss_frees(name: str) -> None:
     """To the byte, for the allocator: the graph, less the batch that it shares with us, and the loss itself."""
     case = build(name)
-    ours = {_torch.storage_id(tensor) for tensor in case.batch.values()}
+    ours = {storage_id(tensor) for tensor in case.batch.values()}
     with lowtide.measure(case.model):
         loss = case.model(**case.batch).loss
         found = graph(loss, model=case.model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lowtide
 from comparing import equal
 from conftest import RunPython
-from lowtide import _torch
+from lowtide._torch.backward import ENGINE
 from lowtide.errors import LowtideError
 from parts import COMPILED
 
@@ -124,7 +124,7 @@ def test_training_is_the_same_bit_by_bit(model: nn.Module) -> None:
 def test_torch_is_left_as_it_was(model: nn.Module) -> None:
     def now() -> tuple[object, ...]:
         hooks = nn.modules.module
-        engine = getattr(torch.autograd, _torch.ENGINE)
+        engine = getattr(torch.autograd, ENGINE)
         tables = len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)
         return engine, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, *tables
 
@@ -135,10 +135,10 @@ def test_torch_is_left_as_it_was(model: nn.Module) -> None:
 
 
 def test_torch_is_left_as_it_was_by_a_loop_that_raises(model: nn.Module) -> None:
-    engine = getattr(torch.autograd, _torch.ENGINE)
+    engine = getattr(torch.autograd, ENGINE)
     with pytest.raises(RuntimeError), lowtide.watch(model):
         model(torch.ones(3, 3))
-    assert getattr(torch.autograd, _torch.ENGINE) is engine
+    assert getattr(torch.autograd, ENGINE) is engine
 
 
 def test_one_watch_at_a_time(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch import tree_structure
+from lowtide._torch.pytree import tree_structure
 from lowtide.errors import RehearsalError
 from lowtide.runtime.call_shapes import Shapes, have_one_form, shapes_of, within
 from lowtide.runtime.engine import Engine

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
 
-from lowtide import _torch
 from lowtide._torch.autograd_graph import producer
+from lowtide._torch.backward import ACCUMULATE_GRAD
+from lowtide._torch.nodes import node_metadata, output_metadata, sequence_number
+from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.graph.graph_records import Graph, Node, Value
 from lowtide.diagnostics.graph.saved_tensors import Saved, arguments, output_index, saved_by, shape_of
 
@@ -34,7 +36,7 @@ class Walk:
         self._names = {_place(tensor): name for name, tensor in reversed(list(names.items()))}
         self._found = self._find()
         leaves = [variable_of(function) for function in self._found if is_leaf(function)]
-        self._parameters = frozenset(_torch.storage_id(tensor) for tensor in (*leaves, *others)) - {0}
+        self._parameters = frozenset(storage_id(tensor) for tensor in (*leaves, *others)) - {0}
         self._nodes: dict[Function, Node] = {}
         self._values: dict[Key, Value] = {}
 
@@ -69,14 +71,14 @@ class Walk:
             for upstream in needs:
                 consumers[upstream].append(function)
             if not needs:
-                heapq.heappush(ready, (_torch.sequence_number(function), number, function))
+                heapq.heappush(ready, (sequence_number(function), number, function))
         while ready:
             function = heapq.heappop(ready)[2]
             yield function
             for consumer in consumers[function]:
                 waiting[consumer] -= 1
                 if not waiting[consumer]:
-                    heapq.heappush(ready, (_torch.sequence_number(consumer), self._found[consumer], consumer))
+                    heapq.heappush(ready, (sequence_number(consumer), self._found[consumer], consumer))
 
     def _record(self, function: Function) -> Node:
         edges = [None if up is None else self._output(up, output) for up, output in function.next_functions]
@@ -155,7 +157,7 @@ class Walk:
 
 def is_leaf(function: Function) -> bool:
     """Whether this is where a leaf's gradient is gathered, and no computation."""
-    return function.name() == _torch.ACCUMULATE_GRAD
+    return function.name() == ACCUMULATE_GRAD
 
 
 def variable_of(function: Function) -> Tensor:
@@ -170,7 +172,7 @@ def _argument_names(node_name: str, count: int) -> tuple[str, ...]:
 
 def _place(tensor: Tensor) -> Key:
     """Where a tensor is in memory, and its geometry there."""
-    storage = _torch.storage_id(tensor)
+    storage = storage_id(tensor)
     if not storage or tensor.is_nested:
         return (id(tensor),)
     return (storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
@@ -183,7 +185,7 @@ def _looks(tensor: Tensor) -> dict[str, Any]:
 def _recorded(function: Function, output: int) -> dict[str, Any]:
     """Shape and dtype of a node's output, as autograd recorded them."""
     try:
-        metadata = _torch.output_metadata(function, output)
+        metadata = output_metadata(function, output)
         return {"shape": tuple(metadata.shape), "dtype": str(metadata.dtype).removeprefix("torch.")}
     except (AttributeError, IndexError, RuntimeError, TypeError):  # an output that was never used, nested tensors
         return {}
@@ -194,6 +196,6 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def _line_of(function: Function) -> str:
     """The last frame outside of torch that anomaly detection noted."""
-    frames = [match for text in _torch.node_metadata(function).get("traceback_", ()) for match in _FRAME.finditer(text)]
+    frames = [match for text in node_metadata(function).get("traceback_", ()) for match in _FRAME.finditer(text)]
     outside = [f for f in frames if "torch" not in PurePath(f[1]).parts] or frames
     return f"{PurePath(outside[-1][1]).name}:{outside[-1][2]}" if outside else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide import _torch
+from lowtide._torch.nodes import saved_slots
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Value:
             if not slot_name:
                 found: Tensor | None = getattr(function, "variable", None)
                 return found
-            for name, slot in _torch.saved_slots(function):
+            for name, slot in saved_slots(function):
                 if name == slot_name and slot.unpack_hook is None and slot.data is not None:
                     data: Tensor = slot.data
                     return data

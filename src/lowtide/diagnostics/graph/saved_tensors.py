@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowtide import _torch
-from lowtide._torch import tree_leaves
+from lowtide._torch.nodes import saved_slots
+from lowtide._torch.operators import tensor_arguments
+from lowtide._torch.pytree import tree_leaves
+from lowtide._torch.tensors import base_of, parts_of, storage_id
 from lowtide.diagnostics.graph.graph_records import Kept
 from lowtide.runtime.saved_values import Handle
 
@@ -31,8 +33,8 @@ class Saved:
     packed: str = ""
 
     def kept(self, parameters: frozenset[int]) -> Kept:
-        storage = _torch.storage_id(self.tensor)
-        base = _torch.base_of(self.tensor)
+        storage = storage_id(self.tensor)
+        base = base_of(self.tensor)
         is_parameter = isinstance(self.tensor if base is None else base, nn.Parameter) or storage in parameters
         return Kept(
             name=self.name,
@@ -47,7 +49,7 @@ class Saved:
 
 def saved_by(function: Function) -> Iterator[Saved]:
     """The tensors that a node of torch keeps: saved ones, packed ones, and attributes of a custom Function's ctx."""
-    for name, slot in _torch.saved_slots(function):
+    for name, slot in saved_slots(function):
         data = slot.data
         if isinstance(data, Tensor) and slot.unpack_hook is None:
             yield Saved(name, data)
@@ -76,7 +78,7 @@ def storage_bytes(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
-        return sum(part.untyped_storage().nbytes() for part in _torch.parts_of(tensor) if part is not tensor)
+        return sum(part.untyped_storage().nbytes() for part in parts_of(tensor) if part is not tensor)
 
 
 _RESULT = re.compile(r"(?:result|output|out)(\d*)")
@@ -95,4 +97,4 @@ def arguments(node_name: str) -> tuple[tuple[str, ...], ...]:
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", camel).lower()
     if not _ATTRIBUTES.fullmatch(snake):  # custom Functions and nodes of C++ may have any name
         return ()
-    return (*_torch.tensor_arguments(snake), *_torch.tensor_arguments(f"_{snake}"))
+    return (*tensor_arguments(snake), *tensor_arguments(f"_{snake}"))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lowtide import _torch
+from lowtide._torch.nodes import next_sequence_number, node_metadata, sequence_number
+from lowtide._torch.tensors import storage_id, storage_number
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -155,19 +156,19 @@ class Calls:
         if stats is None:
             stats = self.stats[key] = Stats(site, type(model).__name__)
         stats.n_calls += 1
-        self.last = Call(self.n_calls, step, stats, _torch.next_sequence_number())
+        self.last = Call(self.n_calls, step, stats, next_sequence_number())
         return self.last
 
     def end(self, call: Call, output: Any) -> list[Node]:
         """The call gave `output`. Gives the nodes of its graph that outputs hang on."""
-        call.stop = _torch.next_sequence_number()
+        call.stop = next_sequence_number()
         nodes: list[Node] = []
         for tensor in tensors_in(output):
             call.outputs.append(weakref.ref(tensor))
-            if _torch.storage_id(tensor):
+            if storage_id(tensor):
                 call.memory.append(weakref.ref(tensor.untyped_storage()))
             node = tensor.grad_fn
-            if node is not None and call.first <= _torch.sequence_number(node) < call.stop:
+            if node is not None and call.first <= sequence_number(node) < call.stop:
                 nodes.append(node)
                 self.mark(call, node)
         if nodes:
@@ -180,7 +181,7 @@ class Calls:
 
     def mark(self, call: Call, node: Node, *, is_output: bool = True) -> None:
         """Learn when backward comes to `node`, and when the node is gone."""
-        metadata = _torch.node_metadata(node)
+        metadata = node_metadata(node)
         if _MARK in metadata:
             return
         metadata[_MARK] = mark = _Mark(call)
@@ -199,7 +200,7 @@ class Calls:
         for call in self.alive.values():
             for reference in call.memory:
                 storage = reference()
-                if storage is not None and (number := _torch.storage_number(storage)) in storages:
+                if storage is not None and (number := storage_number(storage)) in storages:
                     found.setdefault(number, call)
         return found
 
@@ -248,12 +249,12 @@ class _Prehook:
 
 def mark_root(node: Node, backward: Backward) -> None:
     """Note on the node that a backward pass starts there; the note lives and dies with the node."""
-    _torch.node_metadata(node).setdefault(_ROOT, []).append(backward)
+    node_metadata(node).setdefault(_ROOT, []).append(backward)
 
 
 def roots_among(nodes: Iterable[Node]) -> list[Backward]:
     """The backward passes that started at one of these nodes."""
-    return [backward for node in nodes for backward in _torch.node_metadata(node).get(_ROOT, ())]
+    return [backward for node in nodes for backward in node_metadata(node).get(_ROOT, ())]
 
 
 def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide import _torch
+from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.patching import TOLD_CODE, around_calls, stand_in
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
@@ -40,7 +40,7 @@ class Events:
         step = register_optimizer_step_post_hook(self._stepped)
         self._undo = [step.remove, around_calls(self._watch.forward_begins, self._watch.forward_ends)]
         self._undo += [
-            stand_in(torch.autograd, _torch.ENGINE, self._engine),
+            stand_in(torch.autograd, ENGINE, self._engine),
             stand_in(Optimizer, "zero_grad", self._zero_grad),
             stand_in(nn.Module, "zero_grad", self._zero_grad),
         ]
@@ -70,7 +70,7 @@ class Events:
         watch = self._watch
 
         def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if _torch.in_backward():
+            if in_backward():
                 return original(outputs, *args, **kwargs)
             retain, create, inputs = (*args, None, None, None, None)[1:4]
             watch.backward_begins(outputs, bool(retain), bool(create), bool(inputs))

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lowtide import _torch
+from lowtide._torch.nodes import sequence_number
+from lowtide._torch.tensors import held_by_python, storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call, Calls, Steps, roots_among
 from lowtide.diagnostics.leaks.live_tensors import Heap, Known, arrays_over, storage_bytes
 from lowtide.diagnostics.leaks.referrers import RANK, Holder, Search
@@ -85,14 +86,12 @@ def inspect(view: View, heap: Heap) -> list[Survivor]:
     """Everything that survived, largest first. Much that is small may have one holder, so nothing is too small here."""
     excused = heap.standing | {0}
     tensors = heap.tensors
-    held = [index for index in range(len(tensors)) if _torch.held_by_python(tensors, index, 1)]  # 1: by the list
+    held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: by the list
     gradients = [(i, t.grad) for i, t in enumerate(tensors) if t.is_leaf and t.grad is not None]
     graphs = graphs_of(tensors, held, gradients, new_from=view.new_from)
     in_graphs = {index for graph in graphs if graph.unfreed for index in graph.tensors}
     plain = {
-        number
-        for index in held
-        if index not in in_graphs and (number := _torch.storage_id(tensors[index])) not in excused
+        number for index in held if index not in in_graphs and (number := storage_id(tensors[index])) not in excused
     }
     of_user = {n for n in plain | set(view.inputs) if (since := view.known.since(n)) is not None and since == 0}
     survivors = []
@@ -101,11 +100,11 @@ def inspect(view: View, heap: Heap) -> list[Survivor]:
             continue
         survivor = _of_graph(graph, view, heap, excused | of_user | view.inputs)
         holding = [index for index in graph.tensors if _matters(index, graph, survivor, heap)]
-        given = [index for index in holding if _torch.storage_id(tensors[index]) in view.inputs]
+        given = [index for index in holding if storage_id(tensors[index]) in view.inputs]
         survivors.append((survivor, given + [index for index in holding if index not in given]))
     by_storage: dict[int, list[int]] = {}
     for index in held:
-        number = _torch.storage_id(tensors[index])
+        number = storage_id(tensors[index])
         if index not in in_graphs and number in plain and number not in of_user and number not in view.inputs:
             by_storage.setdefault(number, []).append(index)
     outputs = view.calls.of_output(set(by_storage))
@@ -125,13 +124,13 @@ def inspect(view: View, heap: Heap) -> list[Survivor]:
 
 def _matters(index: int, graph: Graph, survivor: Survivor, heap: Heap) -> bool:
     """Whether something goes when who holds that tensor lets go: of the graph, or enough memory of its own."""
-    own_bytes = survivor.storages.get(_torch.storage_id(heap.tensors[index]), 0)
+    own_bytes = survivor.storages.get(storage_id(heap.tensors[index]), 0)
     return index in graph.keepers or 20 * own_bytes >= survivor.held_bytes
 
 
 def _of_graph(graph: Graph, view: View, heap: Heap, excused: set[int]) -> Survivor:
     tensors = [heap.tensors[index] for index in graph.tensors]
-    own = {_torch.storage_id(t): storage_bytes(t) for t in tensors}
+    own = {storage_id(t): storage_bytes(t) for t in tensors}
     unfreed = {number: n for number, n in graph.unfreed.items() if number not in excused}
     context = {number: n for number, n in graph.context.items() if number not in excused}
     alive = {**{number: n for number, n in own.items() if number not in excused}, **unfreed, **context}
@@ -147,7 +146,7 @@ def _of_graph(graph: Graph, view: View, heap: Heap, excused: set[int]) -> Surviv
         backwards=list(backwards.values()),
         has_graph=True,
         is_scalar=bool(graph.tensors) and heap.tensors[graph.tensors[0]].numel() == 1,
-        is_input=any(_torch.storage_id(t) in view.inputs for t in tensors),
+        is_input=any(storage_id(t) in view.inputs for t in tensors),
         born=min(view.steps.of(number) for number in numbers),
         storages=alive,
         n_tensors=len(tensors),
@@ -161,7 +160,7 @@ def _of_storage(number: int, indices: list[int], output_of: Call | None, view: V
     n_bytes = storage_bytes(tensors[0])
     shown_bytes = sum(t.numel() * t.element_size() for t in tensors)
     call = output_of
-    made = [_torch.sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
+    made = [sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
     if call is None and made:  # its graph is freed, and tells where it is from
         call = next(iter(view.calls.between(min(made), max(made))), None)
     since = view.known.since(number)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import FakeTensor
+from lowtide._torch.tensors import storage_id
 
 _KINDS: dict[type, str] = {}  # of a class: "tensor", "module", "optimizer" or ""
 
@@ -20,7 +21,7 @@ def _kind(cls: type) -> str:
     kind = _KINDS.get(cls)
     if kind is None:
         if issubclass(cls, Tensor):
-            kind = "tensor" if not issubclass(cls, _torch.FakeTensor) else ""
+            kind = "tensor" if not issubclass(cls, FakeTensor) else ""
         else:
             kind = "module" if issubclass(cls, nn.Module) else "optimizer" if issubclass(cls, Optimizer) else ""
         if len(_KINDS) < 100_000:
@@ -92,9 +93,9 @@ class Heap:
     def _stand(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self.standing.add(_torch.storage_id(tensor))
+                self.standing.add(storage_id(tensor))
                 if tensor.is_leaf and tensor.grad is not None:
-                    self.standing.add(_torch.storage_id(tensor.grad))
+                    self.standing.add(storage_id(tensor.grad))
 
 
 class Known:
@@ -107,7 +108,7 @@ class Known:
         """These exist at time `when`."""
         self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
         for tensor in tensors:
-            number = _torch.storage_id(tensor)
+            number = storage_id(tensor)
             if number and number not in self._seen:
                 self._seen[number] = (weakref.ref(tensor.untyped_storage()), when)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lowtide import _torch
+from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import Backward
 from lowtide.diagnostics.leaks.finding_log import Ledger
 from lowtide.diagnostics.leaks.inspection import View, module_names
@@ -39,7 +39,7 @@ def say_outputs_alive(view: View, roots: list[Node], backward: Backward, ledger:
     heap = Heap()
     for call, output in large:
         tensor = output()
-        if tensor is None or _torch.storage_id(tensor) in {*saved, *context, *heap.standing}:
+        if tensor is None or storage_id(tensor) in {*saved, *context, *heap.standing}:
             continue
         for holder in _holders(view, heap, tensor):
             if holder.kind == "variable":
@@ -68,8 +68,8 @@ def say_twins(view: View, heap: Heap, inputs: Iterable[Tensor], ledger: Ledger) 
         if type(other) is not Tensor or other.requires_grad or storage_bytes(other) < view.least_bytes:
             continue
         for tensor in shapes.get(tuple(other.shape), ()):
-            number = _torch.storage_id(other)
-            if number == _torch.storage_id(tensor) or number in heap.standing or view.known.since(number) == 0:
+            number = storage_id(other)
+            if number == storage_id(tensor) or number in heap.standing or view.known.since(number) == 0:
                 continue
             if other.device == tensor.device and torch.equal(other.to(tensor.dtype), tensor):
                 for holder in _holders(view, heap, other)[:1]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide import _torch
 from lowtide._torch.autograd_graph import nodes_from, producer
+from lowtide._torch.nodes import raw_saved, sequence_number
+from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ class Graph:
 def computed_by(tensor: Tensor) -> Node | None:
     """The node that computed a tensor, if any did."""
     node = producer(tensor)
-    return node if node is not None and _torch.sequence_number(node) < _LEAF_NUMBERS else None
+    return node if node is not None and sequence_number(node) < _LEAF_NUMBERS else None
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """All nodes that these lead to, themselves included; without those that gather the gradients of leaves."""
-    return [node for node in nodes_from(nodes) if _torch.sequence_number(node) < _LEAF_NUMBERS]
+    return [node for node in nodes_from(nodes) if sequence_number(node) < _LEAF_NUMBERS]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
@@ -56,18 +57,18 @@ def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:
-        for kept in _torch.raw_saved(node):
+        for kept in raw_saved(node):
             if isinstance(kept, Tensor):
-                saved[_torch.storage_id(kept)] = storage_bytes(kept)
+                saved[storage_id(kept)] = storage_bytes(kept)
         for kept in _attributes(node):
-            context[_torch.storage_id(kept)] = storage_bytes(kept)
+            context[storage_id(kept)] = storage_bytes(kept)
     return saved, context
 
 
 def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
     """Storage -> bytes of what these nodes keep in any way, less the memory of other tensors."""
     saved, context = kept_by(nodes)
-    excused = {_torch.storage_id(tensor) for group in others for tensor in group}
+    excused = {storage_id(tensor) for group in others for tensor in group}
     return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}
 
 
@@ -96,7 +97,7 @@ def graphs_of(
         owner[root] = number
         while pending:
             for upstream, _ in pending.pop().next_functions:
-                if upstream is None or _torch.sequence_number(upstream) >= _LEAF_NUMBERS:
+                if upstream is None or sequence_number(upstream) >= _LEAF_NUMBERS:
                     continue
                 if upstream not in owner:
                     owner[upstream] = number
@@ -115,7 +116,7 @@ def graphs_of(
         else:
             ends.setdefault(key, []).append((index, root))
     for key, graph in graphs.items():
-        graph.numbers = [n for node in graph.nodes if (n := _torch.sequence_number(node)) < _LEAF_NUMBERS]
+        graph.numbers = [n for node in graph.nodes if (n := sequence_number(node)) < _LEAF_NUMBERS]
         if graph.numbers:
             keeping = set()
             for node in graph.nodes:
@@ -124,7 +125,7 @@ def graphs_of(
                 graph.context |= context
                 if saved or context:
                     keeping.add(node)
-            newest_first = sorted(ends.get(key, []), key=lambda end: -_torch.sequence_number(end[1]))
+            newest_first = sorted(ends.get(key, []), key=lambda end: -sequence_number(end[1]))
             graph.tensors = [index for index, _ in newest_first]
             graph.keepers = _leading_to(keeping, newest_first)
     return [graph for graph in graphs.values() if graph.numbers and min(graph.numbers) < new_from]

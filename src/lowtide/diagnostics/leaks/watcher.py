@@ -15,7 +15,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lowtide import _torch
+from lowtide._torch.backward import in_backward
+from lowtide._torch.nodes import next_sequence_number, sequence_number
+from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call, Calls, Steps, mark_root, tensors_in
 from lowtide.diagnostics.leaks.call_site import calling_site
 from lowtide.diagnostics.leaks.event_sources import Events
@@ -139,7 +141,7 @@ class Watch:
         """A module is called."""
         if self._root is not None:
             self._nested += id(module) == self._root
-        elif not _torch.in_backward() and not torch.compiler.is_compiling():
+        elif not in_backward() and not torch.compiler.is_compiling():
             self._root = id(module)
             self._guarded(lambda: self._begin_call(module))
 
@@ -168,7 +170,7 @@ class Watch:
 
     def optimizer_stepped(self) -> None:
         """An optimizer has updated its parameters."""
-        self._boundaries.stepped(_torch.next_sequence_number())
+        self._boundaries.stepped(next_sequence_number())
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
         """`zero_grad` is about to run."""
@@ -204,7 +206,7 @@ class Watch:
             self._boundaries.called(site.key)
             if sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
                 self._n_exceptions += 1
-                self._inspect(_torch.next_sequence_number(), only=lambda s: s.is_by_exception)
+                self._inspect(next_sequence_number(), only=lambda s: s.is_by_exception)
         self._call = self._calls.begin(site, module, self._steps.now)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
@@ -213,8 +215,8 @@ class Watch:
         if not nodes or stats.n_measured >= _MEASURED_CALLS:
             return
         stats.n_measured += 1
-        inside = [n for n in computing(nodes) if call.first <= _torch.sequence_number(n) < call.stop]
-        self._calls.mark(call, min(inside, key=_torch.sequence_number), is_output=False)
+        inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
+        self._calls.mark(call, min(inside, key=sequence_number), is_output=False)
         kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), self._events.arguments())
         call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
@@ -229,7 +231,7 @@ class Watch:
         if waiting:
             ours = {call.number for call in waiting}
             self._inspect(
-                _torch.next_sequence_number(),
+                next_sequence_number(),
                 only=lambda s: s.has_graph and not s.backwards and any(call.number in ours for call in s.calls),
             )
 
@@ -262,7 +264,7 @@ class Watch:
             calls=self._calls,
             steps=self._steps,
             known=self._known,
-            inputs=frozenset(_torch.storage_id(t) for t in self._events.arguments() if storage_bytes(t)),
+            inputs=frozenset(storage_id(t) for t in self._events.arguments() if storage_bytes(t)),
             new_from=new_from,
             least_bytes=self._least_bytes,
             last_step=max(1, self._steps.now - self._at_boundary),
@@ -273,7 +275,7 @@ class Watch:
             self._calls.forget_old()
             entries = self._ledger.entries
             self._inspect(  # an output that is left over at the end is in no forward's way
-                _torch.next_sequence_number(),
+                next_sequence_number(),
                 only=lambda s: s.has_graph or (s.holder is not None and s.holder.key in entries),
                 is_later=True,
             )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lowtide import _torch
+from lowtide._torch.cuda_history import snapshot
+from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.graph.saved_tensors import storage_bytes
 from lowtide.diagnostics.oom import host_limits as host
 from lowtide.diagnostics.oom.facts import Facts, Place
@@ -115,11 +116,11 @@ def _evaluated(graphs: list[Alive], model: nn.Module | None) -> list[Alive]:
     """
     if model is None or any(module.training for module in model.modules()):
         return []
-    own = {_torch.storage_id(parameter) for parameter in model.parameters()}
+    own = {storage_id(parameter) for parameter in model.parameters()}
     found = []
     for graph in graphs:
         seen = look(graph.roots, None)
-        through = any(leaf.tensor is not None and _torch.storage_id(leaf.tensor) in own for leaf in seen.leaves)
+        through = any(leaf.tensor is not None and storage_id(leaf.tensor) in own for leaf in seen.leaves)
         if through and seen.held_bytes:
             found.append(graph)
     return found if found and found[-1] is graphs[-1] else []
@@ -146,7 +147,7 @@ def _holders(graphs: list[Alive], model: nn.Module | None, optimizer: Optimizer 
 
     def count(name: str, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            storage = _torch.storage_id(tensor) or id(tensor)
+            storage = storage_id(tensor) or id(tensor)
             if storage not in seen:
                 seen.add(storage)
                 totals[name] += storage_bytes(tensor)
@@ -205,7 +206,7 @@ def _expandable() -> bool | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:
-        settings = _torch.snapshot().get("allocator_settings", {})
+        settings = snapshot().get("allocator_settings", {})
     except RuntimeError:  # another allocator than torch's own
         return None
     found = settings.get("expandable_segments")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lowtide import _torch
+from lowtide._torch.nodes import sequence_number
 from lowtide.diagnostics.graph import Graph
 from lowtide.diagnostics.graph.build_graph import Walk, is_leaf
 from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
@@ -76,7 +76,7 @@ def separate(tensors: Iterable[Tensor]) -> list[Alive]:
                 continue
             group_of[function] = group
             mine = find(group)
-            newest[mine] = max(newest[mine], _torch.sequence_number(function))
+            newest[mine] = max(newest[mine], sequence_number(function))
             pending += [upstream for upstream, _ in function.next_functions if upstream is not None]
 
     members: dict[int, set[Function]] = {}

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import OWN_OPERATORS, is_strided
+from lowtide._torch.tensors import parts_of
 from lowtide.estimator.cpu import embedding_bag as bags
 from lowtide.estimator.cpu.no_scratch_ops import takes_nothing
 from lowtide.estimator.cpu.scratch_trials import Trials
@@ -55,7 +56,7 @@ class Scratch:
             return {0: args[0].numel() * args[0].element_size()}, []
         if func in _BY_CONTENTS:
             self._trials.leave(func, args, kwargs)  # and counted as on trial, where it is tried
-        if func.namespace not in _torch.OWN_OPERATORS:
+        if func.namespace not in OWN_OPERATORS:
             self._trials.leave(func, args, kwargs)  # who knows what it does besides
             return {}, []
         rule = RULES.get(func)
@@ -176,7 +177,7 @@ def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[int] | None:
     """
     factors, result = args[-2:], made[0]
     is_reduced = any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors)
-    if is_reduced or not all(map(_torch.is_strided, factors)):  # for oneDNN, or for sparse matrices
+    if is_reduced or not all(map(is_strided, factors)):  # for oneDNN, or for sparse matrices
         return None
     if result.dim() == 3 and factors[0].shape[2] * result.shape[1] * result.shape[2] < _SMALLEST_OF_BLAS:
         return []
@@ -196,7 +197,7 @@ def blas_reads(factor: Tensor) -> bool:
 
 def _sorted_indices(args: Any, kwargs: Any, made: list[Tensor]) -> list[int]:
     """One number for each element, sorted, with their places and what they are sorted in (SparseTensor.cpp)."""
-    indices, _ = _torch.parts_of(args[0])
+    indices, _ = parts_of(args[0])
     n_bytes = indices.shape[1] * indices.element_size()
     return [n_bytes] * (3 if indices.shape[0] == 1 else 4)
 

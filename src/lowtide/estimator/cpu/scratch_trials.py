@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _torch
-from lowtide._torch import tree_leaves, tree_map
+from lowtide._torch.fake_modes import on_real_tensors
+from lowtide._torch.pytree import tree_leaves, tree_map
+from lowtide._torch.tensors import parts_of, storage_id
 from lowtide.estimator.tensor_geometry import Geometry
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
@@ -115,7 +116,7 @@ class _Call:
 
     def _run(self, rows: int, mark: Callable[[str], None]) -> tuple[int, ...]:
         args, kwargs = self._real(rows)
-        seen = {_torch.storage_id(tensor) for tensor in _memory(args, kwargs)}
+        seen = {storage_id(tensor) for tensor in _memory(args, kwargs)}
         mark("begin")
         try:
             out = self.func(*args, **kwargs)
@@ -123,14 +124,14 @@ class _Call:
             mark("end")
         sizes = []
         for result in _memory(out):
-            sizes.append(0 if _torch.storage_id(result) in seen else result.untyped_storage().nbytes())
-            seen.add(_torch.storage_id(result))
+            sizes.append(0 if storage_id(result) in seen else result.untyped_storage().nbytes())
+            seen.add(storage_id(result))
         return tuple(sizes)
 
 
 def _memory(*values: Any) -> Iterator[Any]:
     """The tensors that have the memory of those in a structure."""
-    return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in _torch.parts_of(leaf))
+    return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in parts_of(leaf))
 
 
 _table: dict[Hashable, _Script | None] = {}
@@ -181,7 +182,7 @@ class Trials:
             return
         results: list[tuple[Hashable, tuple[int, ...] | None]] = []
         recorder = CpuRecorder(watch=())
-        with _torch.on_real_tensors(), torch.enable_grad(), torch.random.fork_rng(devices=()), recorder:
+        with on_real_tensors(), torch.enable_grad(), torch.random.fork_rng(devices=()), recorder:
             for key, call in wanted.items():
                 for run in call.trials():
                     try:

@@ -13,14 +13,21 @@ from collections.abc import Iterator
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.privateuse1 import (
+    DeviceHook,
+    DeviceModule,
+    constants_made_on_cpu,
+    device_place,
+    foreach_for_fakes,
+    take_device_place,
+)
 from lowtide.errors import RehearsalError
 from lowtide.estimator.cuda.current_gpu import NAME, in_use, lasting, measured, unbounded
 from lowtide.estimator.cuda.device_kernels import register
 from lowtide.memory.gpu_specs import Card
 
 
-class _Module(_torch.DeviceModule):
+class _Module(DeviceModule):
     """What torch asks of `torch.cudalike`."""
 
     def is_available(self) -> bool:
@@ -36,7 +43,7 @@ class _Module(_torch.DeviceModule):
         return [torch.float16, torch.bfloat16]
 
 
-class _Hook(_torch.DeviceHook):
+class _Hook(DeviceHook):
     """What torch's C++ code asks: an accelerator only as long as a rehearsal runs."""
 
     def is_available(self) -> bool:
@@ -60,7 +67,7 @@ def card_in_use(card: Card) -> Iterator[None]:
     try:
         # the engine's threads don't know of devices that came after them
         engine = torch.autograd.set_multithreading_enabled(False)
-        with engine, _torch.constants_made_on_cpu(), _torch.foreach_for_fakes():
+        with engine, constants_made_on_cpu(), foreach_for_fakes():
             yield
     finally:
         in_use.clear()
@@ -79,7 +86,7 @@ def take_place(*, alone: bool = False) -> None:
             "this process has a CUDA card, whose streams torch would no longer look after once there is a device for "
             "rehearsals.\n  Rehearse with `lowtide rehearse --device`, or in a process with CUDA_VISIBLE_DEVICES=''."
         )
-    taken = _torch.device_place()
+    taken = device_place()
     if taken == NAME:
         return
     if taken is not None:
@@ -87,5 +94,5 @@ def take_place(*, alone: bool = False) -> None:
             f"the device {taken!r} has torch's one place for devices of other makers, which a rehearsal for a card "
             "needs.\n  Rehearse in a process that does not import it."
         )
-    _torch.take_device_place(NAME, _Module(), _Hook())
+    take_device_place(NAME, _Module(), _Hook())
     register()

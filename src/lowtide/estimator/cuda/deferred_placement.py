@@ -17,7 +17,15 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import (
+    alias,
+    default_device,
+    is_own,
+    is_strided,
+    on_default_device,
+    without_function_modes,
+)
+from lowtide._torch.tensors import DEVICE, IS_CUDA, SET_DATA, parts_of, storage_id
 from lowtide.estimator.cuda.current_gpu import CUDA, in_use
 from lowtide.estimator.cuda.redirect import CudaMeans
 from lowtide.estimator.cuda.tensor_types import as_move
@@ -63,16 +71,16 @@ class AskedForCuda(CudaMeans):
         given = [*args, *kwargs.values()]
         is_there = bool(self._there) and any(map(self._holds, given))
         if is_there and func in _ANSWERS:
-            is_torch = _torch.is_own(_asking(sys._getframe(1)))  # checkpoints compare these
+            is_torch = is_own(_asking(sys._getframe(1)))  # checkpoints compare these
             return func(*args) if is_torch else _ANSWERS[func]
         place = _place(func, args, kwargs)
         goes_there = is_there if place is None else self._holds(place) or place == "cuda"
         out = super().__torch_function__(func, types, args, kwargs)
-        if func == _torch.SET_DATA and self._holds(args[1]):
+        if func == SET_DATA and self._holds(args[1]):
             self._there[args[0]] = True
         if place is not None and args and out is args[0] and goes_there != self._holds(args[0]):
             # What was given stays where it was. A piece of something larger comes alone.
-            out = _torch.alias(out) if _is_whole(out) else out.clone()
+            out = alias(out) if _is_whole(out) else out.clone()
         if goes_there:
             for made in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(made, torch.Tensor) and not any(made is one for one in given):
@@ -86,9 +94,9 @@ class AskedForCuda(CudaMeans):
 
     def since(self, position: int) -> Iterator[Event]:
         """Each storage of tensors that were asked for, allocated."""
-        with _torch.without_function_modes():
-            parts = (part for tensor in list(self._there) for part in _torch.parts_of(tensor))
-            sizes = {_torch.storage_id(part): part.untyped_storage().nbytes() for part in parts}
+        with without_function_modes():
+            parts = (part for tensor in list(self._there) for part in parts_of(tensor))
+            sizes = {storage_id(part): part.untyped_storage().nbytes() for part in parts}
         return (Allocate(block, n_bytes, 0, "") for block, n_bytes in enumerate(sizes.values()) if block >= position)
 
     def mark(self, label: str, data: object = None) -> None:
@@ -113,7 +121,7 @@ def _asking(frame: FrameType) -> FrameType:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return not _torch.is_strided(tensor) or tensor.nbytes == tensor.untyped_storage().nbytes()
+    return not is_strided(tensor) or tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor | None:
@@ -124,7 +132,7 @@ def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor
         return "cpu"
     if func is torch.Tensor.type_as:
         return args[1]  # type: ignore[no-any-return]
-    said = [_torch.default_device()] if _torch.on_default_device(func, kwargs) else [kwargs.get("device")]
+    said = [default_device()] if on_default_device(func, kwargs) else [kwargs.get("device")]
     if func is torch.Tensor.to:
         said += [*args[1:], kwargs.get("other")]
     for value in said:
@@ -135,4 +143,4 @@ def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor
     return None
 
 
-_ANSWERS = {_torch.DEVICE: CUDA, _torch.IS_CUDA: True, torch.Tensor.get_device: 0}
+_ANSWERS = {DEVICE: CUDA, IS_CUDA: True, torch.Tensor.get_device: 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.privateuse1 import AUTOCAST_KEY, AUTOGRAD_KEY, pass_through, register_kernels
 from lowtide.estimator.cuda.ops import autocast
 from lowtide.estimator.cuda.ops.op_table import KERNELS
 
@@ -14,6 +14,6 @@ _libraries: list[torch.library.Library] = []
 
 def register() -> None:
     """Put all of them in their places."""
-    _libraries.append(_torch.register_kernels("aten", KERNELS, _torch.AUTOGRAD_KEY))
-    _libraries.append(_torch.register_kernels("aten", dict(autocast.kernels()), _torch.AUTOCAST_KEY))
-    _libraries.append(_torch.pass_through(_torch.AUTOCAST_KEY))
+    _libraries.append(register_kernels("aten", KERNELS, AUTOGRAD_KEY))
+    _libraries.append(register_kernels("aten", dict(autocast.kernels()), AUTOCAST_KEY))
+    _libraries.append(pass_through(AUTOCAST_KEY))

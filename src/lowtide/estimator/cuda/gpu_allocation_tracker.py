@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide import _torch
-from lowtide._torch import tree_map
+from lowtide._torch.fake_modes import (
+    NO_FAKE_KERNEL,
+    OWN_OPERATORS,
+    is_fake,
+    is_strided,
+    running_on_zeros,
+    without_modes,
+)
+from lowtide._torch.pytree import tree_map
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.allocation_tracker import Ledger, tensors_of
 from lowtide.estimator.cpu.scratch import Scratch
@@ -23,7 +30,7 @@ from lowtide.memory.events import Allocate, Event, Free
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide._torch import FakeTensorMode
+    from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.estimator.cuda.op_workspace import Takes
     from lowtide.estimator.cuda.ops.op_record import Inside
     from lowtide.estimator.values.assumptions import Answers
@@ -90,7 +97,7 @@ class CardLedger(Ledger):
         found = self._takes.inside(func, args, kwargs, made)
         held = [(self._open(inside, op), inside) for inside in found if inside.first]
         super()._record(func, args, kwargs, tensors, [made[i] for i in ORDER[func]] if func in ORDER else made)
-        if made and func.namespace not in _torch.OWN_OPERATORS:
+        if made and func.namespace not in OWN_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
         self._take([inside for inside in found if not inside.first], op)
         self._events += [Free(block, inside.bytes) for block, inside in reversed(held)]
@@ -151,7 +158,7 @@ class CardLedger(Ledger):
 
     def put_on_card(self, tensor: Tensor) -> None:
         """Have a tensor that the step made on the CPU, and is no result of a graph, on the card from here on."""
-        if tensor.is_leaf and _torch.is_fake(tensor) and (there := self.on_card(tensor)) is not tensor:
+        if tensor.is_leaf and is_fake(tensor) and (there := self.on_card(tensor)) is not tensor:
             del self._moved[tensor]
             there.requires_grad_(tensor.requires_grad)
             swap(tensor, there)
@@ -163,12 +170,12 @@ class CardLedger(Ledger):
         found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
         if found is None:
             self._answers.note("a tensor on the CPU is taken to be on the card")
-            with _torch.without_modes(), self._fakes:
+            with without_modes(), self._fakes:
                 found = sparse.with_parts(leaf, self._empty) if sparse.is_sparse(leaf) else self._empty(leaf)
             self._moved[leaf] = found
             for part in sparse.parts([found]):
                 self._follow(part, "aten::_to_copy")
-        if _torch.is_strided(leaf):
+        if is_strided(leaf):
             self._answers.pass_on(leaf, found)  # each time: it may have been written to since
         return found
 
@@ -183,7 +190,7 @@ class CardLedger(Ledger):
                     return SHAPES[func](*args, **kwargs)
             out = super()._run(func, args, kwargs)
             return LAYOUTS[func](args, out) if func in LAYOUTS else out
-        except _torch.NO_FAKE_KERNEL:
+        except NO_FAKE_KERNEL:
             return self._run_on_cpu(func, args, kwargs)
         finally:
             self.is_inside = before
@@ -208,7 +215,7 @@ class CardLedger(Ledger):
 
         with self._fakes:
             args, kwargs = tree_map(there, (args, kwargs))
-        with _torch.running_on_zeros(self._fakes):
+        with running_on_zeros(self._fakes):
             out = self._fakes.dispatch(func, (), args, kwargs)
         with self._fakes:
             return tree_map(here, out)

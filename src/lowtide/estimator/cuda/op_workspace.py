@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lowtide import _torch
+from lowtide._torch.backward import in_backward
 from lowtide.estimator.cuda.current_gpu import NAME
 from lowtide.estimator.cuda.ops.matmul import (
     LT_WORKSPACE,
@@ -43,7 +43,7 @@ class Takes:
         """
         if func in PRODUCTS and _on_card(made):
             for library in (WORKSPACE, LT_WORKSPACE) if is_with_bias(func, args) else (WORKSPACE,):
-                if (which := (library, _torch.in_backward())) not in self._taken and self._bytes[library]:
+                if (which := (library, in_backward())) not in self._taken and self._bytes[library]:
                     self._taken.add(which)
                     yield library, self._bytes[library]
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from lowtide import _torch
 from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.fake_modes import is_fake, is_strided, make_parameter
+from lowtide._torch.tensors import share_hooks
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.fake_tensors import Twins, swap
@@ -47,7 +48,7 @@ class Placed:
         """
         done = {id(placed()) for placed, _ in self._done}
         for tensor in {id(t): t for t in tensors}.values():
-            if id(tensor) in done or _torch.is_fake(tensor) or not is_given(tensor):
+            if id(tensor) in done or is_fake(tensor) or not is_given(tensor):
                 continue
             if sparse.is_compressed(tensor):
                 raise RehearsalError(
@@ -58,10 +59,10 @@ class Placed:
             fake = self._twins.apart(shown) if self._comes_alone(shown) else self._twins.of(shown)
             self._answers.introduce(fake, shown)
             if isinstance(tensor, nn.Parameter):
-                _torch.make_parameter(fake, tensor.requires_grad)
+                make_parameter(fake, tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
-            _torch.share_hooks(tensor, fake)
+            share_hooks(tensor, fake)
             if tensor.is_leaf and tensor.grad is not None:
                 fake.grad = self._twins.of(tensor.grad)
             swap(tensor, fake)
@@ -74,7 +75,7 @@ class Placed:
         return weakref.ref(tensor, lambda _: self._twins.let_go(real))
 
     def _comes_alone(self, tensor: Tensor) -> bool:
-        is_piece = _torch.is_strided(tensor) and tensor.nbytes < tensor.untyped_storage().nbytes()
+        is_piece = is_strided(tensor) and tensor.nbytes < tensor.untyped_storage().nbytes()
         return is_piece and not isinstance(tensor, nn.Parameter) and not self._is_there(tensor)
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide.runtime.fingerprint import tensors_in
 
 _MAKING = ("init_process_group", "new_group")
@@ -67,7 +67,7 @@ def _by_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
 def _unsent(send: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(send)
     def sent(*args: Any, **kwargs: Any) -> Any:
-        if not any(map(_torch.is_fake, tensors_in((args, kwargs)))):
+        if not any(map(is_fake, tensors_in((args, kwargs)))):
             return send(*args, **kwargs)
         return _Done() if kwargs.get("async_op") else None
 
@@ -77,7 +77,7 @@ def _unsent(send: Callable[..., Any]) -> Callable[..., Any]:
 def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(send)
     def sent(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             return send(*args, **kwargs)
 
     return sent

@@ -16,7 +16,9 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import default_device, fake_devices_shown, is_fake, on_default_device
+from lowtide._torch.pytree import tree_map
+from lowtide._torch.tensors import IS_CUDA, PARSE_TO, SET_REQUIRES_GRAD, exchange
 from lowtide.estimator.cuda import tensor_types
 from lowtide.estimator.cuda import torch_cuda_api as about
 from lowtide.estimator.cuda import unsupported_api as refused
@@ -58,14 +60,14 @@ class CudaMeans(TorchFunctionMode):
             return args[0]
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if func is _torch.PARSE_TO:
+        if func is PARSE_TO:
             args = tuple(CUDA if type(arg) is int else arg for arg in args)
-        elif _torch.on_default_device(func, kwargs):  # its mode comes after this one
-            kwargs = {**kwargs, "device": _torch.default_device()}
+        elif on_default_device(func, kwargs):  # its mode comes after this one
+            kwargs = {**kwargs, "device": default_device()}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
         if func in _CELLS and self._ledger is not None:  # which choose their kernel by where the input is
-            args = _torch.tree_map(self._ledger.on_card, args)
+            args = tree_map(self._ledger.on_card, args)
         if func is torch.Tensor.to:
             args = tuple(self._translate(arg) for arg in args)
         if self._ledger is None:
@@ -89,7 +91,7 @@ class CudaMeans(TorchFunctionMode):
             return False
         target, *others = args
         return (
-            _torch.is_fake(target)
+            is_fake(target)
             and target.device.type == "cpu"
             and target.dim() > 0
             and any(isinstance(other, torch.Tensor) and other.device.type == NAME for other in others)
@@ -112,10 +114,10 @@ _WRITING = frozenset(
 CHECKPOINT = "torch.utils.checkpoint"
 
 _CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-_IS_CUDA = (_torch.IS_CUDA,)
+_IS_CUDA = (IS_CUDA,)
 _TO_CUDA = (torch.Tensor.cuda,)
 _TO_PINNED = (torch.Tensor.pin_memory,)
-_ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, _torch.SET_REQUIRES_GRAD)
+_ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, SET_REQUIRES_GRAD)
 
 
 class _Generator(torch.Generator):
@@ -135,9 +137,9 @@ def cuda_is_there(
         for owner, name, thing in (*about.answers(card, usage), *refused.stand_ins(), *tensor_types.stand_ins()):
             stack.enter_context(patch.object(owner, name, thing))
         if answers is not None and ledger is not None:
-            shown = _torch.fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
+            shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
             stack.enter_context(shown)
-            stack.enter_context(patch.object(torch.utils, "swap_tensors", _torch.exchange))  # `Module.to` asks for it
+            stack.enter_context(patch.object(torch.utils, "swap_tensors", exchange))  # `Module.to` asks for it
             stack.enter_context(_autocast_on_card(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(means)

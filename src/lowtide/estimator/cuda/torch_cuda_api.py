@@ -15,7 +15,9 @@ from typing import Any, Self
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import is_own
+from lowtide._torch.privateuse1 import CUDA_EXCHANGES, CUDA_HISTORY, CUDA_INIT, CUDA_SNAPSHOT
+from lowtide._torch.pytree import tree_map
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, CUDA
 from lowtide.estimator.cuda.memory_stats import RESET_PEAKS, RESET_SUMS, Usage
 from lowtide.memory.allocator.simulation import EMPTY_CACHE
@@ -144,7 +146,7 @@ def _asked(card: Card, usage: Usage) -> dict[str, Any]:
         "is_tf32_supported": lambda: known.major >= 8,
         "memory_stats_as_nested_dict": lambda device=None: _nested(usage.stats()),
         "memory_snapshot": lambda *args, **kwargs: usage.snapshot()["segments"],
-        _torch.CUDA_SNAPSHOT: lambda *args, **kwargs: usage.snapshot(),
+        CUDA_SNAPSHOT: lambda *args, **kwargs: usage.snapshot(),
         "list_gpu_processes": lambda device=None: "GPU:0\nno processes are running",
         "get_rng_state": lambda device="cuda": state,
         "get_rng_state_all": lambda: [state],
@@ -154,7 +156,7 @@ def _asked(card: Card, usage: Usage) -> dict[str, Any]:
         "get_per_process_memory_fraction": lambda device=None: 1.0,
         "cudart": lambda: _Runtime(card, usage),
         **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), dict),
-        **dict.fromkeys(_torch.CUDA_EXCHANGES, lambda device: 0),
+        **dict.fromkeys(CUDA_EXCHANGES, lambda device: 0),
     }
 
 
@@ -211,7 +213,7 @@ def _memory(card: Card, usage: Usage) -> dict[str, Callable[..., Any]]:
 _IDLE = (
     *("synchronize", "set_device", "set_stream", "ipc_collect", "init", "set_sync_debug_mode"),
     *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
-    *("set_per_process_memory_fraction", *_torch.CUDA_HISTORY, "check_error", _torch.CUDA_INIT),
+    *("set_per_process_memory_fraction", *CUDA_HISTORY, "check_error", CUDA_INIT),
     *("reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "empty_host_cache"),
 )
 _ZERO = (
@@ -272,7 +274,7 @@ def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any
     def there(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
 
-    inputs, kwargs = _torch.tree_map(there, (inputs, kwargs))
+    inputs, kwargs = tree_map(there, (inputs, kwargs))
     return self.module(*inputs, **kwargs)
 
 
@@ -295,6 +297,6 @@ def _unless_torch_asks(true: Callable[..., Any], told: Callable[..., Any]) -> Ca
     """Torch itself goes on to pin memory and to set up threads for what it is told."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        return (true if _torch.is_own(sys._getframe(1)) else told)(*args, **kwargs)
+        return (true if is_own(sys._getframe(1)) else told)(*args, **kwargs)
 
     return ask

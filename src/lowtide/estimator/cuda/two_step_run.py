@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import fake_mode, is_fake, without_function_modes, without_modes
 from lowtide.errors import RehearsalError
 from lowtide.estimator.cuda.backend import card_in_use, take_place
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NAME, measured, taking, unbounded
@@ -92,7 +92,7 @@ class OnCard:
                     "the model before it is scripted or traced, or without a device."
                 )
         self._engine = planned(model, batch, plan)
-        self._fakes = _torch.fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
+        self._fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self.answers = Answers(self._fakes)
         self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
         self._kept = Everything(model, *reached, *([] if alone else [batch]))
@@ -120,7 +120,7 @@ class OnCard:
             stack.enter_context(Questions(self.answers, self._ledger))
             stack.enter_context(as_they_are())
             stack.enter_context(self._running)
-            with _torch.without_function_modes():
+            with without_function_modes():
                 adopt(self._ledger, at_entry)
                 self._reducers = stack.enter_context(Reducers(self._kept.reached, self._ledger))
             self._stack = stack.pop_all()
@@ -136,13 +136,13 @@ class OnCard:
         fakes: list[Tensor] = []
         real: list[Tensor] = []
         for tensor in {id(t): t for t in tensors}.values():
-            (fakes if _torch.is_fake(tensor) else real).append(tensor)
-        with _torch.without_function_modes():
+            (fakes if is_fake(tensor) else real).append(tensor)
+        with without_function_modes():
             for tensor in fakes:
                 if not self._placed.has(tensor):
                     with self._ledger.corrected():
                         _exchange(tensor, resized(tensor))
-            with _torch.without_modes():
+            with without_modes():
                 self._placed.put(real, resized)
             adopt(self._ledger, real)
 
@@ -161,14 +161,14 @@ class OnCard:
         """It is another model that is trained, which may be new to all of this. A `second` has to come after this."""
         self._running.close()
         self._kept.note(model)
-        real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not _torch.is_fake(tensor)]
+        real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
         self.put(real, lambda tensor: tensor)
         self._model, self._engine = model, planned(model, self._batch, None)
 
     def second(self, batch: Any = None) -> None:
         """A step is over; the one that counts begins, with another batch if one is given."""
         self._running.close()
-        with _torch.without_function_modes():
+        with without_function_modes():
             batch = self._batch if batch is None else batch
             self._static, self._blocks = static_of(self._ledger, self._model, batch, self._kept, self._reducers.buckets)
         self._ledger.begin()

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 import torch.cuda.comm
 
-from lowtide import _torch
+from lowtide._torch.privateuse1 import JIT_KERNELS
 from lowtide.errors import RehearsalError
 
 _GRAPHS = (
@@ -34,7 +34,7 @@ _REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
     ((torch.cuda, torch.cuda.graphs), _GRAPH_NAMES, _GRAPHS),
     ((torch.accelerator, torch.accelerator.graphs), ("Graph",), _GRAPHS),
     ((torch.cuda, torch.cuda.memory), (*_POOL_NAMES, *_ALLOCATING), _POOLS),
-    ((torch.cuda.jiterator,), _torch.JIT_KERNELS, _KERNELS),
+    ((torch.cuda.jiterator,), JIT_KERNELS, _KERNELS),
     ((torch.cuda.comm, torch.nn.parallel.comm), _MOVING, _CARDS),
     ((torch.cuda,), tuple(name for name in dir(torch.cuda) if name.endswith("Storage")), _STORAGES),
 )

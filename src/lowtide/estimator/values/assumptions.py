@@ -15,8 +15,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from lowtide import _torch
-from lowtide._torch import tree_leaves, tree_map
+from lowtide._torch.backward import in_forward_mode
+from lowtide._torch.fake_modes import is_fake, is_strided, on_real_tensors
+from lowtide._torch.operators import draws, written_by
+from lowtide._torch.pytree import tree_leaves, tree_map
+from lowtide._torch.tensors import storage_id
 from lowtide.errors import Unforeseeable
 from lowtide.estimator.op_sets import (
     ALL_OR_ANY,
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lowtide._torch import FakeTensorMode
+    from lowtide._torch.fake_modes import FakeTensorMode
     from lowtide.estimator.values.unknown_values import UnknownArray
 
 aten = torch.ops.aten
@@ -104,14 +107,14 @@ class Answers:
             return
         if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
             return  # `torch.from_numpy`, which no mode sees
-        if not _torch.is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
+        if not is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
             contents.borrow(twin, real)
         elif _is_small(real):  # a piece of something larger, of which only the piece is on the card
             self.learn(twin, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         """The contents of a fake tensor as an array, which Python code may write to."""
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             value = contents.writable(tensor)
             if value is None and not contents.is_known(tensor):
                 self.note("the numbers of an array, which are not known, are taken as 1")
@@ -136,7 +139,7 @@ class Answers:
         if value is None:
             return _nested(tuple(tensor.shape), Unknown(self))
         self._note_assumed(tensor)
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             return value.tolist()
 
     def is_score(self, tensor: Tensor) -> bool:
@@ -145,23 +148,23 @@ class Answers:
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
         """A copy's contents are those of its tensor."""
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             contents.share(tensor, copy)
 
     def forget(self, found: Any) -> None:
         """Nothing is known of these tensors: numbers went into them that nobody knows."""
         for tensor in tree_leaves(found):
-            if _torch.is_fake(tensor):
+            if is_fake(tensor):
                 contents.forget(tensor)
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The contents of a fake tensor, if they are known. Not to be written to."""
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             return contents.value(tensor)
 
     def learn(self, tensor: Tensor, value: Tensor, assumed: str = "") -> None:
         """A fake tensor has these contents."""
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             contents.learn(tensor, value, assumed)
 
     # --- operators
@@ -217,7 +220,7 @@ class Answers:
         if is_filled or not _has_mask(args[1]):
             return []
         masks = [self.value(index) for index in args[1] if index is not None and index.dtype in _MASKS]
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             return [int(mask.count_nonzero()) * mask.dim() * torch.long.itemsize for mask in masks if mask is not None]
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -233,7 +236,7 @@ class Answers:
             if mask is None:
                 raise self.refusal("how many elements it takes depends on a mask")
             self._note_assumed(index)
-            with _torch.on_real_tensors():
+            with on_real_tensors():
                 numbers = mask.nonzero().unbind(1)
             for number in numbers:
                 fake = self._fake_like(number, index.device)
@@ -248,7 +251,7 @@ class Answers:
         if chosen is None:
             raise self.refusal("how many elements it takes depends on a mask")
         self._note_assumed(mask)
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             count = int(chosen.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())  # type: ignore[no-untyped-call]
         with self._fakes:
             return True, torch.empty(count, dtype=tensor.dtype, device=tensor.device)
@@ -259,8 +262,8 @@ class Answers:
             for gradient in args[0]:
                 contents.forget(gradient)
             return  # what it found stays as it was: nothing
-        targets = _targets(_torch.written_by(func), args, kwargs)
-        self.written.update(map(_torch.storage_id, targets))
+        targets = _targets(written_by(func), args, kwargs)
+        self.written.update(map(storage_id, targets))
         changes = targets or not all(map(contents.is_known, made))
         if changes and self._is_worth(func, tensors, made) and self._compute(func, args, kwargs, targets, made):
             return
@@ -270,7 +273,7 @@ class Answers:
             contents.forget(target)
         verdict = self._healthy(func, args, tensors)
         goes_on = None if verdict is not None else _goes_on(func, args)
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             if verdict is not None:
                 contents.learn_alike(made[0], torch.tensor(verdict), HEALTH)
             elif goes_on is not None:
@@ -280,7 +283,7 @@ class Answers:
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
         """Whether an operator can be run on contents, which are small and have no tangents."""
-        if _torch.in_forward_mode() or func is aten._efficientzerotensor.default:  # which is none to copy
+        if in_forward_mode() or func is aten._efficientzerotensor.default:  # which is none to copy
             return False
         if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
             return tensors[0].numel() <= LARGEST_ASKED  # a batch may well have some
@@ -297,8 +300,8 @@ class Answers:
         operators are for cards alone.
         """
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        assumed = DRAWN if _torch.draws(func) else next(filter(None, map(contents.assumed, given)), "")
-        with _torch.on_real_tensors():
+        assumed = DRAWN if draws(func) else next(filter(None, map(contents.assumed, given)), "")
+        with on_real_tensors():
             written = {id(target): contents.writable(target, assumed) for target in targets}
         if any(found is None for found in written.values()):
             return False
@@ -351,14 +354,14 @@ class Answers:
                 value = self.value(leaf)
             if value is None:
                 return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)  # only its shape matters
-            borrowed.add(_torch.storage_id(value))
+            borrowed.add(storage_id(value))
             return value
 
         def own(leaf: Any) -> Any:
-            is_borrowed = isinstance(leaf, torch.Tensor) and _torch.storage_id(leaf) in borrowed
+            is_borrowed = isinstance(leaf, torch.Tensor) and storage_id(leaf) in borrowed
             return leaf.clone() if is_borrowed else leaf
 
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             out = func(*tree_map(real, args), **tree_map(real, kwargs))
             return out if targets else tree_map(own, out)
 
@@ -408,7 +411,7 @@ class Answers:
         if value is None:
             raise self.refusal("it asks for a number that depends on contents")
         self._note_assumed(tensor)
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             return value.item()
 
     def _note_assumed(self, tensor: Tensor) -> None:
@@ -482,7 +485,7 @@ def detached_real(func: Any, args: Any) -> Tensor | None:
     """The result of `detach` of such a tensor; None for all else."""
     if func is not aten.detach.default or not hasattr(args[0], _LEFT_REAL):
         return None
-    with _torch.on_real_tensors():
+    with on_real_tensors():
         return left_real(args[0].detach())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import is_strided
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class _Contents:
 
 def is_met(tensor: Tensor) -> bool:
     """Whether anything was ever said of the storage's contents, if only that nobody knows them any longer."""
-    return _torch.is_strided(tensor) and hasattr(tensor.untyped_storage(), _ATTRIBUTE)
+    return is_strided(tensor) and hasattr(tensor.untyped_storage(), _ATTRIBUTE)
 
 
 def is_known(tensor: Tensor) -> bool:
@@ -92,13 +92,13 @@ def writable(tensor: Tensor, assumed: str = "") -> Tensor | None:
 
 def borrow(fake: Tensor, real: Tensor) -> None:
     """A fake tensor's storage has the contents of the real one's, which is of the same size."""
-    if _torch.is_strided(fake) and _torch.is_strided(real):
+    if is_strided(fake) and is_strided(real):
         _put(fake, _Contents(real.untyped_storage(), ""))
 
 
 def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
     """A fake tensor that covers its storage has these contents."""
-    if not _torch.is_strided(fake) or _overlaps(fake):
+    if not is_strided(fake) or _overlaps(fake):
         return
     memory, size = contents.untyped_storage(), fake.untyped_storage().nbytes()
     owned = contents.stride() != fake.stride() or contents.storage_offset() != 0 or memory.nbytes() != size
@@ -110,7 +110,7 @@ def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
 
 def learn_alike(fake: Tensor, number: Tensor, assumed: str) -> None:
     """A fake tensor has a storage of its own, with this number everywhere."""
-    if _torch.is_strided(fake):
+    if is_strided(fake):
         _put(fake, _Contents(None, assumed, alike=number))
 
 
@@ -130,12 +130,12 @@ def share(fake: Tensor, copy: Tensor) -> None:
 
 def forget(fake: Tensor) -> None:
     """Something was written to this tensor's storage that nobody knows."""
-    if _torch.is_strided(fake):
+    if is_strided(fake):
         _put(fake, None)
 
 
 def _of(tensor: Tensor) -> _Contents | None:
-    if not _torch.is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
+    if not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
         return None
     storage = tensor.untyped_storage()
     contents: _Contents | None = getattr(storage, _ATTRIBUTE, None)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import is_fake, on_real_tensors
+from lowtide._torch.pytree import tree_map
+from lowtide._torch.tensors import PAD_PACKED, SET_DATA
 from lowtide.estimator.packed_sequences import lengths, padded
 from lowtide.estimator.values.unknown_values import Unknown, is_unknown, whole_number
 
@@ -30,9 +32,9 @@ class Questions(TorchFunctionMode):
         self._answers, self._ledger, self._twin = answers, ledger, ledger.adopt
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _torch.PAD_PACKED:
+        if func is PAD_PACKED:
             return self._padded(*args)
-        if func == _torch.SET_DATA and not _torch.is_fake(args[0]):
+        if func == SET_DATA and not is_fake(args[0]):
             return self._exchange(*args)
         if func is torch.tensor and _has_fakes(args[0] if args else kwargs.get("data")):
             return self._of_numbers(*args, **(kwargs or {}))
@@ -42,7 +44,7 @@ class Questions(TorchFunctionMode):
             if any(map(is_unknown, args)) or (kwargs and any(map(is_unknown, kwargs.values()))):
                 self._answers.forget(args[0] if out is None else out)
             return out
-        tensor = args[0] if _torch.is_fake(args[0]) else self._twin(args[0])
+        tensor = args[0] if is_fake(args[0]) else self._twin(args[0])
         if asked == "array":  # that of a fake tensor would point nowhere
             return self._answers.array(tensor, func, args[1:], kwargs or {})
         if asked == "list":
@@ -68,15 +70,15 @@ class Questions(TorchFunctionMode):
 
         def real(leaf: Any) -> Any:
             nonlocal is_known
-            if not _torch.is_fake(leaf):
+            if not is_fake(leaf):
                 is_known &= not is_unknown(leaf)
                 return leaf
             value = self._answers.value(leaf)
             is_known &= value is not None
             return torch.ones(leaf.shape, dtype=leaf.dtype) if value is None else value
 
-        with _torch.on_real_tensors():  # which have their dtypes
-            numbers = torch.tensor(_torch.tree_map(real, data))
+        with on_real_tensors():  # which have their dtypes
+            numbers = torch.tensor(tree_map(real, data))
         made = torch.tensor(numbers.tolist(), **{"dtype": numbers.dtype, **kwargs})
         if not is_known:
             self._answers.forget(made)
@@ -86,7 +88,7 @@ class Questions(TorchFunctionMode):
         """A number as it is put into a text."""
         value = self._answers.value(tensor)
         if value is not None:
-            with _torch.on_real_tensors():
+            with on_real_tensors():
                 return value.item()
         return 1.0 if tensor.dtype.is_floating_point else 1
 
@@ -94,19 +96,19 @@ class Questions(TorchFunctionMode):
         """`tensor.data = data` for a real tensor: its twin has the data from here on, and it stays what it is."""
         twin = self._twin(tensor)
         self._ledger.let_go(tensor)
-        twin.data = data if _torch.is_fake(data) else self._twin(data)
+        twin.data = data if is_fake(data) else self._twin(data)
 
     def _padded(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:
-        known = self._answers.value(batch_sizes if _torch.is_fake(batch_sizes) else self._twin(batch_sizes))
+        known = self._answers.value(batch_sizes if is_fake(batch_sizes) else self._twin(batch_sizes))
         if known is None:
             raise self._answers.refusal("the lengths of packed sequences depend on contents")
-        with _torch.on_real_tensors():
+        with on_real_tensors():
             rows = known.tolist()
         return padded(data, rows, *settings), torch.tensor(lengths(rows))
 
 
 def _has_fakes(data: Any) -> bool:
-    return isinstance(data, list | tuple) and any(_torch.is_fake(item) or _has_fakes(item) for item in data)
+    return isinstance(data, list | tuple) and any(is_fake(item) or _has_fakes(item) for item in data)
 
 
 _QUESTIONS = {

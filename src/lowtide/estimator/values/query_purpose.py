@@ -18,7 +18,7 @@ import sys
 from types import FrameType
 from typing import NamedTuple
 
-from lowtide._torch import CALL_CODE
+from lowtide._torch.modules import CALL_CODE
 from lowtide.estimator.values.branch_rules import Source, Taken, makes_text
 
 _CONSTRAINTS = "torch.distributions.constraints"

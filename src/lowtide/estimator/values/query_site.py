@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from lowtide._torch import is_own
+from lowtide._torch.fake_modes import is_own
 
 _OF_ARRAYS = ("numpy.", "scipy.", "sklearn.")
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lowtide._torch import SAVED
 from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.nodes import SAVED
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.loss_reduction import Shares, SumOver, Weight, average_of, shares_for
 from lowtide.levers.accumulation.split_batch import micro_batches, rows_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lowtide import _torch
+from lowtide._torch.nodes import SAVED, node_metadata, output_metadata
 from lowtide.diagnostics.graph.build_graph import is_leaf, variable_of
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.split_batch import tensors_by_name
@@ -78,7 +78,7 @@ _NOTED = "lowtide.average"  # key in the metadata of nodes that do not tell them
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
     """Say how `loss` averages, on its node, for one whose node does not tell; found out when it is asked for."""
     if loss.grad_fn is not None:
-        _torch.node_metadata(loss.grad_fn)[_NOTED] = average
+        node_metadata(loss.grad_fn)[_NOTED] = average
 
 
 def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
@@ -91,7 +91,7 @@ def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
 def _reducing(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
     """The node that reduced `loss` to a number, and whether that was divided by what `weight` says."""
     node, divided = loss.grad_fn, False
-    while node is not None and _NOTED not in _torch.node_metadata(node):
+    while node is not None and _NOTED not in node_metadata(node):
         divides = not divided and isinstance(weight, SumOver) and _divides_by(node, weight.terms)
         if not divides and node.name() not in _SAME_NUMBER:
             break
@@ -108,7 +108,7 @@ def _divides_by(node: Node, terms: float) -> bool:
 
 
 def _average_by(node: Node) -> Average | None:
-    noted = _torch.node_metadata(node).get(_NOTED)
+    noted = node_metadata(node).get(_NOTED)
     if noted is not None:
         found: Average = noted()
         return found
@@ -125,17 +125,17 @@ def _average_by(node: Node) -> Average | None:
     if name in _SUMS:
         return Average("sum", terms)
     if name in _REDUCING:
-        reduction = getattr(node, _torch.SAVED + "reduction", None)
+        reduction = getattr(node, SAVED + "reduction", None)
         return Average("mean", terms) if reduction == _MEAN else Average("sum", terms) if reduction == _SUM else None
     return None
 
 
 def _likelihood(node: Node) -> Average | None:
     target, total, weight = (_saved(node, name) for name in ("target", "total_weight", "weight"))
-    reduction = getattr(node, _torch.SAVED + "reduction", None)
+    reduction = getattr(node, SAVED + "reduction", None)
     if target is None or total is None or reduction not in (_MEAN, _SUM):
         return None
-    ignored = int(getattr(node, _torch.SAVED + "ignore_index", -100))
+    ignored = int(getattr(node, SAVED + "ignore_index", -100))
     ignored = ignored - (1 << 64) if ignored >= 1 << 63 else ignored  # torch gives it as unsigned
     kind: Literal["mean", "sum"] = "mean" if reduction == _MEAN else "sum"
     terms = float(total) if kind == "mean" else float(target.numel())
@@ -166,13 +166,13 @@ class _Smoothed:
 
 def _smoothed(node: Node) -> _Smoothed | None:
     """The parts, of a node that adds them; None of any other one."""
-    if node.name() != "AddBackward0" or getattr(node, _torch.SAVED + "alpha", 1) != 1:
+    if node.name() != "AddBackward0" or getattr(node, SAVED + "alpha", 1) != 1:
         return None
     scaled = [upstream for upstream, _ in node.next_functions]
     if any(each is None or each.name() != "MulBackward1" for each in scaled):  # by numbers
         return None
     (likelihood, kept), (total, spread) = (
-        (each.next_functions[0][0], getattr(each, _torch.SAVED + "other")) for each in scaled if each is not None
+        (each.next_functions[0][0], getattr(each, SAVED + "other")) for each in scaled if each is not None
     )
     divisor = None
     if total is not None and total.name() == "DivBackward0" and total.next_functions[1][0] is None:
@@ -182,7 +182,7 @@ def _smoothed(node: Node) -> _Smoothed | None:
         return None
     producer, output = likelihood.next_functions[0]
     assert producer is not None
-    shape = _torch.output_metadata(producer, output).shape
+    shape = output_metadata(producer, output).shape
     n_classes = shape[1] if len(shape) > 1 else shape[0]
     if abs(kept + spread * n_classes - 1) > 1e-9:
         return None
@@ -191,7 +191,7 @@ def _smoothed(node: Node) -> _Smoothed | None:
 
 def _saved(node: Node, name: str) -> Tensor | None:
     """A saved tensor, also where a plan of Lowtide holds it; None where somebody else's hooks do."""
-    found = peek(node, _torch.SAVED + name)
+    found = peek(node, SAVED + name)
     if isinstance(found, Handle):
         return found.get() if found.value.kept else None
     return found if isinstance(found, Tensor) else None
@@ -203,7 +203,7 @@ def _terms(node: Node) -> int | None:
     if producer is None:
         return None
     leaf = is_leaf(producer)
-    shape = variable_of(producer).shape if leaf else _torch.output_metadata(producer, output).shape
+    shape = variable_of(producer).shape if leaf else output_metadata(producer, output).shape
     return int(torch.Size(shape).numel())
 
 
@@ -218,7 +218,7 @@ def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
         for upstream, output in current.next_functions:
             if upstream is None or is_leaf(upstream):
                 continue
-            if _torch.output_metadata(upstream, output).shape == () and (_terms_or_one(upstream) > 1):
+            if output_metadata(upstream, output).shape == () and (_terms_or_one(upstream) > 1):
                 return True
             if upstream not in seen:
                 seen.add(upstream)

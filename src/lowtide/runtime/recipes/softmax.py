@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowtide._torch import is_fake
+from lowtide._torch.fake_modes import is_fake
 from lowtide.runtime.recipes.registry import aten, recipe
 
 

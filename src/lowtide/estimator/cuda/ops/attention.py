@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.privateuse1 import attention_allowed
 from lowtide.estimator.cuda.current_gpu import capability, there
 from lowtide.estimator.cuda.ops.op_record import Behaviour
 
@@ -95,7 +95,7 @@ def _halves(call: Call) -> bool:
 def _can_cudnn(call: Call) -> bool:
     query, key, _ = call.tensors
     return (
-        _torch.attention_allowed("cudnn")
+        attention_allowed("cudnn")
         and _fused(call)
         and _halves(call)
         and capability() >= (8, 0)
@@ -110,7 +110,7 @@ def _can_flash(call: Call) -> bool:
     head = call.heads[0]
     grad_limit = capability() in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)) and call.needs_gradient
     return (
-        _torch.attention_allowed("flash")
+        attention_allowed("flash")
         and _fused(call)
         and call.mask is None
         and len(set(call.heads)) == 1
@@ -127,7 +127,7 @@ def _can_efficient(call: Call) -> bool:
     known = (*HALF, torch.float32) if capability()[0] >= 8 else (torch.float16, torch.float32)
     alignment = 8 if query.dtype in HALF and capability()[0] >= 7 else 4 if capability()[0] >= 8 else 1
     return (
-        _torch.attention_allowed("efficient")
+        attention_allowed("efficient")
         and _fused(call)
         and query.dtype in known
         and query.shape[-1] == key.shape[-1]

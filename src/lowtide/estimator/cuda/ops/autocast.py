@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide import _torch
+from lowtide._torch.privateuse1 import without_autocast
 from lowtide.estimator.cuda.current_gpu import NAME, there
 from lowtide.estimator.cuda.ops.op_record import Behaviour
 
@@ -89,7 +89,7 @@ def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
 def _lower(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(NAME)
-        with _torch.without_autocast():
+        with without_autocast():
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     return kernel
@@ -97,7 +97,7 @@ def _lower(op: Any) -> Callable[..., Any]:
 
 def _single(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _torch.without_autocast():
+        with without_autocast():
             return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
 
     return kernel
@@ -105,7 +105,7 @@ def _single(op: Any) -> Callable[..., Any]:
 
 def _single_result(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _torch.without_autocast():
+        with without_autocast():
             if _is_eligible(args[0]) and kwargs.get("dtype") is None and args[0].dtype is not torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float32}
                 n_positional = len(op._schema.arguments) - sum(a.kwarg_only for a in op._schema.arguments)
@@ -120,7 +120,7 @@ def _widest(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         lower = torch.get_autocast_dtype(NAME)
         single = any(t.dtype is torch.float32 for t in _tensors(args))
-        with _torch.without_autocast():
+        with without_autocast():
             dtype = torch.float32 if single else lower
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))
 

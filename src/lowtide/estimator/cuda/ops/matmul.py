@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _torch
+from lowtide._torch.fake_modes import is_strided
 from lowtide.estimator.cpu.scratch import blas_reads
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
@@ -52,7 +52,7 @@ LT_WORKSPACE = "cublaslt::workspace"
 def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     """The last two of the arguments are multiplied."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
-    return [Inside.exactly(t.numel() * t.element_size()) for t in factors if _torch.is_strided(t) and not _is_taken(t)]
+    return [Inside.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_taken(t)]
 
 
 def _is_taken(factor: Tensor) -> bool:

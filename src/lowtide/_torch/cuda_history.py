@@ -1,0 +1,40 @@
+"""Private names of torch: the history of the CUDA caching allocator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    pass
+
+
+def history_is_on() -> bool:
+    """Whether someone records the allocator's history. 2.13."""
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def start_history() -> None:
+    """Record every action of the CUDA allocator, with the Python frames of allocations. 2.13, since 2.1."""
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", clear_history=True)
+
+
+def stop_history() -> None:
+    """Stop recording and forget what was recorded. 2.13, since 2.1."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def snapshot() -> dict[str, Any]:
+    """The allocator's state and, under "device_traces", one list of recorded actions per device. 2.13, since 2.1."""
+    return dict(torch.cuda.memory._snapshot())
+
+
+def drop_workspaces() -> None:
+    """Give the memory that cuBLAS works in back to the allocator; the next products take it anew. 2.13, since 1.11."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def set_metadata(text: str) -> None:
+    """Attach `text` to all actions that the CUDA allocator records in this thread from now on. 2.13, since 2.10."""
+    torch.cuda.memory._set_memory_metadata(text)

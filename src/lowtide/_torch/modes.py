@@ -1,0 +1,112 @@
+"""Private names of torch: modes, hooks and flags that are active in this thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import graph
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+if TYPE_CHECKING:
+    pass
+
+
+def without_subclasses() -> Any:
+    """No subclass of tensors has a say in what runs in this block. 2.13, since 2.0."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def accelerator_type() -> str:
+    """The device type of this machine's accelerator, "cpu" where it has none. 2.13."""
+    return str(torch._C._get_accelerator().type)
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for any device in this thread. 2.13."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """The innermost saved-tensor hooks are not in force in this block, if `unpack` is theirs. 2.13."""
+    hooks = saved_tensor_hooks()
+    if hooks is None or hooks[1] is not unpack:
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+class _OffInTransforms(threading.local):
+    """Saved-tensor hooks that transforms of torch.func find off, those of each thread; what torch asks for that."""
+
+    _lock, _n_blocks, _torchs = threading.Lock(), 0, staticmethod(graph.disable_saved_tensors_hooks)
+
+    def __init__(self) -> None:
+        self._hooks: list[tuple[Any, Callable[[], contextlib.AbstractContextManager[None]]]] = []
+
+    @contextlib.contextmanager
+    def block(
+        self, unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        kind = type(self)
+        self._hooks.append((unpack, apart))
+        with kind._lock:  # threads may come and go in any order
+            kind._n_blocks += 1
+            graph.disable_saved_tensors_hooks = self._disabled
+        try:
+            yield
+        finally:
+            self._hooks.pop()
+            with kind._lock:
+                kind._n_blocks -= 1
+                if not kind._n_blocks:
+                    graph.disable_saved_tensors_hooks = kind._torchs
+
+    @contextlib.contextmanager
+    def _disabled(self, error_message: str) -> Iterator[None]:
+        aside: list[tuple[Any, Any]] = []
+        with contextlib.ExitStack() as stack:
+            for unpack, apart in reversed(self._hooks):
+                top = saved_tensor_hooks()
+                if top is None or top[1] is not unpack:
+                    break  # somebody else's: it is as it would be without ours
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+                aside.append(top)
+                stack.enter_context(apart())
+            try:
+                with self._torchs(error_message):
+                    yield
+            finally:
+                for hooks in reversed(aside):
+                    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+_off_in_transforms = _OffInTransforms()
+
+
+@contextlib.contextmanager
+def hooks_but_in_transforms(
+    pack: Callable[[torch.Tensor], Any],
+    unpack: Callable[[Any], torch.Tensor],
+    apart: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Saved-tensor hooks that are off where code in this block uses a transform of torch.func, which refuses hooks.
+
+    While it runs `apart` is entered. 2.13, since 2.0: transforms ask `graph.disable_saved_tensors_hooks` for that.
+    """
+    with graph.saved_tensors_hooks(pack, unpack), _off_in_transforms.block(unpack, apart):
+        yield

@@ -1,0 +1,91 @@
+"""Private names of torch: autograd nodes and their saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+
+def node_metadata(node: Node) -> dict[Any, Any]:
+    """A dict that lives and dies with the C++ node. 2.13; documented as `Node.metadata`, its use as a store is not."""
+    metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
+    return metadata
+
+
+def output_metadata(node: Node, output: int) -> Any:
+    """`.shape`, `.dtype` and `.device` of a node's forward output. 2.13."""
+    return node._input_metadata[output]
+
+
+def packet_of(func: Any) -> Any:
+    """The operator that an overload, as a dispatch mode gets it, is one of. 2.13, since 1.12."""
+    return func._overloadpacket
+
+
+SAVED = "_saved_"
+"""Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
+
+
+def saved_slot(node: Node, attribute: str) -> Any:
+    """Where `node` holds the tensor or tensors that it shows as `attribute`; None for constants. Runs no hook. 2.13.
+
+    A slot has `.data`, the tensor or what a pack hook made of it, and `.unpack_hook`, None where no hook packed it.
+    """
+    return getattr(node, "_raw" + attribute, None)
+
+
+def has_yet_to_save(node: Node, attribute: str) -> bool:
+    """Whether the tensor that `node` will show as `attribute` is not there yet; False if it was let go of. 2.13."""
+    slot = saved_slot(node, attribute)
+    if slot is None or slot.data is not None or slot.unpack_hook is not None:
+        return False
+    try:
+        return getattr(node, attribute) is None  # no hook is there to be run
+    except RuntimeError:  # freed
+        return False
+
+
+def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
+    """Name and slot (see `saved_slot`) of each tensor that `node` holds for its backward; runs no unpack hook. 2.13."""
+    for name in _raw_saved_names(type(node)):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # a custom Function whose saved tensors were freed
+            continue
+        short = name.removeprefix("_raw_saved_")
+        if isinstance(found, tuple | list):
+            yield from ((f"{short}[{index}]", slot) for index, slot in enumerate(found))
+        else:
+            yield short, found
+
+
+def raw_saved(node: Node) -> Iterator[Any]:
+    """What `node` holds for its backward, tensors or what a pack hook made of them; runs no unpack hook. 2.13."""
+    for _, slot in saved_slots(node):
+        yield slot.data
+
+
+def _raw_saved_names(node_class: type) -> tuple[str, ...]:
+    names = _names_of.get(node_class)
+    if names is None:
+        names = _names_of[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
+    return names
+
+
+_names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # weak: each custom Function makes a class
+
+
+def sequence_number(node: Node) -> int:
+    """Nodes are numbered in the order in which a thread makes them; those of leaves have the largest number. 2.13."""
+    return node._sequence_nr()
+
+
+def next_sequence_number() -> int:
+    """The number (see `sequence_number`) that the next autograd node made in this thread will have. 2.13, since 1.4."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
