@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lowtide.diagnostics.graph.build_graph import Walk
-from lowtide.diagnostics.graph.graph_records import Graph, Kept, Node, Value
+from lowtide.diagnostics.graph.graph_records import Kept, Node, Value
 from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
+from lowtide.diagnostics.graph.whole_graph import Graph
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from lowtide._torch.autograd_graph import producer
 from lowtide._torch.backward import ACCUMULATE_GRAD
 from lowtide._torch.nodes import node_metadata, output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.graph.graph_records import Graph, Node, Value
+from lowtide.diagnostics.graph.graph_records import Node, Value
 from lowtide.diagnostics.graph.saved_tensors import Saved, arguments, output_index, saved_by, shape_of
+from lowtide.diagnostics.graph.whole_graph import Graph
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lowtide.diagnostics.graph.graph_records import Graph, Node
+from lowtide.diagnostics.graph.graph_records import Node
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.graph.whole_graph import Graph
 
 
 def parameter_names(model: nn.Module) -> dict[str, Tensor]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from lowtide.diagnostics.graph.graph_records import Graph, describe
+from typing import TYPE_CHECKING
+
+from lowtide.diagnostics.graph.graph_records import describe
 from lowtide.diagnostics.graph.render_text import called
 from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.graph.whole_graph import Graph
 
 
 def dot(graph: Graph) -> str:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from html import escape
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from lowtide.diagnostics.graph.graph_records import Graph, describe
+from lowtide.diagnostics.graph.graph_records import describe
 from lowtide.diagnostics.graph.render_text import depths, summary
 from lowtide.diagnostics.graph.svg_layout import Box, Layout, lay_out
 from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.graph.whole_graph import Graph
 
 _FONT, _LETTER, _LINE = 12, 7.8, 16
 _MARGIN = 24

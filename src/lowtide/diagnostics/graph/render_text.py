@@ -7,9 +7,13 @@ way behind it goes on below, the others branch off. A value that is needed again
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from lowtide.diagnostics.graph.graph_records import Graph, Node, Value, describe
+from lowtide.diagnostics.graph.graph_records import Node, Value, describe
 from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.graph.whole_graph import Graph
 
 
 def tree(graph: Graph) -> str:

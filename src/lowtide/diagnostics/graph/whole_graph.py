@@ -1,0 +1,99 @@
+"""The autograd graph behind some tensors as a whole: its leaves, what it holds, and how it is drawn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowtide.diagnostics.graph import render_dot, render_svg, render_text
+from lowtide.diagnostics.graph.graph_records import Node, Value, unique_bytes
+from lowtide.units import format_bytes
+
+
+class Graph:
+    """The autograd graph behind one or several tensors, as it was when `graph` looked. `print` it for a tree.
+
+    Holds torch's nodes, and so whatever they have not released, as long as it lives; backward releases as ever.
+    """
+
+    def __init__(self, roots: tuple[Value, ...], nodes: tuple[Node, ...], values: tuple[Value, ...]) -> None:
+        self.roots = roots
+        self.nodes = nodes
+        """In the order in which forward ran."""
+        self.values = values
+
+    @property
+    def leaves(self) -> tuple[Value, ...]:
+        """Where gradients end up: parameters and other leaves that need one."""
+        return tuple(value for value in self.values if value.is_leaf and value.requires_grad)
+
+    @property
+    def constants(self) -> tuple[Value, ...]:
+        """Inputs that need no gradient, as far as some node keeps them."""
+        return tuple(value for value in self.values if not value.requires_grad)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the graph keeps in memory, each storage once, without `parameter_bytes`."""
+        return unique_bytes(kept for node in self.nodes for kept in node.kept if not kept.parameter)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """What it keeps that is in memory anyway: parameters, buffers, other leaves."""
+        return unique_bytes(kept for node in self.nodes for kept in node.kept if kept.parameter)
+
+    def consumers(self, value: Value) -> tuple[Node, ...]:
+        """The nodes that `value` is an input of."""
+        return tuple(node for node in self.nodes if any(each is value for each in node.inputs))
+
+    def upstream(self, start: Node | Value) -> Iterator[Value]:
+        """Every value that `start` was computed from, each once, the nearest first."""
+        pending = list(start.inputs if isinstance(start, Node) else (start.producer.inputs if start.producer else ()))
+        seen = {value.index for value in pending}
+        for value in pending:  # grows while it is walked
+            yield value
+            for further in value.producer.inputs if value.producer else ():
+                if further.index not in seen:
+                    seen.add(further.index)
+                    pending.append(further)
+
+    def by_module(self) -> dict[str, int]:
+        """Bytes held by module, each storage counted once, for the node that made it or kept it first; largest first.
+
+        What is not known to belong to a module is under "".
+        """
+        totals: dict[str, int] = defaultdict(int)
+        seen: set[int] = set()
+        for node in self.nodes:
+            for kept in node.kept:
+                if not kept.parameter and kept.storage not in seen:
+                    seen.add(kept.storage)
+                    totals[node.module] += kept.bytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def dot(self) -> str:
+        """The graph in the DOT language, for Graphviz and its kin."""
+        return render_dot.dot(self)
+
+    def svg(self) -> str:
+        """A picture of the graph, drawn by Lowtide itself: a complete SVG document."""
+        return render_svg.svg(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph to `path`: a picture for `.svg`, DOT for `.dot` and `.gv`, else the text tree."""
+        path = Path(path)
+        kind = path.suffix.lower()
+        text = self.svg() if kind == ".svg" else self.dot() if kind in (".dot", ".gv") else f"{self}\n"
+        path.write_text(text, encoding="utf-8")
+
+    def __str__(self) -> str:
+        return render_text.tree(self)
+
+    def __repr__(self) -> str:
+        held = format_bytes(self.held_bytes)
+        return f"Graph({len(self.nodes)} nodes, {len(self.values)} values, holds {held})"
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.svg()
