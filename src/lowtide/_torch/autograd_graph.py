@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from lowtide._torch.nodes import sequence_number
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
+
+
+_LEAF_NUMBERS = 2**63
+"""Nodes that accumulate gradients have sequence numbers from here on."""
 
 
 def producer(tensor: Tensor) -> Node | None:
@@ -23,13 +30,67 @@ def nodes_behind(tensors: Iterable[Tensor]) -> list[Node]:
     return nodes_from(node for tensor in tensors if (node := producer(tensor)) is not None)
 
 
-def nodes_from(roots: Iterable[Node]) -> list[Node]:
-    """All nodes that these lead to, themselves first, each once."""
-    found = list(dict.fromkeys(roots))
-    seen = set(found)
-    for node in found:  # grows while it is walked
+def walk(roots: Iterable[Node], without: Container[Node] = ()) -> Iterator[Node]:
+    """Yield all nodes that `roots` lead to, themselves first, each once; `without` nodes are not entered."""
+    nodes = list(dict.fromkeys(roots))
+    seen = set(nodes)
+    for node in nodes:  # grows while it is walked
+        yield node
         for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
+            if upstream is not None and upstream not in seen and upstream not in without:
                 seen.add(upstream)
-                found.append(upstream)
-    return found
+                nodes.append(upstream)
+
+
+def nodes_from(roots: Iterable[Node]) -> list[Node]:
+    """Return all nodes that `roots` lead to, themselves first, each once."""
+    return list(walk(roots))
+
+
+@dataclass(slots=True)
+class Component:
+    """Nodes that are connected otherwise than through leaves."""
+
+    nodes: list[Node] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+    """Positions of the roots that lead to them."""
+
+
+def components(roots: Sequence[Node]) -> list[Component]:
+    """Return the connected parts of the graph behind `roots`. Leaves connect nothing and are in none."""
+    owner: dict[Node, int] = {}
+    parent = list(range(len(roots)))  # union-find over the roots
+
+    def find(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = number = parent[parent[number]]
+        return number
+
+    for number, root in enumerate(roots):
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            if is_leaf(node):
+                continue
+            if node in owner:
+                parent[find(owner[node])] = find(number)
+                continue
+            owner[node] = number
+            pending += [upstream for upstream, _ in node.next_functions if upstream is not None]
+    parts: dict[int, Component] = {}
+    for node, number in owner.items():
+        parts.setdefault(find(number), Component()).nodes.append(node)
+    for number, root in enumerate(roots):
+        if not is_leaf(root):
+            parts[find(number)].roots.append(number)
+    return list(parts.values())
+
+
+def is_leaf(function: Node) -> bool:
+    """Return True if `function` accumulates the gradient of a leaf (`AccumulateGrad`) and computes nothing."""
+    return sequence_number(function) >= _LEAF_NUMBERS
+
+
+def variable_of(function: Node) -> Tensor:
+    """Return the leaf whose gradient `function` accumulates."""
+    return cast("Tensor", function.variable)  # type: ignore[attr-defined]

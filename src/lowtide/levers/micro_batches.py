@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.autograd_graph import is_leaf, nodes_behind
 from lowtide._torch.backward import in_backward
 from lowtide._torch.modules import BatchNorm
 from lowtide._torch.nodes import output_metadata
 from lowtide._torch.tensors import has_gradient_hooks
-from lowtide.diagnostics.graph.build_graph import is_leaf
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.accumulate import accumulated
 from lowtide.levers.accumulation.loss_reduction import SumOver

@@ -11,10 +11,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from lowtide._torch.autograd_graph import producer
-from lowtide._torch.backward import ACCUMULATE_GRAD
+from lowtide._torch.autograd_graph import is_leaf, nodes_from, producer, variable_of
 from lowtide._torch.nodes import node_metadata, output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.graph.graph_records import Node, Value
@@ -35,7 +34,8 @@ class Walk:
     def __init__(self, roots: Iterable[Tensor], names: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
         self._roots = list(roots)
         self._names = {_place(tensor): name for name, tensor in reversed(list(names.items()))}
-        self._found = self._find()
+        functions = nodes_from(root.grad_fn for root in self._roots if root.grad_fn is not None)
+        self._found = {function: number for number, function in enumerate(functions)}
         leaves = [variable_of(function) for function in self._found if is_leaf(function)]
         self._parameters = frozenset(storage_id(tensor) for tensor in (*leaves, *others)) - {0}
         self._nodes: dict[Function, Node] = {}
@@ -47,17 +47,6 @@ class Walk:
             self._nodes[function] = self._record(function)
         roots = tuple(self._value_of(root) for root in self._roots)
         return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
-
-    def _find(self) -> dict[Function, int]:
-        """All functions behind the roots, those that gather a leaf's gradient included, in order of discovery."""
-        pending = [root.grad_fn for root in self._roots if root.grad_fn is not None]
-        found = {function: number for number, function in enumerate(dict.fromkeys(pending))}
-        while pending:
-            for upstream, _ in pending.pop().next_functions:
-                if upstream is not None and upstream not in found:
-                    found[upstream] = len(found)
-                    pending.append(upstream)
-        return found
 
     def _in_order(self) -> Iterable[Function]:
         """The functions that compute something, each after those that it needs, else by the order of forward."""
@@ -154,16 +143,6 @@ class Walk:
         if key not in self._values:
             self._values[key] = Value(len(self._values), name=self._names.get(key, ""), **_looks(root))
         return self._values[key]
-
-
-def is_leaf(function: Function) -> bool:
-    """Whether this is where a leaf's gradient is gathered, and no computation."""
-    return function.name() == ACCUMULATE_GRAD
-
-
-def variable_of(function: Function) -> Tensor:
-    """The leaf whose gradient is gathered there."""
-    return cast("Tensor", function.variable)  # type: ignore[attr-defined]
 
 
 def _argument_names(node_name: str, count: int) -> tuple[str, ...]:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import nodes_from, producer
+from lowtide._torch.autograd_graph import components, is_leaf, nodes_from, producer, walk
 from lowtide._torch.nodes import raw_saved, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
-
-_LEAF_NUMBERS = 2**63  # nodes that gather gradients have numbers above
 
 
 @dataclass(slots=True)
@@ -44,12 +42,12 @@ class Graph:
 def computed_by(tensor: Tensor) -> Node | None:
     """The node that computed a tensor, if any did."""
     node = producer(tensor)
-    return node if node is not None and sequence_number(node) < _LEAF_NUMBERS else None
+    return node if node is not None and not is_leaf(node) else None
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """All nodes that these lead to, themselves included; without those that gather the gradients of leaves."""
-    return [node for node in nodes_from(nodes) if sequence_number(node) < _LEAF_NUMBERS]
+    return [node for node in nodes_from(nodes) if not is_leaf(node)]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
@@ -80,76 +78,46 @@ def graphs_of(
         (index, node, None) for index in held if (node := computed_by(tensors[index])) is not None
     ]
     roots += [(leaf, node, leaf) for leaf, gradient in gradients if (node := computed_by(gradient)) is not None]
-    owner: dict[Node, int] = {}
-    merged: list[int] = []  # union-find over the roots
-
-    def find(number: int) -> int:
-        while merged[number] != number:
-            number = merged[number]
-        return number
-
-    for number, (_, root, _) in enumerate(roots):
-        merged.append(number)
-        if root in owner:
-            merged[number] = find(owner[root])
+    graphs = []
+    for part in components([root for _, root, _ in roots]):
+        numbers = [sequence_number(node) for node in part.nodes]
+        if min(numbers) >= new_from:
             continue
-        pending = [root]
-        owner[root] = number
-        while pending:
-            for upstream, _ in pending.pop().next_functions:
-                if upstream is None or sequence_number(upstream) >= _LEAF_NUMBERS:
-                    continue
-                if upstream not in owner:
-                    owner[upstream] = number
-                    pending.append(upstream)
-                else:
-                    merged[find(owner[upstream])] = find(number)
-    graphs: dict[int, Graph] = {}
-    for node, number in owner.items():
-        graph = graphs.setdefault(find(number), Graph())
-        graph.nodes.append(node)
-    ends: dict[int, list[tuple[int, Node]]] = {}
-    for number, (index, root, leaf) in enumerate(roots):
-        key = find(number)
-        if leaf is not None:
-            graphs[key].gradient_of.append(leaf)
-        else:
-            ends.setdefault(key, []).append((index, root))
-    for key, graph in graphs.items():
-        graph.numbers = [n for node in graph.nodes if (n := sequence_number(node)) < _LEAF_NUMBERS]
-        if graph.numbers:
-            keeping = set()
-            for node in graph.nodes:
-                saved, context = kept_by([node])
-                graph.unfreed |= saved
-                graph.context |= context
-                if saved or context:
-                    keeping.add(node)
-            newest_first = sorted(ends.get(key, []), key=lambda end: -sequence_number(end[1]))
-            graph.tensors = [index for index, _ in newest_first]
-            graph.keepers = _leading_to(keeping, newest_first)
-    return [graph for graph in graphs.values() if graph.numbers and min(graph.numbers) < new_from]
+        graph = Graph(nodes=part.nodes, numbers=numbers)
+        ends = []
+        for index, root, leaf in map(roots.__getitem__, part.roots):
+            if leaf is None:
+                ends.append((index, root))
+            else:
+                graph.gradient_of.append(leaf)
+        keeping = set()
+        for node in graph.nodes:
+            saved, context = kept_by([node])
+            graph.unfreed |= saved
+            graph.context |= context
+            if saved or context:
+                keeping.add(node)
+        ends.sort(key=lambda end: -sequence_number(end[1]))  # the newest first
+        graph.tensors = [index for index, _ in ends]
+        graph.keepers = _leading_to(keeping, ends)
+        graphs.append(graph)
+    return graphs
 
 
 def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
-    """Tensors to whose nodes one of `keeping` is upstream."""
+    """Return the tensors that have one of the nodes `keeping` in the graph behind them."""
     in_vain: set[Node] = set()
-    return {index for index, root in ends if _leads_to(keeping, root, in_vain)}
-
-
-def _leads_to(keeping: set[Node], root: Node, in_vain: set[Node]) -> bool:
-    """Whether one of `keeping` is upstream of a node. If not, all that was walked goes to `in_vain`."""
-    pending, seen = [root], {root}
-    while pending:
-        node = pending.pop()
-        if node in keeping:
-            return True
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen and upstream not in in_vain:
-                seen.add(upstream)
-                pending.append(upstream)
-    in_vain |= seen
-    return False
+    keepers = set()
+    for index, root in ends:
+        walked = []
+        for node in walk([root], in_vain):
+            if node in keeping:
+                keepers.add(index)
+                break
+            walked.append(node)
+        else:
+            in_vain.update(walked)
+    return keepers
 
 
 def _attributes(node: Node) -> Iterator[Tensor]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lowtide._torch.autograd_graph import components
 from lowtide._torch.nodes import sequence_number
 from lowtide.diagnostics.graph import Graph
-from lowtide.diagnostics.graph.build_graph import Walk, is_leaf
+from lowtide.diagnostics.graph.build_graph import Walk
 from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
 
 if TYPE_CHECKING:
@@ -44,45 +45,15 @@ def tensors_with_graphs() -> list[Tensor]:
 
 def separate(tensors: Iterable[Tensor]) -> list[Alive]:
     """The graphs behind `tensors`, those that share a computed value as one; the newest last."""
-    group_of: dict[Function, int] = {}
-    parent: list[int] = []
-    roots: list[list[Tensor]] = []
-    newest: list[int] = []
-
-    def find(group: int) -> int:
-        while parent[group] != group:
-            parent[group] = parent[parent[group]]
-            group = parent[group]
-        return group
-
-    for tensor in tensors:
-        assert tensor.grad_fn is not None
-        group = len(parent)
-        parent.append(group)
-        roots.append([tensor])
-        newest.append(0)
-        pending = [tensor.grad_fn]
-        while pending:
-            function = pending.pop()
-            if is_leaf(function):
-                continue
-            if function in group_of:
-                other = find(group_of[function])
-                mine = find(group)
-                if other != mine:
-                    parent[mine] = other
-                    roots[other] += roots[mine]
-                    newest[other] = max(newest[other], newest[mine])
-                continue
-            group_of[function] = group
-            mine = find(group)
-            newest[mine] = max(newest[mine], sequence_number(function))
-            pending += [upstream for upstream, _ in function.next_functions if upstream is not None]
-
-    members: dict[int, set[Function]] = {}
-    for function, group in group_of.items():
-        members.setdefault(find(group), set()).add(function)
-    graphs = [Alive(tuple(roots[g]), newest[g], frozenset(functions)) for g, functions in members.items()]
+    ends = [(tensor, tensor.grad_fn) for tensor in tensors if tensor.grad_fn is not None]
+    graphs = [
+        Alive(
+            tuple(ends[number][0] for number in part.roots),
+            max(map(sequence_number, part.nodes)),
+            frozenset(part.nodes),
+        )
+        for part in components([function for _, function in ends])
+    ]
     return sorted(graphs, key=lambda graph: graph.newest)
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lowtide._torch.autograd_graph import is_leaf, variable_of
 from lowtide._torch.nodes import SAVED, node_metadata, output_metadata
-from lowtide.diagnostics.graph.build_graph import is_leaf, variable_of
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.split_batch import tensors_by_name
 from lowtide.runtime.saved_values import Handle, peek
