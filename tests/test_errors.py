@@ -5,7 +5,7 @@ import torch
 
 import lowtide
 from lowtide import errors
-from lowtide.units import parse_bytes
+from lowtide.utils.amounts import parse_bytes
 
 GIB = 2**30
 

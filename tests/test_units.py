@@ -6,16 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError
-from lowtide.units import (
-    format_apart,
-    format_bytes,
-    format_change,
-    format_parts,
-    format_ratio,
-    format_time,
-    parse_budget,
-    parse_bytes,
-)
+from lowtide.units import format_apart, format_bytes, format_change, format_parts, format_ratio, format_time
+from lowtide.utils.amounts import parse_budget, parse_bytes
 
 SIZES = {
     "B": 1,

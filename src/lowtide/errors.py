@@ -18,6 +18,8 @@ Lowtide could not do what was asked, 1 where it could and the answer is "it does
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from lowtide import units
+
 
 class LowtideError(Exception):
     """Whatever Lowtide raises on purpose."""
@@ -92,8 +94,6 @@ class Infeasible(LowtideError, ValueError):
         nearest: Iterable[str] = (),
         notes: Iterable[str] = (),
     ) -> None:
-        from lowtide import units  # not above: units raises BudgetError
-
         self.budget_bytes = budget_bytes
         self.smallest_peak_bytes = smallest_peak_bytes
         self.parts = dict(parts)
@@ -125,8 +125,6 @@ class OverBudget(LowtideError, RuntimeError):
         nearest: Iterable[str] = (),
         notes: Iterable[str] = (),
     ) -> None:
-        from lowtide import units  # not above: units raises BudgetError
-
         self.budget_bytes = budget_bytes
         self.measured_peak_bytes = measured_peak_bytes
         budget, measured = units.format_apart(budget_bytes, measured_peak_bytes)
@@ -140,8 +138,6 @@ class OverBudget(LowtideError, RuntimeError):
 
 def _as_budget(peak_bytes: int) -> str:
     """The shortest budget that `peak_bytes` fits, as an argument to type."""
-    from lowtide import units  # not above: units raises BudgetError
-
     return f'budget="{units.format_bytes(peak_bytes, round_up=True).replace(" ", "")}"'
 
 

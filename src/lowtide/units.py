@@ -1,76 +1,13 @@
-"""Bytes as people write and read them: "8GiB" and "60%" in, "7.8 GiB" out.
+"""Bytes, times and ratios as text: "7.8 GiB", "12.5 ms", "+4.1 %". Binary units, as torch writes them.
 
-Inside Lowtide an amount of memory is a whole number of bytes; text is read and written only here. Decimal and binary
-units are both read and never mixed up: 1 GB is 10^9 bytes, 1 GiB is 2^30. What is written is binary, as torch writes.
+Inside Lowtide an amount of memory is a whole number of bytes. Text becomes bytes in `utils/amounts.py`.
 """
 
 import math
-import operator
-import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import SupportsIndex
 
-from lowtide.errors import BudgetError
-
-_BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
-_DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-_READ = {unit.lower(): Fraction(size) for unit, size in (_BINARY | _DECIMAL).items()}
-
-_NOT_READ = {
-    "": "it has no unit; write {0}B for bytes",
-    "%": "the peak that it is a share of is not known here",
-    **{
-        letter.lower(): f"{letter} can mean powers of 1000 or of 1024; write {letter}B or {letter}iB"
-        for letter in "KMGTP"
-    },
-}
-_AMOUNT = re.compile(r"\s*(-?[0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
-_UNDERSTOOD = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB"; in Python an int, which is bytes'
-
-
-def parse_bytes(amount: str | SupportsIndex) -> int:
-    """Bytes in `amount`: text with a unit ("8GiB", "500 MB", "1.5gb"), or an int, which is bytes already.
-
-    Case does not matter, and a fraction of a byte is cut off. "8G" is refused, because some mean 8 GB by it and some
-    8 GiB. Raises BudgetError for whatever is not a positive amount: no unit, zero, negatives, floats, bools.
-    """
-    return _read(amount, _READ, _UNDERSTOOD)
-
-
-def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
-    """Bytes in `budget`: what `parse_bytes` reads, or "60%" of `of`, the plain step's peak in bytes (cut, not rounded).
-
-    Raises BudgetError as `parse_bytes` does, and for a percentage when `of` is None.
-    """
-    units = _READ if of is None else _READ | {"%": Fraction(of, 100)}
-    return _read(budget, units, f'{_UNDERSTOOD}, or a share of the plain step\'s peak, as in "60%"')
-
-
-def check_budget(budget: str | SupportsIndex) -> None:
-    """Raise BudgetError for what `parse_budget` can't read, before the plain step's peak is known."""
-    parse_budget(budget, of=2**40)
-
-
-def _read(asked: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
-    def refused(why: str) -> BudgetError:
-        return BudgetError(f"{asked!r} is not an amount of memory: {why}.\n  Understood: {understood}.")
-
-    if isinstance(asked, str):
-        match = _AMOUNT.fullmatch(asked)
-        if match is None:
-            raise refused("it is not a number with a unit")
-        number, unit = match[1], match[2]
-        if unit.lower() not in bytes_per_unit:
-            raise refused(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
-        n_bytes = int(Fraction(number) * bytes_per_unit[unit.lower()])
-    elif isinstance(asked, SupportsIndex) and not isinstance(asked, bool):
-        n_bytes = operator.index(asked)
-    else:
-        raise refused(f"a {type(asked).__name__} has no unit")
-    if n_bytes < 1:
-        raise refused("it is less than one byte")
-    return n_bytes
+BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
 
 def format_bytes(n_bytes: int, *, round_up: bool = False) -> str:
@@ -127,7 +64,7 @@ def format_ratio(ratio: float, *, signed: bool = False) -> str:
 
 def _unit_for(n_bytes: int, round_up: bool = False) -> str:
     """The smallest binary unit in which the rounded amount is below 1024."""
-    return next((unit for unit in _BINARY if abs(_hundredths(n_bytes, unit, round_up)) < 102400), "PiB")
+    return next((unit for unit in BINARY if abs(_hundredths(n_bytes, unit, round_up)) < 102400), "PiB")
 
 
 def _in_unit(n_bytes: int, unit: str, round_up: bool = False) -> str:
@@ -137,7 +74,7 @@ def _in_unit(n_bytes: int, unit: str, round_up: bool = False) -> str:
 
 def _hundredths(n_bytes: int, unit: str, round_up: bool) -> int:
     """`n_bytes` to three significant figures, or to the whole unit where that is finer, in hundredths of `unit`."""
-    exact = Fraction(abs(n_bytes), _BINARY[unit])
+    exact = Fraction(abs(n_bytes), BINARY[unit])
     step = Fraction(1, 100) if exact < 10 else Fraction(1, 10) if exact < 100 else Fraction(1)
     steps = math.ceil(exact / step) if round_up else round(exact / step)
     return int(steps * step * 100)

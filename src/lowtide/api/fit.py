@@ -24,7 +24,8 @@ from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
 from lowtide.runtime.fingerprint import check_made_for, device_of
 from lowtide.state.reachable_objects import looking_on
 from lowtide.state.step_outcome import unless_out_of_memory
-from lowtide.units import check_budget, format_bytes, format_change, format_time, parse_budget
+from lowtide.units import format_bytes, format_change, format_time
+from lowtide.utils.amounts import check_budget, parse_budget
 from lowtide.utils.interrupts import held_back
 from lowtide.utils.removable import Removable
 

@@ -15,7 +15,7 @@ from lowtide.cli.script_or_profile import (
     script_arguments,
     write,
 )
-from lowtide.units import check_budget
+from lowtide.utils.amounts import check_budget
 
 PLAN_FILE = click.Path(exists=True, dir_okay=False)
 

@@ -19,7 +19,7 @@ from lowtide.cli.script_or_profile import (
     write,
 )
 from lowtide.errors import LowtideError
-from lowtide.units import check_budget
+from lowtide.utils.amounts import check_budget
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Plan

@@ -17,7 +17,8 @@ from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
 from lowtide.estimator.estimate import Foresight, foresee
 from lowtide.memory.gpu_specs import Card, context_bytes, parse_card
 from lowtide.runtime.fingerprint import tensors_in, with_tensors
-from lowtide.units import format_apart, parse_bytes
+from lowtide.units import format_apart
+from lowtide.utils.amounts import parse_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

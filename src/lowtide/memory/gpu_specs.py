@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowtide import units
 from lowtide.errors import BudgetError, LowtideError
+from lowtide.utils.amounts import parse_bytes
 
 _KIB = 2**10
 _DEVICE_QUERY = "output of NVIDIA's deviceQuery, driver for CUDA {}"
@@ -82,7 +82,7 @@ def parse_card(text: str | Card) -> Card:
     if wanted.lower().startswith("cuda:"):
         wanted = wanted[len("cuda:") :]
         try:
-            n_bytes = units.parse_bytes(wanted)
+            n_bytes = parse_bytes(wanted)
         except BudgetError:
             pass
         else:

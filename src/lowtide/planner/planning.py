@@ -16,7 +16,7 @@ from lowtide.planner.records import Decided, Decisions, Plan, Prediction, Profil
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.ladder import Solver, most_saving, solve
 from lowtide.planner.solve.lower_bound import lower_bound
-from lowtide.units import parse_budget
+from lowtide.utils.amounts import parse_budget
 
 Allowed = Literal["all", "cheap"]
 

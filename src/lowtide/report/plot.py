@@ -21,7 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from textalloc import allocate
 
 from lowtide.planner.budget_frontier import Frontier, Point
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes
+from lowtide.utils.amounts import parse_bytes
 
 INCHES = WIDTH, HEIGHT = 8.5, 5.4
 DARK, GREY, PALE, BLUE = "#24292f", "#6e7781", "#e6e8eb", "#0072b2"

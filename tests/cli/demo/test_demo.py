@@ -20,7 +20,8 @@ from lowtide.cli.demo import compare as contest
 from lowtide.cli.demo import results_table as table
 from lowtide.cli.demo.results import Comparison, Run, Same
 from lowtide.planner.records import Fingerprint, Plan, Prediction, Static
-from lowtide.units import format_bytes, parse_budget
+from lowtide.units import format_bytes
+from lowtide.utils.amounts import parse_budget
 
 SMALL = {
     "gpt2": ("--layers=2", "--batch-size=8", "--length=64", "--budget=85%", "--budget=40%"),

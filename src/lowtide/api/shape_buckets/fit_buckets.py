@@ -26,7 +26,7 @@ from lowtide.runtime.call_shapes import Shapes
 from lowtide.runtime.fingerprint import fingerprint
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import Unchanged
-from lowtide.units import parse_budget
+from lowtide.utils.amounts import parse_budget
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowtide.cli.script_or_profile import output_option, write
-from lowtide.units import check_budget
+from lowtide.utils.amounts import check_budget
 
 if TYPE_CHECKING:
     from rich.progress import Progress
