@@ -6,6 +6,8 @@ Public names are imported on first use (PEP 562), so `import lowtide` loads neit
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lowtide.utils.rendering import register_renderers
+
 if TYPE_CHECKING:
     from lowtide.api.apply import Applied, apply
     from lowtide.api.fit import Fitted, FittedSizes, fit
@@ -124,6 +126,14 @@ _HOMES = {
     "verify": "lowtide.api.verify",
     "watch": "lowtide.diagnostics.leaks.watcher",
 }
+
+register_renderers(
+    {
+        "Frontier": "lowtide.report.frontier_table",
+        "Plan": "lowtide.report.plan_text",
+        "Profile": "lowtide.report.profile_text",
+    }
+)
 
 # Errors and planning work on machines without torch; every other name checks for it first.
 _TORCH_FREE = ("lowtide.errors", "lowtide.planner")

@@ -12,6 +12,7 @@ from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 from lowtide.planner.planning import cheapest, plain_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
 from lowtide.planner.serialization import FORMAT, Record
+from lowtide.utils.rendering import text_of
 
 N_BUDGETS = 24
 
@@ -45,9 +46,7 @@ class Frontier(Record):
     format: int = FORMAT
 
     def __str__(self) -> str:
-        from lowtide.report.frontier_table import show  # made when somebody looks
-
-        return show(self)
+        return text_of(self)
 
 
 def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:

@@ -15,6 +15,7 @@ import msgspec
 from lowtide.planner.address_nodes import check_names
 from lowtide.planner.plan_format import KINDS, Block, fold, unfold
 from lowtide.planner.serialization import FORMAT, Record
+from lowtide.utils.rendering import text_of
 
 CHECKPOINTED: Final = "torch.utils.checkpoint"
 """In a profile's note on calls that checkpoint themselves, which is repeated where no plan fits."""
@@ -223,9 +224,7 @@ class Profile(Record):
     format: int = FORMAT
 
     def __str__(self) -> str:
-        from lowtide.report.profile_text import show  # made when somebody looks
-
-        return show(self)
+        return text_of(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,9 +345,7 @@ class Plan(Decided):
     format: int = FORMAT
 
     def __str__(self) -> str:
-        from lowtide.report.plan_text import show  # made when somebody looks
-
-        return show(self)
+        return text_of(self)
 
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)
