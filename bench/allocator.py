@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from lowtide.memory.allocator.traces import Replayed, Trace, replay
+from allocator_traces import Replayed, Trace, replay
 
 RECORDINGS = Path(__file__).parents[1] / "tests" / "memory" / "data"
 RUNS = 7

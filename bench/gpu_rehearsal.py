@@ -131,8 +131,9 @@ def _apart(arguments: list[str], environment: dict[str, str]) -> Any:
 
 
 def _keep(folder: Path, name: str, rows: int, peak_allocated: int) -> None:
+    from snapshot_reduction import reduce_snapshot
+
     from lowtide.memory.snapshots.read import Snapshot
-    from lowtide.memory.snapshots.reduction import reduce_snapshot
 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:

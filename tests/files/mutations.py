@@ -18,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from allocator_traces import Trace, replay
+
 from lowtide.cli import main
 from lowtide.errors import LowtideError
-from lowtide.memory.allocator.traces import Trace, replay
-from lowtide.memory.events import EventStream, Timeline
+from lowtide.memory.events import EventStream
+from lowtide.memory.timeline import Timeline
 from lowtide.planner.budget_frontier import read_points
 
 ROOM = 160 << 20

@@ -7,12 +7,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from allocator_traces import Trace
 
 from conftest import RunPython
 from lowtide.cli import main
 from lowtide.errors import LowtideError
-from lowtide.memory.allocator.traces import Trace
-from lowtide.memory.events import Allocate, EventStream, Free, Label, Mark, Timeline
+from lowtide.memory.events import Allocate, EventStream, Free, Label, Mark
+from lowtide.memory.timeline import Timeline
 from lowtide.planner import plan
 from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Plan, Profile

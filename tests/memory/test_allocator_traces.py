@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from allocator_traces import Trace, replay
 
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import Failure, Reserved, simulate
-from lowtide.memory.allocator.traces import Trace, replay
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 
 MIB = 2**20

@@ -6,19 +6,8 @@ from hypothesis import strategies as st
 
 from conftest import RunPython
 from lowtide.errors import LowtideError
-from lowtide.memory.events import (
-    CATEGORIES,
-    PHASE,
-    Allocate,
-    Block,
-    Event,
-    EventStream,
-    Free,
-    Label,
-    Mark,
-    Phase,
-    Timeline,
-)
+from lowtide.memory.events import CATEGORIES, PHASE, Allocate, Event, EventStream, Free, Label, Mark
+from lowtide.memory.timeline import Block, Phase, Timeline
 
 STREAM = EventStream(
     (

@@ -3,15 +3,16 @@
 import json
 from typing import Any
 
+from allocator_traces import Trace, replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from snapshot_reduction import reduce_snapshot
 
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.traces import Trace, replay
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Timeline
+from lowtide.memory.events import Allocate, Event, EventStream, Free
 from lowtide.memory.snapshots.read import Snapshot
-from lowtide.memory.snapshots.reduction import reduce_snapshot
 from lowtide.memory.snapshots.write import snapshot_of
+from lowtide.memory.timeline import Timeline
 
 MIB = 2**20
 

@@ -13,10 +13,11 @@ from conftest import RunPython
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import freed_from_entry
-from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark, Timeline
+from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark
+from lowtide.memory.snapshot_summary import summarize
 from lowtide.memory.snapshots.read import Snapshot
-from lowtide.memory.snapshots.summary import summarize
 from lowtide.memory.snapshots.write import snapshot_of, write_snapshot
+from lowtide.memory.timeline import Timeline
 
 MIB = 2**20
 
@@ -42,14 +43,14 @@ def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
     history = snapshot.history()
     assert str(snapshot.settings) == "max_split_size_mb:64"
     assert history.n_entry == 2
-    first, second = history.timeline.stream.events[:2]
+    first, second = history.stream.events[:2]
     assert {(e.bytes, e.op) for e in (first, second) if type(e) is Allocate} == {(5000, ""), (1000, "")}
     back, there = Timeline(history.over_entry), Timeline(STREAM)
     assert back.curve == there.curve
     assert (back.peak_bytes, back.peak_index) == (there.peak_bytes, there.peak_index)
     assert back.phases == there.phases
     assert _sizes_and_names(back.stream) == _sizes_and_names(STREAM)
-    labelled = history.timeline.labels
+    labelled = history.labels
     assert {number - history.n_entry: label for number, label in labelled.items()} == LABELS
     summary = summarize(snapshot)
     assert summary.peak_during == "backward"
@@ -89,7 +90,7 @@ def test_any_stream_keeps_its_curve_and_pytorch_can_add_it_up(stream: EventStrea
     history = Snapshot(record).history() if record["segments"] else None
     if history is not None:
         assert Timeline(history.over_entry).curve == Timeline(stream).curve
-        assert history.timeline.peak_bytes <= history.peak_reserved_bytes
+        assert Timeline(history.stream, history.labels).peak_bytes <= history.peak_reserved_bytes
     assert "total_reserved" in segsum(record)  # it asserts that blocks make up their segments
 
 

@@ -12,12 +12,13 @@ from conftest import RunPython
 from lowtide.cli import main
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.events import Allocate, Free, Mark, Timeline
+from lowtide.memory.events import Allocate, Free, Mark
+from lowtide.memory.snapshot_summary import BEFORE, Share, State, summarize
 from lowtide.memory.snapshots.history import ANNOTATION
 from lowtide.memory.snapshots.plain_pickle import load_plain
 from lowtide.memory.snapshots.read import Snapshot
 from lowtide.memory.snapshots.stack_frames import operator, place
-from lowtide.memory.snapshots.summary import BEFORE, Share, State, summarize
+from lowtide.memory.timeline import Timeline
 
 MIB = 2**20
 
@@ -88,7 +89,7 @@ RECORD: dict[str, Any] = {
 
 def test_a_snapshot_is_rewound_to_its_start_and_told_from_there() -> None:
     history = Snapshot(RECORD).history()
-    assert history.timeline.stream.events == (
+    assert history.stream.events == (
         Allocate(0, 4 * MIB - 100, 0x1000_0000, "aten::mul"),
         Allocate(1, 2 * MIB, 0x1040_0000, ""),
         Allocate(2, 5 * MIB, 0x1060_0000, ""),  # gone at the end; the stack of its free says nothing of its origin
@@ -99,7 +100,7 @@ def test_a_snapshot_is_rewound_to_its_start_and_told_from_there() -> None:
         Allocate(4, 3 * MIB, 0x1060_0000, ""),
     )
     assert (history.device, history.n_entry) == (0, 3)
-    assert history.timeline.peak_bytes == 41 * MIB - 100
+    assert Timeline(history.stream, history.labels).peak_bytes == 41 * MIB - 100
     assert history.places == {0: "model.py:42 forward", 3: "model.py:42 forward"}
     assert history.reserved == tuple(n * MIB for n in (22, 22, 22, 52, 52, 52, 52, 22))
     assert history.peak_reserved_bytes == 52 * MIB
@@ -133,7 +134,11 @@ def test_the_summary() -> None:
 
 def test_a_snapshot_of_segments_alone() -> None:
     history = Snapshot({"segments": RECORD["segments"]}).history()
-    assert [b.bytes for b in history.timeline.blocks.values()] == [4 * MIB - 100, 2 * MIB, 3 * MIB]
+    assert [b.bytes for b in Timeline(history.stream, history.labels).blocks.values()] == [
+        4 * MIB - 100,
+        2 * MIB,
+        3 * MIB,
+    ]
     assert (history.n_entry, history.peak_reserved_bytes) == (3, 22 * MIB)
     assert Snapshot({"segments": []}).devices == ()
 
@@ -233,5 +238,5 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_reading_needs_no_torch(run_python: RunPython) -> None:
-    code = "import sys, lowtide.cli.snapshot, lowtide.memory.snapshots.summary; print('torch' in sys.modules)"
+    code = "import sys, lowtide.cli.snapshot, lowtide.memory.snapshot_summary; print('torch' in sys.modules)"
     assert run_python("-c", code).stdout == "False\n"

@@ -12,7 +12,7 @@ from lowtide.memory.untrusted_files import in_one_line
 from lowtide.units import format_bytes, format_ratio
 
 if TYPE_CHECKING:
-    from lowtide.memory.snapshots.summary import Share, Summary
+    from lowtide.memory.snapshot_summary import Share, Summary
 
 
 @click.command("snapshot")
@@ -35,8 +35,8 @@ def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...]
     from anywhere.
     """
     from lowtide.memory.allocator.config import AllocatorConfig
+    from lowtide.memory.snapshot_summary import summarize
     from lowtide.memory.snapshots.read import Snapshot
-    from lowtide.memory.snapshots.summary import summarize
 
     others = [AllocatorConfig.parse(text) for text in settings]
     found = summarize(Snapshot.read(file), device, others)

@@ -35,8 +35,9 @@ from lowtide.estimator.values.assumptions import Answers
 from lowtide.estimator.values.queries import Questions
 from lowtide.levers import of_plan
 from lowtide.memory.allocator.simulation import freed_from_entry
-from lowtide.memory.events import EventStream, Timeline
+from lowtide.memory.events import EventStream
 from lowtide.memory.gpu_specs import Card, parse_card
+from lowtide.memory.timeline import Timeline
 from lowtide.planner.records import Plan, Static
 from lowtide.profiler.preconditions import NESTED, check
 from lowtide.runtime.fingerprint import check_made_for, device_of, tensors_in

@@ -16,7 +16,7 @@ import torch
 
 from lowtide._torch.fake_modes import on_real_tensors
 from lowtide._torch.tensors import parts_of
-from lowtide.estimator.cpu import embedding_bag as bags
+from lowtide.estimator import embedding_bag as bags
 
 if TYPE_CHECKING:
     from torch import Tensor

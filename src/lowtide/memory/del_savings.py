@@ -23,8 +23,9 @@ from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.patching import of_this_thread, stand_in
 from lowtide._torch.tensors import storage_number
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Event, EventStream, Mark, Timeline
+from lowtide.memory.events import Event, EventStream, Mark
 from lowtide.memory.frame_variables import Held, held_by_variables
+from lowtide.memory.timeline import Timeline
 from lowtide.units import format_bytes
 
 Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.memory.events import Timeline
+    from lowtide.memory.timeline import Timeline
 
 TOP_BLOCKS = 5
 

@@ -16,7 +16,7 @@ import torch
 
 from lowtide._torch.fake_modes import OWN_OPERATORS, is_strided
 from lowtide._torch.tensors import parts_of
-from lowtide.estimator.cpu import embedding_bag as bags
+from lowtide.estimator import embedding_bag as bags
 from lowtide.estimator.cpu.no_scratch_ops import takes_nothing
 from lowtide.estimator.cpu.scratch_trials import Trials
 

@@ -14,9 +14,10 @@ from lowtide.estimator.estimate import Foresight
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.simulation import Reserved, simulate
-from lowtide.memory.events import Allocate, Event, EventStream, Mark, Timeline
+from lowtide.memory.events import Allocate, Event, EventStream, Mark
 from lowtide.memory.gpu_specs import CARDS, Card, context_bytes
 from lowtide.memory.snapshots.write import write_snapshot
+from lowtide.memory.timeline import Timeline
 from lowtide.units import format_bytes
 
 Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]

@@ -9,6 +9,4 @@
 | `history.py` | what happened on a device, rebuilt from the end backwards and told forwards |
 | `stack_frames.py` | what a stack says: the operator, and the line of the user's program |
 | `write.py` | a timeline as a snapshot, placed by the simulated allocator |
-| `reduction.py` | sizes, order and streams alone: an allocator trace |
-| `summary.py` | the peak and what is alive there, reserved beside allocated, what lies idle |
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from lowtide.errors import LowtideError
-from lowtide.memory.events import CATEGORIES, PHASE, Allocate, Category, Event, EventStream, Free, Label, Mark, Timeline
+from lowtide.memory.events import CATEGORIES, PHASE, Allocate, Category, Event, EventStream, Free, Label, Mark
 from lowtide.memory.snapshots.stack_frames import Frames, operator, place
 
 ANNOTATION = "annotation"
@@ -36,7 +36,8 @@ class History:
     """
 
     device: int
-    timeline: Timeline
+    stream: EventStream
+    labels: dict[int, Label]
     n_entry: int
     places: dict[int, str]
     reserved: tuple[int, ...]
@@ -45,8 +46,7 @@ class History:
     @property
     def over_entry(self) -> EventStream:
         """The recorded events alone, as a recorder on the spot would have seen them."""
-        stream = self.timeline.stream
-        return stream.between(self.n_entry, len(stream))
+        return self.stream.between(self.n_entry, len(self.stream))
 
 
 class Held(NamedTuple):
@@ -77,8 +77,10 @@ def rebuild(
             builder.grow(GROWTH[kind] * action["size"])
     for _, mark in reversed(marks):
         builder.add(mark)
-    timeline = Timeline(EventStream(tuple(builder.events), f"cuda:{device}"), builder.labels)
-    return History(device, timeline, n_entry, builder.places, tuple(builder.curve), builder.peak_reserved_bytes)
+    stream = EventStream(tuple(builder.events), f"cuda:{device}")
+    return History(
+        device, stream, builder.labels, n_entry, builder.places, tuple(builder.curve), builder.peak_reserved_bytes
+    )
 
 
 def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:

@@ -13,15 +13,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
 from lowtide.memory.allocator.expandable_segments import allocator_for
 from lowtide.memory.allocator.simulation import freed_from_entry
-from lowtide.memory.events import PHASE, Allocate, Free, Label, Mark, Timeline
+from lowtide.memory.events import PHASE, Allocate, Free, Label, Mark
 from lowtide.memory.snapshots.history import WRITTEN_BY
+
+if TYPE_CHECKING:
+    from lowtide.memory.timeline import Timeline
 
 _FORMAT = 1
 _PROTOCOL = 4

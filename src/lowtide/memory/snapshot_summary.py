@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import simulate
-from lowtide.memory.events import Block, Mark
+from lowtide.memory.events import Mark
 from lowtide.memory.snapshots.history import ANNOTATION, History
 from lowtide.memory.snapshots.read import Snapshot
+from lowtide.memory.timeline import Block, Timeline
 
 BEFORE = "(before the recording)"
 """Where blocks come from whose allocation was not recorded."""
@@ -75,7 +76,7 @@ class Summary:
 def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[AllocatorConfig] = ()) -> Summary:
     """The summary of one device, by default the only one. Raises LowtideError as `Snapshot.history` does."""
     history = snapshot.history(device)
-    timeline = history.timeline
+    timeline = Timeline(history.stream, history.labels)
     at_peak = timeline.alive_at(timeline.peak_index)
     settings = snapshot.settings
     return Summary(
@@ -95,7 +96,7 @@ def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[Al
 
 def _during(history: History) -> str | None:
     """The phase at the peak; else the annotation that began last before it, which may have ended."""
-    timeline = history.timeline
+    timeline = Timeline(history.stream, history.labels)
     phase = next((p.name for p in timeline.phases if p.first <= timeline.peak_index < p.stop), None)
     if phase is not None:
         return phase

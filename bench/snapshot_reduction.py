@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from allocator_traces import FORMAT
+
 from lowtide.memory.allocator.block_sizes import SMALL_SEGMENT, SMALL_SIZE, round_size
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.traces import FORMAT
 from lowtide.memory.snapshots.history import GROWTH, Entry, Held, held_at_start
 from lowtide.memory.snapshots.read import Snapshot
+from lowtide.memory.timeline import Timeline
 
 
 class _Base(NamedTuple):
@@ -48,7 +50,7 @@ def reduce_snapshot(snapshot: Snapshot, device: int | None = None, *, name: str,
     held = _held(bases, held_at, segments, settings)
     steps = _Steps(actions, bases, reserved_at_start, {address: n for n, address in enumerate(sorted(held_at))})
     steps.run()
-    curve = history.timeline.curve
+    curve = Timeline(history.stream, history.labels).curve
     at_start = curve[history.n_entry - 1] if history.n_entry else 0
     return {
         "format": FORMAT,

@@ -1,0 +1,159 @@
+"""What is in memory after each event of a stream: levels, blocks, phases and the peak. Pure Python, as the stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import convert
+
+from lowtide.errors import LowtideError
+from lowtide.memory.events import (
+    CATEGORIES,
+    FORMAT,
+    PHASE,
+    Allocate,
+    Category,
+    EventStream,
+    Free,
+    Label,
+    Mark,
+    bytes_added,
+    read_json,
+    stream_from,
+    write_json,
+)
+from lowtide.memory.snapshots.read import Snapshot
+from lowtide.memory.snapshots.write import write_snapshot
+from lowtide.memory.timeline_table import table
+from lowtide.memory.untrusted_files import in_one_line
+
+
+class Block(NamedTuple):
+    """One allocation and its life: alive after the events `born <= index < dies`; `dies` is None if never freed."""
+
+    id: int
+    bytes: int
+    address: int
+    op: str
+    born: int
+    dies: int | None
+    label: Label | None
+
+    @property
+    def category(self) -> Category:
+        """The label's; a block that nobody labelled is one of the temporaries."""
+        return self.label.category if self.label else "temporaries"
+
+    @property
+    def name(self) -> str:
+        """Where it came from, as far as known: module and operator."""
+        module, op = (self.label.module, self.label.op or self.op) if self.label else ("", self.op)
+        return " ".join(part for part in (module, op) if part) or "(outside any operator)"
+
+
+class Phase(NamedTuple):
+    """The events `first <= index < stop`, and the highest level over entry that they reach, first at `peak_index`."""
+
+    name: str
+    first: int
+    stop: int
+    peak_bytes: int
+    peak_index: int
+
+
+class Timeline:
+    """What is in memory after each event of a stream, its peak and what the peak is made of; `print` it for a table.
+
+    `labels` maps block numbers to what the blocks are, as far as anybody knows.
+    """
+
+    def __init__(self, stream: EventStream, labels: Mapping[int, Label] | None = None) -> None:
+        self.stream = stream
+        self.labels = dict(labels or {})
+        self.curve: tuple[int, ...] = tuple(accumulate(map(bytes_added, stream.events)))
+        """Level over entry after each event, bytes."""
+        self.peak_bytes: int = max((0, *self.curve))
+        """The highest level over entry; 0 if it never rose above entry."""
+        self.peak_index: int = self.curve.index(self.peak_bytes) if self.peak_bytes else -1
+        """The first event after which the level is the peak; -1, before all events, if it never rose above entry."""
+
+    def __repr__(self) -> str:
+        return f"Timeline(peak_bytes={self.peak_bytes}, {len(self.stream)} events)"
+
+    def __str__(self) -> str:
+        return "\n".join(table(self))
+
+    @cached_property
+    def blocks(self) -> dict[int, Block]:
+        """Every block that the stream allocated, by number, in the order of allocation."""
+        dies = {event.block: i for i, event in enumerate(self.stream) if type(event) is Free}
+        return {
+            event.block: Block(*event, born=i, dies=dies.get(event.block), label=self.labels.get(event.block))
+            for i, event in enumerate(self.stream)
+            if type(event) is Allocate
+        }
+
+    def alive_at(self, index: int) -> tuple[Block, ...]:
+        """The blocks allocated since entry and alive after event `index`, largest first."""
+        alive = (b for b in self.blocks.values() if b.born <= index and (b.dies is None or index < b.dies))
+        return tuple(sorted(alive, key=lambda block: -block.bytes))
+
+    def alive_at_peak(self) -> dict[Category, tuple[Block, ...]]:
+        """The same at the peak, by category, in the order of CATEGORIES; categories without a block are left out."""
+        alive = self.alive_at(self.peak_index)
+        groups = {category: tuple(b for b in alive if b.category == category) for category in CATEGORIES}
+        return {category: blocks for category, blocks in groups.items() if blocks}
+
+    def freed_from_entry(self, index: int) -> int:
+        """Bytes that existed at entry and are gone after event `index`: level = bytes alive - these."""
+        seen = self.stream.events[: index + 1]
+        return sum(event.bytes for event in seen if type(event) is Free and event.block not in self.blocks)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """From each mark labelled PHASE to the next, with the peak of each; nothing for what came before the first."""
+        starts = [(i, e.data) for i, e in enumerate(self.stream) if type(e) is Mark and e.label == PHASE]
+        stops = [first for first, _ in starts[1:]] + [len(self.stream)]
+        phases = []
+        for (first, name), stop in zip(starts, stops, strict=False):
+            levels = self.curve[first:stop]
+            phases.append(Phase(str(name), first, stop, max(levels), first + levels.index(max(levels))))
+        return tuple(phases)
+
+    def to_snapshot(self, path: str | Path, *, at_entry: Iterable[int] = ()) -> None:
+        """Write a memory snapshot, which PyTorch's viewer opens: pytorch.org/memory_viz, torch.cuda._memory_viz.
+
+        Blocks lie where the simulated allocator of a CUDA card puts them. `at_entry` are the bytes of what was there
+        before and stays.
+        """
+        write_snapshot(self, path, at_entry=at_entry)
+
+    @classmethod
+    def from_snapshot(cls, path: str | Path, device: int | None = None) -> Timeline:
+        """What a file of `torch.cuda.memory._dump_snapshot` recorded: levels are all that the device held, in bytes.
+
+        Only plain data is read from the file, so it may come from anybody. `device` may be left out where there is one.
+        Raises LowtideError for a file that is no snapshot, or has no history of that device.
+        """
+        history = Snapshot.read(path).history(device)
+        return cls(history.stream, history.labels)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """As JSON text: the stream and the labels, of which all else follows; also written to `path` if given."""
+        return write_json({"labels": self.labels, "stream": json.loads(self.stream.to_json())}, path)
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Timeline:
+        """The timeline in `source`: JSON text or the path of a file. Raises LowtideError for anything else."""
+        record = read_json(source, "timeline")
+        try:
+            labels = {int(block): convert(label, Label) for block, label in record["labels"].items()}
+            stream = record["stream"]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise LowtideError(f"this is not a timeline of format {FORMAT}: {in_one_line(repr(error))}.") from error
+        return cls(stream_from(stream), labels)
