@@ -4,7 +4,8 @@
 
 Three processes take turns: one that fits nothing, one in which a plan with gradients in place is in force on a model
 that is trained as well, and one in which such a plan has been removed. Each has the same other models, whose operators
-those are that the plan writes in place. The time is of the thread's processor, the fastest of all turns.
+those are that the plan writes in place. The time is of the thread's processor, the fastest of all turns. torch's
+optimizers import its compiler, so each process has that; and processes differ by some per cent where others are busy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 import lowtide
