@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lowtide.memory import timeline_table as text
 
 if TYPE_CHECKING:
-    from lowtide.estimator.estimate import Foresight
+    from lowtide.estimator.memory_estimate import Foresight
 
 
 def table(foresight: Foresight) -> Iterator[str]:

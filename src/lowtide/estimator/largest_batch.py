@@ -14,7 +14,8 @@ import torch
 
 from lowtide._torch.pytree import tree_map
 from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
-from lowtide.estimator.estimate import Foresight, foresee
+from lowtide.estimator.estimate import foresee
+from lowtide.estimator.memory_estimate import Foresight
 from lowtide.memory.gpu_specs import Card, context_bytes, parse_card
 from lowtide.runtime.fingerprint import tensors_in, with_tensors
 from lowtide.units import format_apart

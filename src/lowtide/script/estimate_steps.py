@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError
 from lowtide.estimator.cuda.deferred_placement import AskedForCuda
 from lowtide.estimator.cuda.placement import is_given
 from lowtide.estimator.cuda.two_step_run import OnCard
-from lowtide.estimator.estimate import COMPILED
+from lowtide.estimator.fake_step import COMPILED
 from lowtide.estimator.largest_batch import resized, size_of
 from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
 from lowtide.estimator.cuda.ops.op_record import Inside
-from lowtide.estimator.estimate import Foresight
+from lowtide.estimator.memory_estimate import Foresight
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.simulation import Reserved, simulate

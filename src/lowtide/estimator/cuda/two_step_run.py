@@ -21,8 +21,8 @@ from lowtide.estimator.cuda.ops.op_record import READ_IN
 from lowtide.estimator.cuda.placement import Placed, belongings
 from lowtide.estimator.cuda.redirect import CudaMeans, cuda_is_there
 from lowtide.estimator.ddp_buckets import Reducers
-from lowtide.estimator.estimate import adopt, alone_with, as_they_are, compiled, left, planned, static_of, with_left
 from lowtide.estimator.estimate_labels import Names, labels
+from lowtide.estimator.fake_step import adopt, alone_with, as_they_are, compiled, left, planned, static_of, with_left
 from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import Twins, swap
 from lowtide.estimator.values.assumptions import Answers

@@ -1,0 +1,178 @@
+"""Parts of a step on fake tensors that every device shares: what stands in for what, and what is in memory before."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.fake_modes import (
+    data_as_they_are,
+    end_fakes,
+    function_modes_in_backward,
+    on_real_tensors,
+)
+from lowtide._torch.tensors import parts_of, storage_number
+from lowtide.errors import RehearsalError
+from lowtide.estimator import sparse_tensors as sparse
+from lowtide.estimator.allocation_tracker import Ledger
+from lowtide.estimator.fake_step_state import Everything
+from lowtide.estimator.fake_tensors import is_real
+from lowtide.memory.allocator.simulation import freed_from_entry
+from lowtide.memory.events import EventStream
+from lowtide.planner.records import Plan, Static
+from lowtide.runtime.fingerprint import check_made_for, tensors_in
+from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.planned_engine import Planned
+from lowtide.state.observed_changes import not_put_back
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+    from lowtide._torch.fake_modes import FakeTensorMode
+
+
+COMPILED = "compiled code (torch.compile) needs what it needs as it was written; it may keep other tensors for backward"
+
+
+def left(kept: Everything) -> tuple[str, ...]:
+    """What is not put back, as how far an iterator is."""
+    return (not_put_back(kept.left),) if kept.left else ()
+
+
+def compiled(model: nn.Module) -> tuple[str, ...]:
+    """What is assumed if parts of the model are compiled."""
+    return (COMPILED,) if any(map(is_compiled, model.modules())) else ()
+
+
+_one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def alone_with(fakes: FakeTensorMode) -> Iterator[None]:
+    """Rehearsals in other threads wait until this block ends.
+
+    A fake tensor that is left behind where nobody found it raises from then on: a step that goes on with it would
+    learn nothing, and say nothing.
+    """
+    with _one_at_a_time:
+        try:
+            yield
+        finally:
+            end_fakes(fakes)
+
+
+@contextlib.contextmanager
+def as_they_are() -> Iterator[None]:
+    """Code and data are in this block what they are without fake tensors around.
+
+    Compiled code runs as it was written: the compiler ends the process on fake tensors of a mode around it.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_transformers_unaware())
+        stack.enter_context(data_as_they_are())
+        stack.enter_context(function_modes_in_backward())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Planned:
+    """The engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
+
+    RehearsalError for a model that is sharded, as fake tensors can't be gathered, or has tensors of a class of its own.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = type(tensor)
+        is_own = kind is not torch.Tensor and not issubclass(kind, torch.nn.Parameter) and not is_lazy(tensor)
+        if is_own and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            raise RehearsalError(
+                f"{name} is a {kind.__name__}, and torch has no fake tensors of that class. Use lowtide.rehearse "
+                "or `lowtide run`, which take the step; or give it to the model as a plain tensor (`as_subclass`)."
+            )
+    for unit in units(model.modules()):
+        raise RehearsalError(
+            f"{type(unit).__name__} is sharded over processes (fully_shard), and what it gathers can't be foreseen. "
+            "Use lowtide.rehearse or `lowtide run`, which take the step; or foresee the model before it is sharded, "
+            "which gives the activations."
+        )
+    if plan is None:
+        return Planned(model, None)
+    check_made_for(plan.fingerprint, model, device=device or plan.fingerprint.device)
+    return Planned(model, plan)
+
+
+def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
+    """What exists at entry."""
+    for tensor in tensors:
+        ledger.adopt(tensor)
+        if tensor.is_leaf and tensor.grad is not None:
+            ledger.adopt(tensor.grad)
+
+
+def static_of(
+    ledger: Ledger, model: nn.Module, batch: Any, kept: Everything, buckets: Iterable[Tensor]
+) -> tuple[Static, frozenset[int]]:
+    """Bytes of what exists when the step begins, each storage once; the blocks that they are.
+
+    Other models that the step reaches, such as a teacher, and what else its optimizers update, count as the model does,
+    and `buckets` as gradients.
+    """
+    modules = [*model.modules(), *(thing for thing in kept.reached if isinstance(thing, torch.nn.Module))]
+    optimizers = kept.optimizers
+    updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]
+    seen: set[int] = set()
+
+    def add(tensors: Iterable[Tensor | None]) -> int:
+        total = 0
+        for tensor in tensors:
+            for storage in () if tensor is None else _storages(tensor, ledger):
+                if (number := storage_number(storage)) not in seen:
+                    seen.add(number)
+                    total += storage.nbytes()
+        return total
+
+    static = Static(
+        parameters=add(parameters),
+        buffers=add(b for module in modules for b in module.buffers(recurse=False)),
+        inputs=add(tensors_in(batch)),
+        gradients=add((*(p.grad for p in parameters), *buckets)),
+        optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
+    )
+    return static, frozenset(block for number in seen if (block := ledger.block(number)) is not None)
+
+
+def _storages(tensor: Tensor, ledger: Ledger) -> list[torch.UntypedStorage]:
+    """Where a tensor is, on the ledger's device; of a compressed one, whose twin has no elements, the real ones."""
+    if sparse.is_compressed(tensor) and is_real(tensor):
+        with on_real_tensors():
+            return [part.untyped_storage() for part in parts_of(tensor)]
+    parts = parts_of(ledger.adopt(tensor))
+    return [part.untyped_storage() for part in parts if part.device.type == ledger.device]
+
+
+def with_left(static: Static, blocks: Collection[int], stream: EventStream) -> Static:
+    """With what went in the step of what the step before had left: it is none of the blocks of `static`."""
+    return replace(static, left=sum(event.bytes for event in freed_from_entry(stream) if event.block not in blocks))
+
+
+@contextlib.contextmanager
+def _transformers_unaware() -> Iterator[None]:
+    """Hugging Face's models take another path, with more memory, when they see that a tensor is fake."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if utils is None or not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+    with patch.object(utils, "is_fake_tensor", lambda tensor: False):
+        yield
