@@ -24,10 +24,11 @@ demo: $(READY) ## a real model on real text: its memory before and after, and th
 test: $(READY) ## run the tests
 	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
 
-lint: $(READY) ## check style, format and types
+lint: $(READY) ## check style, format, types and layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 bench: $(READY) ## measure Lowtide beside the others: docs/benchmarks.md
 	@set -e; for name in $(BENCH); do echo "== bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done

@@ -1,5 +1,4 @@
 import ast
-import graphlib
 import importlib.metadata
 import itertools
 import re
@@ -15,54 +14,6 @@ from torch.optim import Optimizer
 
 import lowtide
 from conftest import RunPython
-
-# The layers, lowest first. Imports run down or sideways, never up.
-LAYERS = [
-    ["lowtide.units", "lowtide.errors"],
-    [
-        f"lowtide._{name}"
-        for name in (
-            *("clock", "code", "interrupts", "nodes", "quiet", "removable", "require", "slots", "standins", "torch"),
-        )
-    ],
-    ["lowtide.memory", "lowtide.planner", "lowtide.report"],
-    ["lowtide.runtime.fingerprint"],
-    ["lowtide.runtime"],
-    ["lowtide.diagnostics.graph"],
-    ["lowtide.levers.accumulation"],
-    ["lowtide.profiler"],
-    ["lowtide.levers"],
-    ["lowtide.runtime.guards", "lowtide.api.apply"],
-    ["lowtide.estimator"],
-    ["lowtide.api.rehearse", "lowtide.api.timeline", "lowtide.api.verify"],
-    ["lowtide.api.shape_buckets"],
-    ["lowtide.diagnostics.leaks", "lowtide.api.release"],
-    ["lowtide.api.fit", "lowtide.diagnostics.oom"],
-    ["lowtide.script"],
-    ["lowtide.cli.demo"],
-    ["lowtide.cli", "lowtide.__main__"],
-]
-TORCH_FREE = [
-    "lowtide.units",
-    "lowtide.errors",
-    "lowtide.utils.stderr_filter",
-    "lowtide.utils.removable",
-    "lowtide.utils.optional_deps",
-]
-TORCH_FREE += ["lowtide.planner", "lowtide.report", "lowtide.diagnostics.oom.explanation"]
-TORCH_FREE += [f"lowtide.memory.{name}" for name in ("allocator", "cards", "events", "snapshots")]
-
-
-DESIGN = Path(__file__).resolve().parents[1] / "docs" / "design.md"
-
-
-def test_the_documented_table_of_folders_is_in_the_order_of_the_layers() -> None:
-    rows = re.findall(r"^\| (`.+?) \|", DESIGN.read_text(encoding="utf-8").partition("## Stages")[2], re.MULTILINE)
-    names = [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
-    names = names[: names.index("cli") + 1]
-    heights = {name.partition(".")[2]: height for height, layer in enumerate(LAYERS) for name in layer}
-    assert [heights[name] for name in names] == sorted(heights[name] for name in names)
-    assert set(heights) - set(names) == {"__main__"}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -94,45 +45,22 @@ def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
                 yield home or (below if below in MODULES else node.module)
 
 
-def run_at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported: not those in functions or under `if TYPE_CHECKING`."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
-            yield from run_at_import([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            yield from run_at_import([*node.body, *(s for h in node.handlers for s in h.body), *node.orelse])
-
-
 def is_or_is_in(module: str, packages: Iterable[str]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def layer(module: str) -> int:
-    for height, packages in enumerate(LAYERS):
-        if is_or_is_in(module, packages):
-            return height
-    pytest.fail(f"{module} is in no layer: add it to LAYERS in {Path(__file__).name}")
+REGISTRIES = ("lowtide.runtime.recipes", "lowtide.estimator.cuda.ops")
+"""Folders with a file for each kind of operator: the same kind has the same name in both."""
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_import_points_up(module: str) -> None:
-    below = {other for other in imported(ast.walk(MODULES[module])) if other.startswith("lowtide.")}
-    assert [other for other in sorted(below) if layer(other) > layer(module)] == []
-
-
-def test_no_imports_go_in_a_circle() -> None:
-    graph = {name: set(imported(run_at_import(tree.body))) - {name} for name, tree in MODULES.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
-
-
-@pytest.mark.parametrize("module", [name for name in MODULES if is_or_is_in(name, TORCH_FREE)])
-def test_torch_free_code_does_not_even_reach_torch(module: str) -> None:
-    reached, new = {module}, {module}
-    while new:
-        new = {other for name in new & MODULES.keys() for other in imported(ast.walk(MODULES[name]))} - reached
-        reached |= new
-    assert sorted(name for name in reached if is_or_is_in(name, ["torch"])) == []
+def test_no_two_files_have_the_same_name() -> None:
+    folders: dict[str, list[str]] = {}
+    for module in MODULES:
+        folder, _, name = module.rpartition(".")
+        folders.setdefault(name, []).append(folder)
+    allowed = [sorted(REGISTRIES), ["lowtide.api", "lowtide.cli"]]
+    twice = {name: sorted(where) for name, where in folders.items() if len(where) > 1 and name != "__main__"}
+    assert {name: where for name, where in twice.items() if where not in allowed} == {}
 
 
 KNOWN_TO_ALL = {"_version", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
@@ -160,8 +88,8 @@ def private_to_torch(tree: ast.Module) -> Iterator[str]:
         yield from (part for part in parts if part.startswith("_") and not part.startswith("__"))
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "lowtide._torch"])
-def test_private_names_of_torch_are_used_in_one_module(module: str) -> None:
+@pytest.mark.parametrize("module", [name for name in MODULES if not is_or_is_in(name, ["lowtide._torch"])])
+def test_private_names_of_torch_are_used_in_one_package(module: str) -> None:
     assert set(private_to_torch(MODULES[module])) <= KNOWN_TO_ALL
 
 
