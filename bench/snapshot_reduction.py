@@ -14,9 +14,9 @@ from allocator_traces import FORMAT
 
 from lowtide.memory.allocator.block_sizes import SMALL_SEGMENT, SMALL_SIZE, round_size
 from lowtide.memory.allocator.config import AllocatorConfig
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.history import GROWTH, Entry, Held, held_at_start
 from lowtide.memory.snapshots.read import Snapshot
-from lowtide.memory.timeline import Timeline
 
 
 class _Base(NamedTuple):

@@ -10,7 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide import cli
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script import estimate_steps as foreseeing
 from lowtide.units import format_bytes

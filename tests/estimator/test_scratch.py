@@ -11,7 +11,7 @@ from lowtide.estimator.cpu import scratch_trials as trials
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.memory.cpu_recorder import CpuRecorder
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 
 aten = torch.ops.aten
 

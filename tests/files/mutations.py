@@ -23,7 +23,7 @@ from allocator_traces import Trace, replay
 from lowtide.cli import main
 from lowtide.errors import LowtideError
 from lowtide.memory.events import EventStream
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.budget_frontier import read_points
 
 ROOM = 160 << 20

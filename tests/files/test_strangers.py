@@ -13,7 +13,7 @@ from conftest import RunPython
 from lowtide.cli import main
 from lowtide.errors import LowtideError
 from lowtide.memory.events import Allocate, EventStream, Free, Label, Mark
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import plan
 from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Plan, Profile

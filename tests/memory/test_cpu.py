@@ -13,7 +13,7 @@ from lowtide._torch.cpu_profiler import profiler_running
 from lowtide.errors import RehearsalError
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 
 
 @pytest.fixture(autouse=True)

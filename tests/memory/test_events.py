@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from conftest import RunPython
 from lowtide.errors import LowtideError
 from lowtide.memory.events import CATEGORIES, PHASE, Allocate, Event, EventStream, Free, Label, Mark
-from lowtide.memory.timeline import Block, Phase, Timeline
+from lowtide.memory.memory_timeline import Block, Phase, Timeline
 
 STREAM = EventStream(
     (

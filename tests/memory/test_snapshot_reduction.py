@@ -10,9 +10,9 @@ from snapshot_reduction import reduce_snapshot
 
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, Event, EventStream, Free
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.read import Snapshot
 from lowtide.memory.snapshots.write import snapshot_of
-from lowtide.memory.timeline import Timeline
 
 MIB = 2**20
 

@@ -14,10 +14,10 @@ from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshot_summary import summarize
 from lowtide.memory.snapshots.read import Snapshot
 from lowtide.memory.snapshots.write import snapshot_of, write_snapshot
-from lowtide.memory.timeline import Timeline
 
 MIB = 2**20
 

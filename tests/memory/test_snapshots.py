@@ -13,12 +13,12 @@ from lowtide.cli import main
 from lowtide.errors import LowtideError
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, Free, Mark
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshot_summary import BEFORE, Share, State, summarize
 from lowtide.memory.snapshots.history import ANNOTATION
 from lowtide.memory.snapshots.plain_pickle import load_plain
 from lowtide.memory.snapshots.read import Snapshot
 from lowtide.memory.snapshots.stack_frames import operator, place
-from lowtide.memory.timeline import Timeline
 
 MIB = 2**20
 

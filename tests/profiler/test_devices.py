@@ -17,7 +17,7 @@ from comparing import equal
 from lowtide._torch.cuda_history import drop_workspaces
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide.memory.cuda_recorder import CudaRecorder
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.measure_call import identical

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.online import Observed
 from lowtide.profiler.repeated_blocks import freed_blocks
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.memory.cpu_recorder import CpuRecorder
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.online import Observed
 from lowtide.profiler.trial_updates import NO_OPTIMIZER
 from lowtide.units import format_bytes

@@ -20,7 +20,7 @@ import lowtide
 from comparing import equal
 from lowtide._torch.privateuse1 import remove_kernels
 from lowtide.memory.cpu_recorder import CpuRecorder
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.fingerprint import static_bytes

@@ -9,7 +9,7 @@ from transformers.activations import NewGELUActivation
 
 import lowtide
 from lowtide.memory.cpu_recorder import CpuRecorder
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.runtime.recompute import Remake
 from runtime.plans import differences, in_force, outcome, step_of

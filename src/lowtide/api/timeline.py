@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.levers import of_plan
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
 from lowtide.profiler.block_labels import Names, labels
 from lowtide.profiler.preconditions import check

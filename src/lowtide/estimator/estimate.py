@@ -20,7 +20,7 @@ from lowtide.estimator.values.assumptions import Answers
 from lowtide.estimator.values.queries import Questions
 from lowtide.levers import of_plan
 from lowtide.memory.gpu_specs import Card, parse_card
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import NESTED, check
 from lowtide.runtime.fingerprint import device_of, tensors_in

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.memory.allocator.simulation import freed_from_entry
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Static
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from lowtide._torch.tensors import storage_number
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Event, EventStream, Mark
 from lowtide.memory.frame_variables import Held, held_by_variables
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.units import format_bytes
 
 Moment: TypeAlias = Literal["before backward", "after backward", "at the end of the step"]

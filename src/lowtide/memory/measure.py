@@ -22,7 +22,7 @@ from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.del_savings import Del, Looks
 from lowtide.memory.events import Category, EventStream, Label, Recorder
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
 from lowtide.utils.interrupts import entering, whole
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.events import Mark
+from lowtide.memory.memory_timeline import Block, Timeline
 from lowtide.memory.snapshots.history import ANNOTATION, History
 from lowtide.memory.snapshots.read import Snapshot
-from lowtide.memory.timeline import Block, Timeline
 
 BEFORE = "(before the recording)"
 """Where blocks come from whose allocation was not recorded."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.memory.timeline import Timeline
+    from lowtide.memory.memory_timeline import Timeline
 
 TOP_BLOCKS = 5
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.assemble import TracedStep, assemble

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import RehearsalError
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.checkpointed_blocks import without_checkpoints

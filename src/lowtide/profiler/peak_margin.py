@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.planning import smallest_plan
 from lowtide.profiler.other_memory import with_others
 from lowtide.runtime.fingerprint import place_of, static_bytes

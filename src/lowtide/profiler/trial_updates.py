@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.patching import of_this_thread
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import optimizers_of, place_of, state_bytes, updated_by
 from lowtide.state.step_outcome import is_out_of_memory

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.other_memory import with_others
 from lowtide.runtime.fingerprint import place_of, static_bytes
 from lowtide.script.step_listener import Crew

@@ -22,7 +22,7 @@ from lowtide.cli.demo.training import Loop
 from lowtide.cli.demo.workloads import Workload
 from lowtide.errors import Infeasible, OverBudget
 from lowtide.memory.measure import recorder_for
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Profile
 from lowtide.profiler import rehearse
 from lowtide.profiler.other_memory import with_others

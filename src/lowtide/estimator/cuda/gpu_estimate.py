@@ -16,8 +16,8 @@ from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, 
 from lowtide.memory.allocator.simulation import Reserved, simulate
 from lowtide.memory.events import Allocate, Event, EventStream, Mark
 from lowtide.memory.gpu_specs import CARDS, Card, context_bytes
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import write_snapshot
-from lowtide.memory.timeline import Timeline
 from lowtide.units import format_bytes
 
 Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]

@@ -13,8 +13,8 @@ from lowtide.memory.allocator.expandable_segments import allocator_for
 from lowtide.memory.allocator.segment_addresses import DriverAddresses
 from lowtide.memory.allocator.simulation import ALLOCATOR, EMPTY_CACHE
 from lowtide.memory.events import Allocate, Event, EventStream, Mark
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import snapshot_of
-from lowtide.memory.timeline import Timeline
 
 RESET_PEAKS, RESET_SUMS = "reset peaks", "reset sums"
 """Data of marks ALLOCATOR: calls of the script that change what is counted, and nothing that is allocated."""

@@ -29,7 +29,7 @@ from lowtide.estimator.values.assumptions import Answers
 from lowtide.estimator.values.queries import Questions
 from lowtide.levers import of_plan
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.timeline import Timeline
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.preconditions import NESTED
 from lowtide.state.containers import handing_back
 

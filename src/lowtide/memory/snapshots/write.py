@@ -24,7 +24,7 @@ from lowtide.memory.events import PHASE, Allocate, Free, Label, Mark
 from lowtide.memory.snapshots.history import WRITTEN_BY
 
 if TYPE_CHECKING:
-    from lowtide.memory.timeline import Timeline
+    from lowtide.memory.memory_timeline import Timeline
 
 _FORMAT = 1
 _PROTOCOL = 4
