@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
-    from lowtide.planner.records import Static
+    from lowtide.planner.records import Fingerprint, Static
 
 __all__ = ["OTHER_WORK", "rehearse"]
 
@@ -78,7 +78,7 @@ def rehearse(
     check(model, step, batch, optimizer)
     check_uncompiled(model)
     with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
-        step = updates.step
+        step, made_for = updates.step, fingerprint(model, batch)
         if is_specialised(model):
             step(batch)
             unchanged.rewind()
@@ -114,7 +114,7 @@ def rehearse(
                 measured = with_others(there, places, plain).total + Timeline(plain.stream).peak_bytes
             check_same_work(model, found.audit, found.trace)
             notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * unchanged.overflows + [*updates.notes()]
-            return found, found.profile(model, batch, (measured, step_ms), notes)
+            return found, found.profile(model, made_for, (measured, step_ms), notes)
 
         found, profile = profiled()
         if len(orders) > 1:
@@ -126,7 +126,7 @@ def rehearse(
             profile = replace(profile, draws=DRAWS)
         profile = with_margin(profile, model, updates, batch, unchanged)
         saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
-    without = None if saved is None else saved.profile(model, batch, (None, 0.0))
+    without = None if saved is None else saved.profile(model, made_for, (None, 0.0))
     return told(doubted(profile), found.audit.checkpointed, without)
 
 
@@ -143,7 +143,7 @@ class _Tried:
     recorder: Recorder
 
     def profile(
-        self, model: nn.Module, batch: Any, plain: tuple[int | None, float], notes: Iterable[str] = ()
+        self, model: nn.Module, made_for: Fingerprint, plain: tuple[int | None, float], notes: Iterable[str] = ()
     ) -> Profile:
         """The profile, with the plain step's peak and time."""
         audit, place = self.audit, place_of(model)
@@ -162,7 +162,7 @@ class _Tried:
         )
         return assemble(
             traced,
-            fingerprint=fingerprint(model, batch),
+            fingerprint=made_for,
             static=static,
             plain=plain,
             offload_bytes_per_ms=bytes_per_ms(place),
@@ -257,7 +257,13 @@ def _audit(
     with recorder_for(place_of(model)) as recorder:
         audit = Audit(model, static, recorder.mark, frugal=frugal, refused=refused, in_place=in_place)
         with audit.running():
-            step(batch)
+            try:
+                step(batch)
+            except ReplayMismatch:  # backward has come to what a run on trial gave to something outside of it
+                if not audit.leaked:
+                    raise
+    if audit.leaked:
+        return audit
     name = type(model).__name__
     check_saved(model, audit)
     if not audit.slots:

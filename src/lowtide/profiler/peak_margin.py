@@ -33,6 +33,8 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     plan = smallest_plan(profile)
     engine = Planned(model, plan)
     engine.tell = lambda said: None
+    if profile.measured_plain_peak_bytes is None:  # a step that failed midway may have left anything
+        unchanged.restore()
     unchanged.rewind()
     engine.install()
     try:
@@ -48,8 +50,8 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     if not profile.draws:
         return found
     note = (
-        f"the work of a step is drawn at random: plans are for the step in which every block runs, and leave "
-        f"{format_bytes(margin)} for what else varied in {profile.draws} steps with other random numbers"
+        "the work of a step is drawn at random, as with LayerDrop: plans are for the step in which every block runs, "
+        f"and leave {format_bytes(margin)} for what else varied in {profile.draws} steps with other random numbers"
     )
     return replace(found, notes=(*profile.notes, note))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 from torch import nn
@@ -56,7 +57,7 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
 def is_list(module: nn.Module) -> bool:
     """Return True for a module that has others and is never called itself."""
-    return type(module).forward is nn.Module.forward
+    return inspect.getattr_static(type(module), "forward") is nn.Module.forward
 
 
 def _torch_own(module: nn.Module) -> bool:
