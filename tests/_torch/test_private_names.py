@@ -806,8 +806,8 @@ def test_modes_can_be_left_out() -> None:
 ON_A_DEVICE_OF_ONES_OWN = """
 import torch
 from torch.optim import optimizer
-from lowtide._torch import (backward, compiled_code, cpu_profiler, cuda_history, distributed, fake_modes, fsdp)
-from lowtide._torch import (modes, modules, nodes, operators, optim, privateuse1, tensors)
+from lowtide._torch import backward, compiled_code, cpu_profiler, cuda_history, distributed, fake_modes, fsdp
+from lowtide._torch import modes, modules, nodes, operators, optim, privateuse1, tensors
 from lowtide.runtime.call_interceptor import Front
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device

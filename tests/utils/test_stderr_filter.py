@@ -4,7 +4,7 @@ import pytest
 
 from conftest import RunPython
 from lowtide.memory import cpu_recorder as cpu
-from lowtide.planner.solve.ladder import milp as programme
+from lowtide.planner.solve import milp as programme
 from lowtide.utils.stderr_filter import without_noise
 
 

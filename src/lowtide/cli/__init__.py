@@ -36,7 +36,7 @@ class Lazy:
 
 COMMANDS = {
     "demo": Lazy(
-        target="lowtide.cli.demo.command.command:demo",
+        target="lowtide.cli.demo.command:demo",
         summary="A real model on real text: its memory before and after, and the proof.",
     ),
     "rehearse": Lazy(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
-from lowtide._torch.fake_modes import fake_mode
+from lowtide._torch.fake_modes import (
+    fake_mode,
+)
 from lowtide.errors import RehearsalError
 from lowtide.estimator.allocation_tracker import Ledger
 from lowtide.estimator.cpu.scratch import Scratch

@@ -14,7 +14,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lowtide._torch.compiled_code import is_compiled
-from lowtide._torch.fake_modes import data_as_they_are, end_fakes, function_modes_in_backward, on_real_tensors
+from lowtide._torch.fake_modes import (
+    data_as_they_are,
+    end_fakes,
+    function_modes_in_backward,
+    on_real_tensors,
+)
 from lowtide._torch.tensors import parts_of, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse

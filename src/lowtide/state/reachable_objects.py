@@ -341,7 +341,7 @@ _BUFFERS: Final = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ct
 
 def is_lowtides(module_name: str) -> bool:
     """Return True for what watches the step, not for what the demo trains."""
-    return module_name.partition(".")[0] == "lowtide" and not module_name.startswith("lowtide.cli.demo.command")
+    return module_name.partition(".")[0] == "lowtide" and not module_name.startswith("lowtide.cli.demo")
 
 
 def _is_data(content: Any) -> bool:

@@ -33,8 +33,11 @@ U = TypeVar("U")
 AGAIN_S: Final = 0.005
 """Seconds after which an interrupt that waits is sent again."""
 
-_PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_CALCULATES: Final = tuple(f"{_PACKAGE}{name}{os.sep}" for name in ("demo", "graphs", "oom", "planner", "report"))
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CALCULATES: Final = tuple(
+    os.path.join(_PACKAGE, *names, "")
+    for names in (("cli", "demo"), ("diagnostics", "graph"), ("diagnostics", "oom"), ("planner",), ("report",))
+)
 """Folders of this package whose code changes nothing outside of itself: seconds of it may pass in a plan."""
 _PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

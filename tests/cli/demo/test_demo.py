@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from lowtide import cli
-from lowtide.cli.demo.command import command, workloads
-from lowtide.cli.demo.command import compare as contest
-from lowtide.cli.demo.command import results_table as table
+from lowtide.cli.demo import command, workloads
+from lowtide.cli.demo import compare as contest
+from lowtide.cli.demo import results_table as table
 from lowtide.cli.demo.results import Comparison, Run, Same
 from lowtide.planner.records import Fingerprint, Plan, Prediction, Static
 from lowtide.units import format_bytes

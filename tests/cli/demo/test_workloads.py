@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.cli.demo.command import text_batches as text
+from lowtide.cli.demo import text_batches as text
 from lowtide.cli.demo.demo_packages import need, need_folder
 from lowtide.cli.demo.models import BUILDERS, MINILM, VOCAB
 from lowtide.cli.demo.training import digest, state_digests, train

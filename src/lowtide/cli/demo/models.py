@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide.cli.demo.command import text_batches as text
+from lowtide.cli.demo import text_batches as text
 from lowtide.cli.demo.demo_packages import need, need_folder
 from lowtide.cli.demo.text_batches import Batch
 
