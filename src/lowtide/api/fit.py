@@ -123,7 +123,7 @@ def fit(
     backward of `model` (and the optimizer if it likes) and is run about ten times here, after which parameters,
     gradients, buffers, optimizer state and random numbers are as they were, and schedulers, gradient scalers, other
     modules, numbers, words and containers that its code refers to. What else these runs change, such as how far an
-    iterator or a file is, the proof names. A `profile` from `rehearse` of the same step saves four of them.
+    iterator or a file is, the proof names. A `profile` from `rehearse` of the same step saves five of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
     some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "loss head", "step

@@ -53,7 +53,7 @@ def rehearse(
 ) -> Profile | CardForesight:
     """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
 
-    `step` runs forward and backward of `model`, and the optimizer if it likes. It is run four times, for real, on the
+    `step` runs forward and backward of `model`, and the optimizer if it likes. It is run five times, for real, on the
     device that the model is on, and gives the Profile that plans are made of. Afterwards parameters, gradients,
     buffers, optimizer state, batch and random numbers are as they were, also if it raises; so are other modules,
     tensors, schedulers and gradient scalers that its code refers to, and numbers, words and containers of its own. How

@@ -182,10 +182,13 @@ def _without_checkpoints(tried: Callable[..., _Tried], unchanged: Unchanged) -> 
 
 
 def _calls(model: nn.Module, step: Step, batch: Any, unchanged: Unchanged) -> list[str]:
-    """The modules that a step calls which begins as the first one did."""
+    """The modules that a step calls which begins as the first one did; none where that can't be taken."""
     unchanged.restore()
     with called(model) as calls:
-        step(batch)
+        try:
+            step(batch)
+        except Exception:  # as where every layer is dropped
+            calls.clear()
     return calls
 
 
