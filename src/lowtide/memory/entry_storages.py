@@ -33,6 +33,11 @@ def set_aside(copy: Tensor) -> Tensor:
     return copy
 
 
+def is_aside(storage: UntypedStorage) -> bool:
+    """Return True if `storage` was set aside."""
+    return _asides.get(storage.data_ptr()) is not None
+
+
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     """The storages of `tensors` that torch's CPU allocator owns, each once.
 
@@ -50,7 +55,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     borrowed: dict[int, int] = {}
     found: dict[int, int] = {}
     for storage in _on_the_host(tensors):
-        if _asides.get(storage.data_ptr()) is None:
+        if not is_aside(storage):
             (found if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
     files = _mapped_files() if borrowed else []
     found.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from lowtide._torch.tensors import parts_of
+from lowtide.memory.entry_storages import is_aside
 from lowtide.memory.events import Free
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import place_of
@@ -61,7 +62,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
         for tensor in (*module.parameters(), *(p.grad for p in module.parameters()), *module.buffers()):
             for part in () if tensor is None or tensor.is_meta else parts_of(tensor):
                 storage = part.untyped_storage()
-                if part.device == there and storage.data_ptr() not in seen:
+                if part.device == there and storage.data_ptr() not in seen and not is_aside(storage):
                     seen.add(storage.data_ptr())
                     n_bytes += storage.nbytes()
         if n_bytes and module is not model:

@@ -66,4 +66,4 @@ def test_a_good_script_has_none(script: Path) -> None:
 
 
 def test_the_page_of_findings_is_up_to_date() -> None:
-    assert (HERE.parents[1] / "docs" / "findings.md").read_text(encoding="utf-8") == page()
+    assert (HERE.parents[2] / "docs" / "findings.md").read_text(encoding="utf-8") == page()

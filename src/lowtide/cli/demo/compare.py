@@ -56,6 +56,8 @@ def compare(
     smallest one that is reached is run too. Raises BudgetError for one that is not an amount of memory, and
     RehearsalError if the step can't be rehearsed or is not the same twice.
     """
+    work.set_aside()  # neither of the two is memory beside the other
+    plain.set_aside()
     pace = _Pace(work, watch, runs=len(budgets) + 1, steps=STEPS if steps is None else steps)
     with pace.stage("rehearsing", _REHEARSING):
         profile = rehearse(work.model, pace.step, work.batches[0])
@@ -94,6 +96,7 @@ def compare(
 
 def _within(budget: str, name: str, duel: "_Duel", profile: Profile) -> Run:
     pace, batch = duel.pace, duel.work.batches[0]
+    duel.set_aside()
     try:
         with pace.stage(f"planning and verifying {name}", _FITTING):
             fitted = fit(duel.work.model, pace.step, batch, budget=budget, profile=profile)
@@ -145,6 +148,7 @@ class _Duel:
                 loop.step()
                 self.pace.through()
             trained = loop.result()
+            self.set_aside()
             peak_bytes = _peak_of_next(loop)
         return Run(
             kind="plain",
@@ -163,6 +167,7 @@ class _Duel:
                     one.step()
                     self.pace.through()
             expected, trained = plain.result(), loop.result()
+            self.set_aside()
             peak_bytes = _peak_of_next(loop)
         return replace(
             run,
@@ -178,6 +183,11 @@ class _Duel:
             ),
             differences=trained.differences(expected),
         )
+
+    def set_aside(self) -> None:
+        """Leave each copy, by now with gradients and optimizer state, out of what is measured of the other."""
+        self.work.set_aside()
+        self._plain.set_aside()
 
     def skip(self) -> None:
         """One run will not be made."""

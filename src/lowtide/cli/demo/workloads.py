@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowtide.cli.demo.models import BUILDERS, Size
 from lowtide.cli.demo.text_batches import Batch
+from lowtide.memory.entry_storages import set_aside
 
 MODELS = tuple(BUILDERS)
 """The names that `workload` knows."""
@@ -37,7 +38,7 @@ class Workload:
     _first_optimizer: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        first = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors().items()}
+        first = {name: set_aside(tensor.detach().cpu().clone()) for name, tensor in self.tensors().items()}
         object.__setattr__(self, "_first", first)
         object.__setattr__(self, "_first_optimizer", copy.deepcopy(self.optimizer.state_dict()))
 
@@ -63,6 +64,15 @@ class Workload:
         self.optimizer.load_state_dict(copy.deepcopy(self._first_optimizer))
         self.model.train()
         torch.manual_seed(self.seed)
+
+    def set_aside(self) -> None:
+        """Leave this workload out of what recordings of another one count as memory beside it."""
+        parameters = [*self.model.parameters()]
+        state = (value for entry in self.optimizer.state.values() for value in entry.values())
+        gradients = (parameter.grad for parameter in parameters)
+        for tensor in (*parameters, *self.model.buffers(), *gradients, *state):
+            if isinstance(tensor, Tensor):
+                set_aside(tensor)
 
     @property
     def checkpoint_refused(self) -> str | None:
