@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_damaged_files_of_every_format(seed: int, folder: Path, run_python: RunPython) -> None:
-    done = run_python(str(HERE / "mutations.py"), str(folder), str(seed), str(COUNT))
+    done = run_python(str(HERE / "mutations.py"), str(folder), str(seed), str(COUNT), path=HERE.parents[1] / "bench")
     assert (done.stdout, done.returncode) == ("", 0), f"seed {seed}\n{done.stdout}{done.stderr}"
 
 
