@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from lowtide._torch.backward import ACCUMULATE_GRAD
 from lowtide._torch.nodes import sequence_number
 
 if TYPE_CHECKING:
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-_LEAF_NUMBERS = 2**63
-"""Nodes that accumulate gradients have sequence numbers from here on."""
+_FIRST_UNNUMBERED = 2**63
+"""Nodes that forward did not number have sequence numbers from here on."""
 
 
 def producer(tensor: Tensor) -> Node | None:
@@ -88,7 +89,12 @@ def components(roots: Sequence[Node]) -> list[Component]:
 
 def is_leaf(function: Node) -> bool:
     """Return True if `function` accumulates the gradient of a leaf (`AccumulateGrad`) and computes nothing."""
-    return sequence_number(function) >= _LEAF_NUMBERS
+    return function.name() == ACCUMULATE_GRAD
+
+
+def is_numbered(node: Node) -> bool:
+    """Return True if forward gave `node` a sequence number: not for leaves, nor where no second derivative exists."""
+    return sequence_number(node) < _FIRST_UNNUMBERED
 
 
 def variable_of(function: Node) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import components, is_leaf, nodes_from, producer, walk
+from lowtide._torch.autograd_graph import components, is_numbered, nodes_from, producer, walk
 from lowtide._torch.nodes import raw_saved, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
@@ -42,12 +42,12 @@ class Graph:
 def computed_by(tensor: Tensor) -> Node | None:
     """The node that computed a tensor, if any did."""
     node = producer(tensor)
-    return node if node is not None and not is_leaf(node) else None
+    return node if node is not None and is_numbered(node) else None
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """All nodes that these lead to, themselves included; without those that gather the gradients of leaves."""
-    return [node for node in nodes_from(nodes) if not is_leaf(node)]
+    return [node for node in nodes_from(nodes) if is_numbered(node)]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
@@ -80,7 +80,7 @@ def graphs_of(
     roots += [(leaf, node, leaf) for leaf, gradient in gradients if (node := computed_by(gradient)) is not None]
     graphs = []
     for part in components([root for _, root, _ in roots]):
-        numbers = [sequence_number(node) for node in part.nodes]
+        numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
         if min(numbers) >= new_from:
             continue
         graph = Graph(nodes=part.nodes, numbers=numbers)
