@@ -117,8 +117,8 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
     return replace(predicted, extra_ms=predicted.extra_ms + sum(lever.extra_ms for lever in profile.levers))
 
 
-def smallest_plan(profile: Profile) -> Plan:
-    """The plan of the smallest peak, whatever it takes."""
+def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
+    """The plan of the smallest peak, whatever it takes. `minimize="flops"` looks for no bound and needs no SciPy."""
 
     def search(allowed: Simulator, budget_bytes: int) -> Decisions:
         found = most_saving(allowed)
@@ -126,7 +126,7 @@ def smallest_plan(profile: Profile) -> Plan:
             raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=predicted.peak_bytes, parts=predicted.parts)
         return found
 
-    return plan(profile, smallest_peak(profile)[1].peak_bytes, solver=search)
+    return plan(profile, smallest_peak(profile)[1].peak_bytes, minimize=minimize, solver=search)
 
 
 def smallest_peak(profile: Profile, *, offload: bool = False) -> tuple[Decisions, Prediction]:

@@ -30,7 +30,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
 
     Under the plan of the smallest peak: a budget of its size is one that an error names, and is to be kept to the byte.
     """
-    plan = smallest_plan(profile)
+    plan = smallest_plan(profile, "flops")
     engine = Planned(model, plan)
     engine.tell = lambda said: None
     if profile.measured_plain_peak_bytes is None:  # a step that failed midway may have left anything
