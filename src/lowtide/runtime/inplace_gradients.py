@@ -250,9 +250,9 @@ def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None
         return None
     found, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
-    if found is None or references(args) != _COUNTS.get(device, {}).get(node):
-        return None
-    if not is_dispatched_plainly(args[0]) or is_replaced(name, device.upper()):
+    if found is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
+        return None  # tensors of transforms, and sparse ones, have no memory to look at
+    if references(args) != _COUNTS.get(device, {}).get(node) or is_replaced(name, device.upper()):
         return None
     return (found, operator) if _writable(operator, args[:-1]) else None
 
