@@ -61,6 +61,7 @@ class ReliedOn:
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._say = say
+        self._stop: Callable[[], object] = lambda: None
 
     def of(self, value: Value, tensor: Tensor) -> Value:
         """`value`, which holds `tensor` for a remake."""
@@ -79,13 +80,16 @@ class ReliedOn:
         """Copy what is still to be read before it is written to, until `leave`, or the plan's model is gone."""
         _watching.add(self)
         if not _undo:
-            hook = register_optimizer_step_pre_hook(_updates)
-            stop = stand_in(torch, "embedding_renorm_", lambda own: functools.partial(_renormalise, own))
-            _undo.extend((hook.remove, stop))
+            _undo.append(register_optimizer_step_pre_hook(_updates).remove)
+        stop = stand_in(
+            torch, "embedding_renorm_", functools.partial(functools.partial, _renormalise, weakref.ref(self))
+        )
+        self._stop = weakref.finalize(self, stop)
 
     def leave(self) -> None:
         """Watch no longer. May be called again."""
         _watching.discard(self)
+        self._stop()
         while _undo and not _watching:
             _undo.pop()()
 
@@ -118,7 +122,7 @@ class ReliedOn:
 
 _watching: weakref.WeakSet[ReliedOn] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []
-"""Ends what tells of writers, where anything is watched."""
+"""Ends what tells of updates, where anything is watched."""
 
 
 def check_operands(values: Iterable[Value], reader: str) -> None:
@@ -151,8 +155,11 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
             relied_on.before_write(updated, f"{type(optimizer).__name__}.step()")
 
 
-def _renormalise(own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    for relied_on in _at_work():
+def _renormalise(
+    told: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    relied_on = told()
+    if relied_on is not None and relied_on in _at_work():
         relied_on.before_write({storage_id(weight)}, "an embedding's max_norm", is_habit=True)
     return own(weight, *args, **kwargs)
 
