@@ -377,7 +377,7 @@ def test_accelerate_goes_on_from_where_it_was() -> None:
         step(x)  # so the first update comes after three more
         shared = vars(accelerator.gradient_state)
         gradients = [p.grad.clone() for p in model.parameters()]
-        fitted = lowtide.fit(model, step, x, budget="97%")
+        fitted = lowtide.fit(model, step, x, budget="90%")
         assert (accelerator.step, accelerator.sync_gradients) == (1, False)
         assert vars(accelerator.gradient_state) is shared
         assert all(torch.equal(p.grad, then) for p, then in zip(model.parameters(), gradients, strict=True))

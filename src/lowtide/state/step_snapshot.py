@@ -91,7 +91,7 @@ class Unchanged:
         self._known = {id(tensor) for tensor in (*content, *buffers)}
         self._tensors = [*map(_Content, _unique([*content, *buffers])), *self._copied(parameters)]
         leaves = [t for t in _unique([*content, *kept.tensors]) if t.is_leaf and not t.is_inference()]
-        self._gradients = [_Content(leaf.grad) for leaf in leaves if leaf.grad is not None]
+        self._gradients = [_Content(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
         self._states = states(kept.stateful)
         self._random = RandomState.now(kept.generators)
         if self._named is not None:
