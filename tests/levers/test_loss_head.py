@@ -1,5 +1,6 @@
 """The lever `loss head`: no logits, the same loss and gradients but for rounding, and a reason where it can't be."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -139,6 +140,7 @@ def test_fit_with_the_users_word() -> None:
     with pytest.raises(lowtide.Infeasible, match=r"levers=\('outputs', 'loss head'\) \(up to .* less\)"):
         lowtide.fit(model, step, batch, budget="55%", profile=profile)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gc.freeze()  # what is compared with does not count
     with lowtide.fit(model, step, batch, budget="55%", profile=profile, levers=["outputs", "loss head"]) as fitted:
         (lever,) = fitted.plan.levers
         assert (lever.name, lever.exact) == ("loss head", False)
@@ -226,7 +228,7 @@ def test_a_model_without_a_vocabulary_keeps_its_head() -> None:
 
     with lowtide.fit(model, step, batch, budget="90%", levers=["loss head"]) as fitted:
         assert not fitted.plan.levers
-        assert "Sequential is no model of transformers" in fitted.plan.notes[0]
+        assert any("Sequential is no model of transformers" in note for note in fitted.plan.notes)
 
 
 def test_there_is_no_such_lever() -> None:
