@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: a file and a line, and the chain of calls that led there."""
+"""Places in the user's code: a file and a line, and the chain of calls that led there."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import NamedTuple
 from lowtide.state.introspection import origin
 
 DEPTH = 16
-"""Frames of the user's that tell one place from another."""
+"""User frames that distinguish one place from another."""
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 
 
 class Place(NamedTuple):
-    """A line of a file, printed as `train.py:42`: below the current folder its path from there, else its last part."""
+    """A line of a file, printed as `train.py:42`: relative to the current folder if inside it, else by file name."""
 
     file: str
     line: int
@@ -33,14 +33,16 @@ class Place(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The line of the user's code that called, and a key that tells apart its calls, and the ways that led to it."""
+    """The user's calling line, and a key that distinguishes its calls and the call chains that led to it."""
 
     place: Place
     key: int
 
 
 def calling_site() -> Site:
-    """The user's innermost line that led here, outside torch and Lowtide; outside other libraries if there is one."""
+    """Return the user's innermost calling line outside torch and Lowtide, and outside other libraries if there is
+    one.
+    """
     frame: FrameType | None = sys._getframe(1)
     place: Place | None = None
     fallback: Place | None = None
@@ -60,10 +62,10 @@ def calling_site() -> Site:
 
 
 def line_of_store(code: CodeType, name: str, now: int) -> int:
-    """The line of `code` that gave variable `name` its value, as far as one can say while line `now` runs.
+    """Return the line of `code` that most likely assigned variable `name`, as seen while line `now` runs.
 
-    That line, if it does so itself; else the last one above it, else the last one below (the loop came round), else
-    `now`, for arguments.
+    Line `now` itself if it assigns the variable; else the last such line above it, else the last one below (an earlier
+    iteration of a loop), else `now`, for arguments.
     """
     lines = _stores(code).get(name, ())
     above = [line for line in lines if line <= now]

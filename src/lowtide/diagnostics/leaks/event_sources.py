@@ -1,4 +1,4 @@
-"""Where the watch gets its news from: hooks that torch offers to all, and two functions of torch that it stands in."""
+"""Subscriptions of the watch: torch's global hooks, and patches of `backward` and `zero_grad`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 _watching: Watch | None = None
 
 
-class Events:
-    """Tells a watch of forwards, backward passes and optimizer steps in this process, from install to remove."""
+class EventSources:
+    """Forwards a process's forward passes, backward passes and optimizer steps to a watch, from install to remove."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Begin. Raises LowtideError while another watch runs."""
+        """Subscribe. Raises LowtideError while another watch runs."""
         global _watching
         if _watching is not None:
             raise LowtideError("a watch is running already: there is room for one. End it first.")
@@ -46,14 +46,14 @@ class Events:
         ]
 
     def remove(self) -> None:
-        """End. Everything is as it was."""
+        """Unsubscribe and restore torch."""
         global _watching
         _watching = None
         while self._undo:
             self._undo.pop()()
 
     def arguments(self) -> list[Tensor]:
-        """The tensors that the module being called was given; none where no module is."""
+        """Return the tensors passed to the module being called; empty if no module is."""
         frame: FrameType | None = sys._getframe(1)
         found: list[Tensor] = []
         while frame is not None:

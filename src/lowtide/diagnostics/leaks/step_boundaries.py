@@ -1,4 +1,4 @@
-"""Where a step ends and the next begins, and which of these boundaries are looked at closely."""
+"""Boundaries between steps, and the choice of those to inspect."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import time
 import torch
 
 FIRST = 4
-"""Boundaries that are all inspected; after these every power of two is, and where memory has grown."""
+"""Boundaries that are always inspected; later ones are at powers of two, and where memory has grown."""
 
 MOST_TIME = 0.01
-"""Share of the time since the watch began that inspections may take, the first ones apart."""
+"""Share of the time since the watch began that later inspections may take."""
 
 _LEAST_GROWTH = 2**20
 
 
-class Boundaries:
+class StepBoundaries:
     """A step begins when a place in the code calls a model again and an optimizer has stepped in between.
 
-    That is right for loops with several models, losses, accumulation or optimizers: a graph may well live from one call
-    of a model to another one's, but not around the loop.
+    This holds for loops with several models, losses, accumulation or optimizers: a graph may live from one model's call
+    to another's, but not around the loop.
     """
 
     def __init__(self) -> None:
         self.first_number = 0
-        """The number of the first graph node after the last optimizer step."""
+        """Number of the first graph node after the last optimizer step."""
         self._n_optimizer_steps = 0
-        self._called: dict[int, int] = {}  # place -> optimizer steps before it was called last
+        self._called: dict[int, int] = {}  # place -> optimizer steps before its last call
         self._n = 0
         self._began = time.perf_counter()
         self._spent = 0.0
@@ -36,20 +36,20 @@ class Boundaries:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether one has stepped."""
+        """True if an optimizer has stepped."""
         return self._n_optimizer_steps > 0
 
     def stepped(self, next_number: int) -> None:
-        """An optimizer has stepped."""
+        """Record that an optimizer has stepped."""
         self._n_optimizer_steps += 1
         self.first_number = next_number
 
     def called(self, key: int) -> None:
-        """A model is called at that place, with gradients."""
+        """Record that a model is called at that place, with gradients."""
         self._called[key] = self._n_optimizer_steps
 
     def is_next_step(self, key: int) -> bool:
-        """Whether a call at that place begins a new step."""
+        """Return True if a call at that place begins a new step."""
         before = self._called.get(key)
         if before is None or before == self._n_optimizer_steps:
             return False
@@ -58,7 +58,7 @@ class Boundaries:
         return True
 
     def is_due(self) -> bool:
-        """Whether to inspect at this boundary."""
+        """Return True if this boundary is to be inspected."""
         if self._n <= FIRST:
             self._exempt = self._spent
             return True
@@ -68,7 +68,7 @@ class Boundaries:
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
 
     def inspected(self, seconds: float) -> None:
-        """An inspection took so long."""
+        """Record the time that an inspection took."""
         self._spent += seconds
         if self._n <= FIRST:
             self._exempt = self._spent
@@ -76,7 +76,7 @@ class Boundaries:
 
 
 def _level() -> int:
-    """Bytes in use: torch's on CUDA, else the process's as far as the system says cheaply."""
+    """Return the bytes in use: torch's on CUDA, else the process's, as far as the system reports them cheaply."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.memory_allocated()
     try:

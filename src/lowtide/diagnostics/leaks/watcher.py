@@ -1,4 +1,4 @@
-"""`lowtide.watch`: follows a training loop from outside and says what it leaves in memory."""
+"""`lowtide.watch`: follows a training loop from outside and reports what it leaves in memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from lowtide._torch.backward import in_backward
 from lowtide._torch.nodes import next_sequence_number, sequence_number
 from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.leaks.call_log import Backward, Call, Calls, Steps, mark_root, tensors_in
+from lowtide.diagnostics.leaks.call_log import Backward, Call, CallLog, StepNumbers, mark_root, tensors_in
 from lowtide.diagnostics.leaks.call_site import calling_site
-from lowtide.diagnostics.leaks.event_sources import Events
+from lowtide.diagnostics.leaks.event_sources import EventSources
 from lowtide.diagnostics.leaks.finding import Finding
-from lowtide.diagnostics.leaks.finding_log import Ledger
-from lowtide.diagnostics.leaks.inspection import View, inspect
-from lowtide.diagnostics.leaks.live_tensors import Heap, Known, storage_bytes
-from lowtide.diagnostics.leaks.output_checks import say_outputs_alive, say_twins
-from lowtide.diagnostics.leaks.step_boundaries import Boundaries
+from lowtide.diagnostics.leaks.finding_log import FindingLog
+from lowtide.diagnostics.leaks.inspection import InspectionInput, inspect
+from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
+from lowtide.diagnostics.leaks.output_checks import record_duplicate_inputs, record_outputs_alive
+from lowtide.diagnostics.leaks.step_boundaries import StepBoundaries
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
-from lowtide.diagnostics.leaks.zero_grad import Gradients
+from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
 
 LEAST_BYTES = 16 * 1024
-"""What is smaller is not worth a word, whatever its share."""
+"""Smaller findings are not reported, whatever their share."""
 
 LEAST_SHARE = 0.01
-"""Nor what is a smaller share of the largest forward's graph."""
+"""Share of the largest forward's graph below which findings are not reported."""
 
 _MEASURED_CALLS = 2  # of each place in the code
 _FIRST_BACKWARDS = 3
@@ -44,38 +44,38 @@ _log = logging.getLogger("lowtide")
 
 
 class Watch:
-    """A watch over a training loop: a context manager, or an iterable in the place of its batches.
+    """A watch over a training loop: a context manager, or an iterable that replaces its batches.
 
-    `findings` and `print(watch)` say what was found, so far or when it has ended.
+    `findings` and `print(watch)` report what was found so far, or in all once it has ended.
     """
 
     def __init__(self, model: nn.Module | None, batches: Iterable[Any] | None) -> None:
         self._model, self._batches = model, batches
-        self._calls, self._steps, self._known = Calls(), Steps(), Known()
-        self._ledger, self._boundaries = Ledger(), Boundaries()
-        self._gradients = Gradients(self._ledger)
+        self._calls, self._steps, self._known = CallLog(), StepNumbers(), KnownStorages()
+        self._finding_log, self._boundaries = FindingLog(), StepBoundaries()
+        self._gradients = ZeroGradChecks(self._finding_log)
         self._largest_graph_bytes = 0
         self._n_backwards = 0
         self._n_exceptions = 0
         self._has_begun = False
-        self._root: int | None = None  # the module called from outside, by id, while it runs
+        self._root: int | None = None  # id of the running module that was called from outside
         self._nested = 0
         self._at_boundary = False
         self._call: Call | None = None
         self._findings: tuple[Finding, ...] | None = None
         self._failure: Exception | None = None
-        self._events = Events(self)
+        self._events = EventSources(self)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is sure by now, the largest first."""
+        """All certain findings, the largest first."""
         if self._findings is not None:
             return self._findings
-        return tuple(self._ledger.findings(self._calls.stats.values(), least_bytes=self._least_bytes))
+        return tuple(self._finding_log.findings(self._calls.stats.values(), least_bytes=self._least_bytes))
 
     @property
     def n_steps(self) -> int:
-        """Steps that were begun."""
+        """Steps begun so far."""
         return self._steps.now if self._has_begun else 0
 
     def __enter__(self) -> Self:
@@ -98,11 +98,11 @@ class Watch:
             _log.warning("%s", self)
 
     def pause(self) -> None:
-        """Look away: what happens until `resume` costs nothing and is not seen."""
+        """Stop watching until `resume`; code in between runs at full speed and is not seen."""
         self._events.remove()
 
     def resume(self) -> None:
-        """Look again."""
+        """Watch again after `pause`."""
         self._events.install()
 
     def __iter__(self) -> Iterator[Any]:
@@ -128,7 +128,7 @@ class Watch:
         return "\n\n".join(filter(None, (*map(str, found), untold)))
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The findings as JSON text; also written to `path` if given."""
+        """Return the findings as JSON text, and write it to `path` if given."""
         record = {"steps": self.n_steps, "findings": [finding.to_dict() for finding in self.findings]}
         text = json.dumps(record, indent=1)
         if path is not None:
@@ -138,7 +138,7 @@ class Watch:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """A module is called."""
+        """Handle the call of a module."""
         if self._root is not None:
             self._nested += id(module) == self._root
         elif not in_backward() and not torch.compiler.is_compiling():
@@ -146,7 +146,7 @@ class Watch:
             self._guarded(lambda: self._begin_call(module))
 
     def forward_ends(self, module: nn.Module, output: Any) -> None:
-        """It has returned, or raised: then `output` is None."""
+        """Handle the return of a module; `output` is None if it raised."""
         if self._root != id(module):
             return
         if self._nested:
@@ -158,22 +158,22 @@ class Watch:
             self._guarded(lambda: self._end_call(call, module, output))
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
-        """A backward pass begins at `roots`."""
+        """Handle the beginning of a backward pass at `roots`."""
         backward = Backward(calling_site().place, self._steps.now, retain, create, partial)
         self._calls.running_backward = backward
         self._guarded(lambda: self._begin_backward(backward, list(roots)))
 
     def backward_ends(self) -> None:
-        """It is through, or has raised."""
+        """Handle the end of a backward pass, also by an exception."""
         self._calls.running_backward = None
         self._guarded(self._gradients.backward_ends)
 
     def optimizer_stepped(self) -> None:
-        """An optimizer has updated its parameters."""
+        """Handle an optimizer's update."""
         self._boundaries.stepped(next_sequence_number())
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
-        """`zero_grad` is about to run."""
+        """Handle `zero_grad`, before it runs."""
         last = self._calls.last
         graph_is_waiting = last is not None and last.is_alive and not last.backwards
         step, least_bytes = self._steps.now, self._least_bytes
@@ -194,7 +194,7 @@ class Watch:
         if torch.is_grad_enabled():
             if not self._has_begun:
                 self._has_begun = True
-                self._known.note(Heap().tensors, 0)
+                self._known.note(LiveObjects().tensors, 0)
             elif self._boundaries.is_next_step(site.key):
                 self._steps.begin(self._boundaries.first_number)
                 if self._boundaries.is_due():
@@ -206,7 +206,7 @@ class Watch:
             self._boundaries.called(site.key)
             if sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
                 self._n_exceptions += 1
-                self._inspect(next_sequence_number(), only=lambda s: s.is_by_exception)
+                self._inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
         self._call = self._calls.begin(site, module, self._steps.now)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
@@ -223,7 +223,7 @@ class Watch:
         self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
 
     def _suspect(self, key: int, module: nn.Module) -> None:
-        """The same place calls again and no step has ended: look whether its last call's graph is in the way."""
+        """Inspect if a place calls again within one step and its last call's graph is still waiting."""
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
             return
@@ -241,25 +241,25 @@ class Watch:
             mark_root(node, backward)
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
-            say_outputs_alive(self._view(0), nodes, backward, self._ledger)
+            record_outputs_alive(self._view(0), nodes, backward, self._finding_log)
 
     def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None, *, is_later: bool = False) -> None:
-        """Look at all that is alive; `is_later` if a step has ended since the last look but for suspicions."""
+        """Inspect all living objects; `is_later` if a step has ended since the last full inspection."""
         began = time.perf_counter()
         with torch.no_grad():
-            heap = Heap()
+            live = LiveObjects()
             view = self._view(new_from)
-            survivors = inspect(view, heap)
+            retained = inspect(view, live)
             if only is None:
-                say_twins(view, heap, self._events.arguments(), self._ledger)
+                record_duplicate_inputs(view, live, self._events.arguments(), self._finding_log)
         if is_later:
-            self._ledger.take_back(survivors)
-        chosen = survivors if only is None else [survivor for survivor in survivors if only(survivor)]
-        self._ledger.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
+            self._finding_log.retract(retained)
+        chosen = retained if only is None else [item for item in retained if only(item)]
+        self._finding_log.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
         self._boundaries.inspected(time.perf_counter() - began)
 
-    def _view(self, new_from: int) -> View:
-        return View(
+    def _view(self, new_from: int) -> InspectionInput:
+        return InspectionInput(
             model=self._model,
             calls=self._calls,
             steps=self._steps,
@@ -273,15 +273,15 @@ class Watch:
     def _end(self) -> None:
         if self._has_begun:
             self._calls.forget_old()
-            entries = self._ledger.entries
-            self._inspect(  # an output that is left over at the end is in no forward's way
+            entries = self._finding_log.entries
+            self._inspect(  # an output left over at the end is in no forward's way
                 next_sequence_number(),
                 only=lambda s: s.has_graph or (s.holder is not None and s.holder.key in entries),
                 is_later=True,
             )
 
     def _guarded(self, do: Callable[[], None]) -> None:
-        """A fault of the watch must not end somebody's training: it ends the watch, which says so."""
+        """Run `do`; a failure ends the watch, which reports it, and never the user's training."""
         if self._failure is not None:
             return
         try:
@@ -292,16 +292,22 @@ class Watch:
 
 
 def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:
-    """Watch a training loop for tensors and graphs that stay in memory although nobody needs them.
+    """Watch a training loop for tensors and graphs that stay in memory without need.
+
+    Nothing is kept alive: only numbers and weak references are remembered. The first steps are inspected closely, later
+    ones now and then, and when memory grows. Findings below 16 KiB or 1 % of the forward's graph are not reported.
 
         with lowtide.watch(model) as watched:
             for batch in loader: ...
         print(watched)
 
-        for batch in lowtide.watch(model, loader): ...      # the findings are logged at the end
+        for batch in lowtide.watch(model, loader): ...      # findings are logged at the end
 
-    `model` gives its parts their names in the findings; models beside it are watched too. Nothing is kept alive: all
-    that is remembered are numbers and weak references. The first steps are looked at closely, later ones now and then,
-    and when memory grows. What is smaller than 16 KiB or 1 % of the forward's graph is not said.
+    Args:
+        model: Gives its parts their names in the findings; other models are watched too.
+        batches: Batches to iterate over, if the watch is used as the loop's iterable.
+
+    Returns:
+        The watch; it has the `findings`.
     """
     return Watch(model, batches)

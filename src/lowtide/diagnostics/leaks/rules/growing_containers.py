@@ -1,34 +1,19 @@
-"""Lists and sums that gather graphs or outputs step by step."""
+"""Containers and sums that accumulate graphs or outputs from step to step."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lowtide.diagnostics.leaks.finding import Past, Rule
-from lowtide.diagnostics.leaks.inspection import Survivor
+from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 GROWTHS = 3
-"""Inspections in a row at which a list must have grown."""
+"""Consecutive inspections at which a container must have grown."""
 
 
-def _is_list_of_graphs(survivor: Survivor, past: Past) -> bool:
-    """A list that is made anew in each step neither grows nor has two graphs of one call."""
-    return _is_gathered(survivor) and past.entries[-1] > 0 and (past.n_alike > 1 or past.entries[-1] > past.entries[0])
-
-
-def _is_sum(survivor: Survivor, past: Past) -> bool:
-    """One step may well call a model twice, and then has a backward pass for both."""
-    is_over_steps = len(survivor.steps) > 1 or not survivor.backwards
-    is_repeated = len(survivor.calls) > len({id(call.stats) for call in survivor.calls})
-    return _is_gathered(survivor) and survivor.is_scalar and is_over_steps and is_repeated
-
-
-def _is_gathered(survivor: Survivor) -> bool:
-    """Where gradients have a graph, losses are gathered to be differentiated, as in learning to learn."""
-    return survivor.has_graph and not any(backward.create_graph for backward in survivor.backwards)
-
-
-def _is_growing(survivor: Survivor, past: Past) -> bool:
-    return not survivor.has_graph and _grows(past.held_bytes) and _grows(past.entries)
+def _accumulates(item: RetainedObject) -> bool:
+    """Return True if `item` has a graph, and its gradients have none (learning to learn gathers losses on purpose)."""
+    return item.has_graph and not any(backward.create_graph for backward in item.backwards)
 
 
 def _grows(sizes: Sequence[int]) -> bool:
@@ -36,36 +21,62 @@ def _grows(sizes: Sequence[int]) -> bool:
     return len(last) == GROWTHS and all(a < b for a, b in pairwise(last))
 
 
-LIST_OF_GRAPHS = Rule(
-    code="LT008",
+@rule(
+    "LT008",
+    priority=100,
     name="list of tensors that have a graph",
     what="A list, dict or set holds tensors whose graph has not been freed.",
     why="Each entry holds the whole graph of its step.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
     fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
-    matches=_is_list_of_graphs,
 )
+class ListOfGraphs(Rule):
+    """A list that each step makes anew neither grows nor has two graphs of one call, and does not match."""
 
-SUM_OF_GRAPHS = Rule(
-    code="LT009",
+    is_refuted_by_backward = True
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        entries = history.entries
+        return _accumulates(item) and entries[-1] > 0 and (history.n_alike > 1 or entries[-1] > entries[0])
+
+
+@rule(
+    "LT009",
+    priority=90,
     name="running sum of tensors that have a graph",
     what="A running total was added to over several forwards without a backward pass that frees their graphs.",
-    why="The sum's graph is the graphs of all its summands. After an ordinary `loss.backward()` the same line costs "
-    "nothing.",
+    why="The graph of the sum is the graphs of all its summands. After an ordinary `loss.backward()` the same line "
+    "costs nothing.",
     bad="total = total + criterion(model(x), y)",
     good="total = total + criterion(model(x), y).detach()",
     fix="add numbers to `{name}`: `.detach()` or `.item()`",
-    matches=_is_sum,
 )
+class SumOfGraphs(Rule):
+    """A scalar over several calls of one site. One step may call a model twice, with one backward pass for both."""
 
-GROWING_LIST = Rule(
-    code="LT021",
+    is_refuted_by_backward = True
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        is_over_steps = len(item.steps) > 1 or not item.backwards
+        is_repeated = len(item.calls) > len({id(call.stats) for call in item.calls})
+        return _accumulates(item) and item.is_scalar and is_over_steps and is_repeated
+
+
+@rule(
+    "LT021",
+    priority=160,
     name="list that grows by tensors without a graph",
-    what="A list, dict or cache holds more and more tensors. They have no graph, and their own memory counts.",
-    why="It grows without end. `.detach()` does not help: the values are the memory.",
+    what="A list, dict or cache holds more and more tensors. They have no graph; their own memory adds up.",
+    why="It grows without bound. `.detach()` does not help: the values are the memory.",
     bad="predictions.append(model(x).detach())",
     good="predictions.append(model(x).argmax(-1).cpu())",
     fix="put less in `{name}`: a metric, an index, or a copy on the host",
-    matches=_is_growing,
 )
+class GrowingList(Rule):
+    """Bytes and entries of one container grow at several inspections in a row."""
+
+    ends_without_growth = True
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return not item.has_graph and _grows(history.held_bytes) and _grows(history.entries)

@@ -1,9 +1,10 @@
-"""Gradients that are in memory when they need not be."""
+"""Gradients that stay in memory longer than needed."""
 
-from lowtide.diagnostics.leaks.finding import Rule
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
-ZERO_GRAD_LATE = Rule(
-    code="LT017",
+
+@rule(
+    "LT017",
     name="zero_grad between forward and backward",
     what="`zero_grad()` is called after the forward and before backward.",
     why="The last step's gradients live through the whole forward, to its end where memory is fullest: as much as "
@@ -12,9 +13,12 @@ ZERO_GRAD_LATE = Rule(
     good="optimizer.zero_grad()\nloss = criterion(model(x), y)\nloss.backward()",
     fix="call `zero_grad()` before the forward, or right after `optimizer.step()`",
 )
+class ZeroGradLate(Rule):
+    """Recorded by `zero_grad`."""
 
-SET_TO_ZERO = Rule(
-    code="LT018",
+
+@rule(
+    "LT018",
     name="zero_grad(set_to_none=False)",
     what="Gradients are set to zero instead of None.",
     why="Their memory is never given back: as much as the parameters, all the time.",
@@ -22,3 +26,5 @@ SET_TO_ZERO = Rule(
     good="optimizer.zero_grad()",
     fix="leave `set_to_none` at its default, True",
 )
+class SetToZero(Rule):
+    """Recorded by `zero_grad`."""
