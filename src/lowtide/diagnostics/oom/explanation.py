@@ -1,4 +1,4 @@
-"""A message, its cause and what to do, as one record and as text."""
+"""A message, its cause and the remedy, as one record and as text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.advice import Action, advise
 from lowtide.diagnostics.oom.causes import Cause, find_cause
-from lowtide.diagnostics.oom.facts import Facts, FactsRead
+from lowtide.diagnostics.oom.facts import FactReader, Facts
 from lowtide.diagnostics.oom.message import Message
-from lowtide.diagnostics.oom.parse_messages import Messages, firsts, most_telling
+from lowtide.diagnostics.oom.parse_messages import Messages, candidates, most_telling
 from lowtide.diagnostics.oom.text_stream import PIECE
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
@@ -17,32 +17,36 @@ from lowtide.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Record):
-    """Why memory ran out, and what to do about it. `print` it."""
+    """Cause of an out-of-memory error, and its remedy. `print` it."""
 
     message: Message
     cause: Cause
     actions: tuple[Action, ...]
     facts: Facts
     further: int = 0
-    """Messages of other wordings in the same text: other ranks, or what came of the first. Of very many there are
-    fewer (`parse.MOST_KNOWN`)."""
+    """Differing messages in the same text: of other ranks, or consequences of the first. Beyond `MOST_KNOWN` they are
+    not counted."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
 def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanation | None:
-    """The out-of-memory message in `text`, explained; None where there is none that is known.
+    """Explain the out-of-memory message in `text`.
 
-    A text that comes in pieces is never in memory as a whole. `facts` replaces what can be told from the text around
-    the message.
+    Args:
+        text: A message or a log, whole or in pieces; pieces are never in memory all at once.
+        facts: Replaces the facts read from the text around the message.
+
+    Returns:
+        The explanation; None if the text has no known message.
     """
     parts = (part for piece in ([text] if isinstance(text, str) else text) for part in _parts(piece))
-    found, read, further = Messages(), FactsRead(), -1
+    found, read, further = Messages(), FactReader(), -1
     telling: list[Message] = []
     for piece, is_last in _with_last(parts):
         for message in found.read(piece, is_last=is_last):
-            telling, further = firsts([*telling, message]), further + 1
+            telling, further = candidates([*telling, message]), further + 1
         if facts is None:
             read.read(piece, is_last=is_last)
     if not telling:
@@ -60,7 +64,7 @@ def _parts(piece: str) -> Iterator[str]:
 
 
 def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Each of them, and whether it is the last. That is an empty one."""
+    """Yield each part with False, then an empty one with True."""
     yield from ((part, False) for part in parts)
     yield "", True
 

@@ -1,4 +1,4 @@
-"""What is known beside the message: from the traceback in a log, or from the process at the moment when it fails."""
+"""Facts besides the message: from the traceback in a log, or from the process at the moment of failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.message import Holder
-from lowtide.diagnostics.oom.text_stream import LONGEST, Finder
+from lowtide.diagnostics.oom.text_stream import LONGEST, PatternFinder
 from lowtide.planner.serialization import Record
 
 
@@ -21,60 +21,60 @@ class Place(Record):
 
     @property
     def short(self) -> str:
-        """`train.py:42 in step`."""
+        """Text such as `train.py:42 in step`."""
         name = re.split(r"[/\\]", self.file)[-1]
         return f"{name}:{self.line} in {self.function}" if self.line else f"{name} in {self.function}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(Record):
-    """All of it may be unknown: None, or empty."""
+    """Facts about the failed process. Each may be unknown: None, or empty."""
 
     places: tuple[Place, ...] = ()
-    """The traceback, outermost first."""
+    """Lines of the traceback, outermost first."""
     expandable: bool | None = None
-    """Whether `expandable_segments` was on."""
+    """True if `expandable_segments` was on."""
     windows: bool = False
     inside: str = ""
     """Path of the module whose forward was running."""
     evaluation_bytes: int = 0
-    """Held by the graphs of a model in evaluation mode: nobody will call backward on them."""
+    """Bytes held by graphs of a model in evaluation mode, which no backward pass will reach."""
     evaluation_graphs: int = 0
-    """How many these are: more than one where outputs are kept."""
+    """Number of these graphs: more than one if outputs are kept."""
     leftover_graphs: int = 0
     """Graphs of earlier steps that are still alive."""
     leftover_bytes: int = 0
     new_state_bytes: int = 0
     """Optimizer state that does not exist yet."""
     holders: tuple[Holder, ...] = ()
-    """Who holds memory, by part of the step and by module, largest first."""
+    """Largest holders of memory, by part of the step and by module."""
     limit_bytes: int | None = None
-    """A limit on this process's memory, and whose it is."""
+    """A limit on this process's memory; `limit_name` says which."""
     limit_name: str = ""
     limit_used_bytes: int = 0
     host_bytes: int | None = None
-    """Memory of the machine."""
+    """Main memory of the machine."""
     host_free_bytes: int | None = None
     smallest_peak_bytes: int | None = None
-    """Peak of the step under the most saving plan; from a rehearsal."""
+    """Peak of the step under the plan that saves most; from a rehearsal."""
     plain_peak_bytes: int | None = None
     static_bytes: int | None = None
-    """What is in memory before the step begins, of which no plan saves anything."""
+    """Memory in use before the step begins, which no plan lowers."""
     notes: tuple[str, ...] = ()
 
     @property
     def in_optimizer(self) -> bool:
-        """Whether an optimizer's step was running."""
+        """True if an optimizer's step was running."""
         return any(_OPTIMIZER.search(place.file) for place in self.places)
 
     @property
     def makes_state(self) -> bool:
-        """Whether the optimizer was making its state."""
+        """True if the optimizer was creating its state."""
         return any(place.function == "_init_group" for place in self.places)
 
     @property
     def own_place(self) -> Place | None:
-        """The innermost line that is not of an installed package."""
+        """Innermost line outside installed packages."""
         own = [place for place in self.places if not _INSTALLED.search(place.file)]
         return own[-1] if own else None
 
@@ -89,19 +89,19 @@ _SETTING = re.compile(
     r"|expandable_segments[\"']?\s{0,20}[:=]\s{0,20}[\"']?(True|False)",
     re.IGNORECASE,
 )
-"""The first alternative is torch's advice, which is no sign that it is on."""
+"""The first alternative is torch's advice, which does not mean that the setting is on."""
 MOST_PLACES = 1000
-"""Lines of tracebacks that are kept, beside earlier ones that tell something by themselves."""
+"""Traceback lines that are kept, besides earlier ones that carry a fact by themselves."""
 
 
-class FactsRead:
-    """What a log that comes piece by piece tells besides its messages."""
+class FactReader:
+    """Reader of the facts in a log that comes in pieces."""
 
     def __init__(self) -> None:
         self._window = ""
-        self._places = Finder(_PLACE, ('File "',))
-        self._cells = Finder(_CELL, (".py in ",))
-        self._settings = Finder(_SETTING, ("",))
+        self._places = PatternFinder(_PLACE, ('File "',))
+        self._cells = PatternFinder(_CELL, (".py in ",))
+        self._settings = PatternFinder(_SETTING, ("",))
         self._found: list[Place] = []
         self._in_cells: list[Place] = []
         self._expandable: bool | None = None
@@ -116,7 +116,7 @@ class FactsRead:
             self._in_cells = _telling(self._in_cells)
         for m in self._settings.found(self._window, is_last=is_last):
             self._expandable = m[1].lower() == "true" if m[1] else self._expandable
-        over = max(0, len(self._window) - LONGEST - 1)  # one more, which tells whether a line begins
+        over = max(0, len(self._window) - LONGEST - 1)  # one more, to know where a line begins
         self._window = self._window[over:]
         for finder in (self._places, self._cells, self._settings):
             finder.move_on(over)
@@ -128,7 +128,7 @@ class FactsRead:
 
 
 def _telling(places: list[Place]) -> list[Place]:
-    """The last of very many places, and of those before the ones that tell something that no other does."""
+    """Return the last of very many places, and earlier ones that carry a fact of their own."""
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]

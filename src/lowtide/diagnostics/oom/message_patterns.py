@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class MessageHead:
     """How a message begins, and who says it. `kind` is "" where the first group of the pattern says it.
 
     No pattern matches more characters than `stream.LONGEST`.
@@ -21,8 +21,8 @@ class Head:
     certain: bool = True
 
 
-def _head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> Head:
-    return Head(tuple(words.split("|")), re.compile(pattern), kind, form, certain)
+def _head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> MessageHead:
+    return MessageHead(tuple(words.split("|")), re.compile(pattern), kind, form, certain)
 
 
 HEADS = (

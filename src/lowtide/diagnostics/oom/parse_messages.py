@@ -1,9 +1,9 @@
-"""Out-of-memory messages out of any text: exceptions, logs of several ranks, wrapped lines.
+"""Reader of out-of-memory messages in any text: exceptions, logs of several ranks, wrapped lines.
 
 A message is found by its first words and read clause by clause, because every version of torch has its own selection
-and order of them. The wordings were read in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its kin for
-other devices, `CPUAllocator.cpp`, `MPSAllocator.mm`) and of torch_npu. Units are binary whatever they are called: the
-messages that say GB divide by 1024, too.
+and order of clauses. The wordings were read in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its
+counterparts for other devices, `CPUAllocator.cpp`, `MPSAllocator.mm`) and of torch_npu. Units are binary whatever they
+are called: messages that say GB divide by 1024, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lowtide.diagnostics.oom.message import Holder, Message
 from lowtide.diagnostics.oom.message_patterns import HEADS
-from lowtide.diagnostics.oom.text_stream import LONGEST, Finder, OneLine
+from lowtide.diagnostics.oom.text_stream import LONGEST, LineJoiner, PatternFinder
 
 _SIZE = r"(?<!\d)(\d{1,20}(?:\.\d{1,20})?) ?(bytes|[KMGTP]i?B|B)\b"
 _UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -38,56 +38,56 @@ _DEVICE = re.compile(r"\((?:[A-Z]+) +(\d+);|\b(?:GPU|GCU|Device) (\d+) has a tot
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 _LONGEST = 2000
-"""Characters of the longest message, with some twenty processes in it."""
+"""Characters of the longest message, which lists some twenty processes."""
 MOST_KNOWN = 1 << 18
-"""Messages that are told from each other."""
+"""Messages that are distinguished from each other."""
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
-"""A context and its libraries mostly take less."""
+"""Usual upper bound of a context and its libraries."""
 _SLACK_BYTES = 1 << 26
-"""Amounts are rounded."""
+"""Tolerance for rounded amounts."""
 
 
 class Messages:
-    """The out-of-memory messages in a text that comes piece by piece, in order of appearance."""
+    """Out-of-memory messages of a text that comes in pieces, in order of appearance."""
 
     def __init__(self) -> None:
-        self._line = OneLine()
-        self._finders = [Finder(head.pattern, head.words) for head in HEADS]
+        self._line = LineJoiner()
+        self._finders = [PatternFinder(head.pattern, head.words) for head in HEADS]
         self._window = ""
-        self._begun: list[_Begun] = []
-        """In order, what has begun in the window and was not read yet."""
+        self._starts: list[_MessageStart] = []
+        """Starts of messages in the window that are not read yet, in order."""
         self._end = 0
-        """In the window, the end of the head that was read last."""
+        """End of the last head read, in the window."""
         self._known: set[int] = set()
 
     def read(self, piece: str, *, is_last: bool) -> Iterator[Message]:
-        """Those that end with `piece` and say something new; beyond MOST_KNOWN they all count as said."""
+        """Yield the new messages that end with `piece`; beyond MOST_KNOWN none counts as new."""
         self._window += self._line.cleaned(piece, is_last=is_last)
         for number, finder in enumerate(self._finders):
             matches = finder.found(self._window, is_last=is_last)
-            self._begun += [_Begun(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
-        self._begun.sort()
-        is_known = len(self._window) if is_last else len(self._window) - LONGEST  # what begins before
+            self._starts += [_MessageStart(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
+        self._starts.sort()
+        is_known = len(self._window) if is_last else len(self._window) - LONGEST  # starts before it are final
         done = 0
-        for place, (start, number, end, kind) in enumerate(self._begun):
+        for place, (start, number, end, kind) in enumerate(self._starts):
             if start + _LONGEST > is_known and not is_last:
                 break
             done += 1
             if start < self._end:
-                continue  # inside of what another head has taken
+                continue  # inside the match of another head
             self._end = end
-            later = (self._begun[n].start for n in range(place + 1, len(self._begun)))
+            later = (self._starts[n].start for n in range(place + 1, len(self._starts)))
             stop = next((other for other in later if other >= end), len(self._window))
             message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
             if self._is_new(message):
                 yield message
-        del self._begun[:done]
-        self._move_on(max(0, min([is_known, *(begun.start for begun in self._begun[:1])]) - 1))
+        del self._starts[:done]
+        self._move_on(max(0, min([is_known, *(begun.start for begun in self._starts[:1])]) - 1))
 
     def _move_on(self, n: int) -> None:
         self._window, self._end = self._window[n:], self._end - n
-        self._begun = [begun._replace(start=begun.start - n, end=begun.end - n) for begun in self._begun]
+        self._starts = [begun._replace(start=begun.start - n, end=begun.end - n) for begun in self._starts]
         for finder in self._finders:
             finder.move_on(n)
 
@@ -99,29 +99,29 @@ class Messages:
         return True
 
 
-class _Begun(NamedTuple):
-    """The beginning of a message."""
+class _MessageStart(NamedTuple):
+    """Start of a message."""
 
     start: int
     number: int
-    """Of its head."""
+    """Number of its head."""
     end: int
-    """Of the head's match."""
+    """End of the head's match."""
     kind: str
 
 
 def messages(text: str) -> list[Message]:
-    """Every out-of-memory message in `text`, in order of appearance; those that say the same are one."""
+    """Return every out-of-memory message in `text`, in order of appearance, without duplicates."""
     return list(Messages().read(text, is_last=True))
 
 
 def most_telling(found: list[Message]) -> Message:
-    """The message to explain: the first with numbers of a device, else with any, else the first that is certain."""
+    """Return the message to explain: the first with numbers of a device, else with any, else the first certain one."""
     return next(message for tells in _TELLING for message in found if tells(message))
 
 
-def firsts(found: list[Message]) -> list[Message]:
-    """Those of which one is the most telling, whatever else comes."""
+def candidates(found: list[Message]) -> list[Message]:
+    """Return the messages among which `most_telling` will choose, whatever else comes."""
     kept = (next((n for n, message in enumerate(found) if tells(message)), None) for tells in _TELLING)
     return [found[n] for n in sorted({n for n in kept if n is not None})]
 
@@ -136,7 +136,7 @@ _TELLING: tuple[Callable[[Message], bool], ...] = (
 
 @lru_cache(maxsize=64)
 def _read(number: int, kind: str, text: str) -> Message:
-    """The message in `text`, which begins with the head of this number; `kind` is what that says of it."""
+    """Read the message in `text`, which begins with head `number`; `kind` is what the head's match says of it."""
     head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
@@ -158,7 +158,7 @@ def _read(number: int, kind: str, text: str) -> Message:
         elsewhere_bytes=amounts["elsewhere"],
         others=tuple(Holder(name=f"process {m[1]}", bytes=_bytes(m[2], m[3])) for m in _PROCESS.finditer(text)),
     )
-    return _this_process_among(_without_nonsense(message))
+    return _find_own_process(_drop_impossible(message))
 
 
 _FORMS = (
@@ -171,14 +171,14 @@ _FORMS = (
 
 
 def _unallocated(amounts: dict[str, int | None]) -> int | None:
-    """What PyTorch holds and does not use: said as such, or as "cached", or to be had from what it holds in all."""
+    """Return the memory that PyTorch has reserved and does not use, from whichever clause states it."""
     if amounts["reserved"] is not None and amounts["allocated"] is not None:
         return max(0, amounts["reserved"] - amounts["allocated"])
     return amounts["unallocated"] if amounts["cached"] is None else amounts["cached"]
 
 
-def _without_nonsense(message: Message) -> Message:
-    """Without amounts above the capacity: where the driver does not know (WSL), 17179869184 GiB are said."""
+def _drop_impossible(message: Message) -> Message:
+    """Drop amounts above the capacity: a driver that does not know them (WSL) reports 17179869184 GiB."""
     total = message.total_bytes
     if total is None:
         return message
@@ -187,11 +187,12 @@ def _without_nonsense(message: Message) -> Message:
     return replace(message, others=others, process_bytes=None if own is None or own > total else own)
 
 
-def _this_process_among(message: Message) -> Message:
-    """In a container a process does not know its own number, and is listed as another.
+def _find_own_process(message: Message) -> Message:
+    """Find this process among the listed ones: in a container a process does not know its own number.
 
-    It is sure which one where only one is as large as what PyTorch holds, and the device has no room for that beside
-    all of them. Else the one whose size is that and a usual context is taken, or none, and `maybe_own` says so.
+    It is certain if only one process is as large as PyTorch's memory, and the device has no room for that beside all of
+    them. Otherwise the process of the size of PyTorch's memory and a usual context is taken, or none; `maybe_own` says
+    so.
     """
     if message.process_bytes is not None or not message.others:
         return message
@@ -221,10 +222,10 @@ def _bytes(number: str, unit: str) -> int:
 
 
 _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
-"""The class of the next error, which its own message begins after."""
+"""Class of the next error, which its own message begins after."""
 
 
 def _sentences(text: str) -> str:
-    """The message up to torch's own advice, or to its first sentence where there are no numbers."""
+    """Return the message up to torch's own advice, or to its first sentence where it has no numbers."""
     text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
     return _NEXT.sub("", text[:600]).strip()
