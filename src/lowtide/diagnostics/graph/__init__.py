@@ -49,7 +49,7 @@ def graph(
                 "pass before it is detached."
             )
     known = {} if model is None else parameter_names(model)
-    found = GraphBuilder(roots, {**known, **(names or {})}, known.values()).graph()
+    result = GraphBuilder(roots, {**known, **(names or {})}, known.values()).graph()
     if model is not None:
-        name_modules(found, model)
-    return found
+        name_modules(result, model)
+    return result

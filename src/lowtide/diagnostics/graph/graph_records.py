@@ -77,8 +77,8 @@ class Value:
         """The data, if a leaf holds it or a node keeps it now; else None. Never computed or unpacked."""
         for function, slot_name in self._places:
             if not slot_name:
-                found: Tensor | None = getattr(function, "variable", None)
-                return found
+                variable: Tensor | None = getattr(function, "variable", None)
+                return variable
             for name, slot in saved_slots(function):
                 if name == slot_name and slot.unpack_hook is None and slot.data is not None:
                     data: Tensor = slot.data

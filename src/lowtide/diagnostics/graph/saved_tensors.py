@@ -86,8 +86,8 @@ _RESULT = re.compile(r"(?:result|output|out)(\d*)")
 
 def output_index(name: str) -> int | None:
     """Return which output of its node a saved tensor of this name is; None if none."""
-    found = _RESULT.fullmatch(name)
-    return None if found is None else int(found[1] or 0)
+    match = _RESULT.fullmatch(name)
+    return None if match is None else int(match[1] or 0)
 
 
 @cache

@@ -201,13 +201,13 @@ class CallLog:
 
     def of_output(self, storages: set[int]) -> dict[int, Call]:
         """Map storages of outputs that still exist to the call that returned them."""
-        found: dict[int, Call] = {}
+        calls: dict[int, Call] = {}
         for call in self.alive.values():
             for reference in call.memory:
                 storage = reference()
                 if storage is not None and (number := storage_number(storage)) in storages:
-                    found.setdefault(number, call)
-        return found
+                    calls.setdefault(number, call)
+        return calls
 
     def settle_all(self) -> None:
         """Count all living calls as finished, because the watch ends."""

@@ -74,10 +74,10 @@ def line_of_store(code: CodeType, name: str, now: int) -> int:
 
 @lru_cache(maxsize=256)
 def _stores(code: CodeType) -> dict[str, tuple[int, ...]]:
-    found: dict[str, set[int]] = {}
+    lines_of: dict[str, set[int]] = {}
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno or line if instruction.positions else line
         if instruction.opname in _STORES:
-            found.setdefault(str(instruction.argval), set()).add(line)
-    return {name: tuple(sorted(lines)) for name, lines in found.items()}
+            lines_of.setdefault(str(instruction.argval), set()).add(line)
+    return {name: tuple(sorted(lines)) for name, lines in lines_of.items()}

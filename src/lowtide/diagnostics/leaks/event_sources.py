@@ -55,13 +55,13 @@ class EventSources:
     def arguments(self) -> list[Tensor]:
         """Return the tensors passed to the module being called; empty if no module is."""
         frame: FrameType | None = sys._getframe(1)
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         while frame is not None:
             if frame.f_code is TOLD_CODE:
                 with local_variables(frame) as variables:
-                    found = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
+                    tensors = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
             frame = frame.f_back
-        return found
+        return tensors
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._watch.optimizer_stepped()

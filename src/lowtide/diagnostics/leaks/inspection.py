@@ -194,10 +194,10 @@ def _name(wanted: dict[int, RetainedObject], search: HolderSearch, asked: list[t
     """Note the holders of the objects in `asked`, each paired with the index of a tensor."""
     search.ignored.add(id(asked))
     search.ignored |= {id(pair) for pair in asked}
-    found = search.holders(asked)
+    holders_of = search.holders(asked)
     for index, item in wanted.items():
         have = item.holders
-        have += [holder for holder in found.get(index, ()) if all(other.key != holder.key for other in have)]
+        have += [holder for holder in holders_of.get(index, ()) if all(other.key != holder.key for other in have)]
 
 
 def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[int, str]:

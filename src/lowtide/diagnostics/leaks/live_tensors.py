@@ -45,7 +45,7 @@ def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
     numpy = sys.modules.get("numpy")
     if numpy is None or not tensors:
         return []
-    found: dict[int, tuple[int, Any]] = {}
+    arrays: dict[int, tuple[int, Any]] = {}
     for thing in gc.get_objects():
         referents = gc.get_referents(thing)
         if numpy.ndarray in map(type, referents):
@@ -54,8 +54,8 @@ def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
                 while type(base) is numpy.ndarray:
                     base = base.base
                 if base is not array and id(base) in tensors:
-                    found[id(array)] = tensors[id(base)], array
-    return list(found.values())
+                    arrays[id(array)] = tensors[id(base)], array
+    return list(arrays.values())
 
 
 class LiveObjects:

@@ -111,7 +111,7 @@ class HolderSearch:
 
         Beyond MOST_TENSORS, tensors are only found where they share a container with one of the first.
         """
-        found: dict[int, list[Holder]] = {}
+        holders_of: dict[int, list[Holder]] = {}
         ways = [_ReferencePath(tensor, {number}) for number, tensor in tensors]
         seen: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
@@ -123,7 +123,7 @@ class HolderSearch:
                 seen.setdefault(id(way.thing), set()).update(way.tensors)
                 for variable in self.variables.referring_to(way.thing):
                     name, place, entries = variable.name, variable.place, way.all_entries
-                    _add(found, way, self._variable(way, name, place, "local variable", entries))
+                    _add(holders_of, way, self._variable(way, name, place, "local variable", entries))
             referrers = _referring_to(tuple(same[0].thing for same in islice(by_id.values(), MOST_TENSORS)))
             self.ignored.add(id(referrers))
             ways = []
@@ -137,11 +137,11 @@ class HolderSearch:
                         continue
                     named = self._named(way, inner)
                     if named is not None:  # later paths may reach it again
-                        _add(found, way, named)
+                        _add(holders_of, way, named)
                     else:
                         known |= way.tensors
                         ways.append(way)
-        return found
+        return holders_of
 
     def _variable(self, way: _ReferencePath, name: str, place: Place, what: str, entries: int | None) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
@@ -290,17 +290,17 @@ class HolderSearch:
 
 def _handled() -> set[int]:
     """Return the ids of exceptions whose `except` blocks are running, and of their causes."""
-    found: set[int] = set()
+    handled: set[int] = set()
     error = sys.exc_info()[1]
-    while error is not None and id(error) not in found:
-        found.add(id(error))
+    while error is not None and id(error) not in handled:
+        handled.add(id(error))
         error = error.__cause__ or error.__context__
-    return found
+    return handled
 
 
-def _add(found: dict[int, list[Holder]], way: _ReferencePath, holder: Holder) -> None:
+def _add(holders_of: dict[int, list[Holder]], way: _ReferencePath, holder: Holder) -> None:
     for number in way.tensors:
-        holders = found.setdefault(number, [])
+        holders = holders_of.setdefault(number, [])
         if all(other.key != holder.key for other in holders):
             holders.append(holder)
 

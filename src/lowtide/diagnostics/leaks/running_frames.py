@@ -75,8 +75,8 @@ class RunningFrames:
         with local_variables(frame) as variables:
             for name, value in variables.items():
                 line = line_of_store(code, name, frame.f_lineno)
-                found = Variable(name, Place(code.co_filename, line), False)
-                self._by_object.setdefault(id(value), []).append(found)
+                variable = Variable(name, Place(code.co_filename, line), False)
+                self._by_object.setdefault(id(value), []).append(variable)
 
 
 def name_in_frame(frame: FrameType, thing: object) -> str | None:

@@ -115,7 +115,7 @@ class Watch:
                     yield next(batches)
 
     def __str__(self) -> str:
-        found = self.findings
+        findings = self.findings
         if self._failure is not None:
             return f"the watch ended early, by a fault of its own: {self._failure!r}"
         untold = ""
@@ -123,9 +123,9 @@ class Watch:
         if self._has_begun and not self._boundaries.has_optimizer:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
             untold = "no optimizer has stepped, so steps are not told apart"
-        if not found:
+        if not findings:
             return "; ".join(filter(None, (f"nothing found in {where}", untold)))
-        return "\n\n".join(filter(None, (*map(str, found), untold)))
+        return "\n\n".join(filter(None, (*map(str, findings), untold)))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the findings as JSON text, and write it to `path` if given."""

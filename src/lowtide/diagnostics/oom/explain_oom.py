@@ -69,16 +69,16 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
 
     def _note(self, error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
-        found = explain(text, facts_now(error, self._model, self._optimizer))
-        if found is None:
+        explanation = explain(text, facts_now(error, self._model, self._optimizer))
+        if explanation is None:
             return "out of memory, in words that are not known. Please report them."
         if self._step is None:
-            return str(found)
+            return str(explanation)
         clear_frames(error.__traceback__)
         gc.collect()
-        return str(self._with_plan(found))
+        return str(self._with_plan(explanation))
 
-    def _with_plan(self, found: Explanation) -> Explanation:
+    def _with_plan(self, explanation: Explanation) -> Explanation:
         assert self._model is not None
         assert self._step is not None
         try:
@@ -87,12 +87,13 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             if not (isinstance(failure, LowtideError) or is_out_of_memory(failure)):
                 raise
             why = str(failure).partition("\n")[0]
-            return replace(found, facts=replace(found.facts, notes=(f"no plan could be looked for: {why}",)))
+            notes = (f"no plan could be looked for: {why}",)
+            return replace(explanation, facts=replace(explanation.facts, notes=notes))
         _, least = smallest_peak(profile)
         plain = simulator_of(profile).predict(Decisions())
         extra = f", {100 * least.extra_ms / profile.step_ms:+.0f} % time" if profile.step_ms else ""
         facts = replace(
-            found.facts,
+            explanation.facts,
             smallest_peak_bytes=least.peak_bytes,
             plain_peak_bytes=plain.peak_bytes,
             static_bytes=profile.static.total,
@@ -102,4 +103,4 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
                 f"{format_bytes(profile.static.total)} are there before the step begins",
             ),
         )
-        return replace(found, facts=facts, actions=advise(found.message, facts, found.cause))
+        return replace(explanation, facts=facts, actions=advise(explanation.message, facts, explanation.cause))

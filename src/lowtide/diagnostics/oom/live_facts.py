@@ -30,9 +30,9 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
     """Return the facts of this process. `model` and `optimizer` are looked for in the frames if not given."""
     frames = list(_frames(error.__traceback__))
     if model is None:
-        model = next((found for _, found in _selves(frames, nn.Module)), None)
+        model = next((instance for _, instance in _selves(frames, nn.Module)), None)
     if optimizer is None:
-        optimizer = next((found for _, found in _selves(frames, Optimizer)), None)
+        optimizer = next((instance for _, instance in _selves(frames, Optimizer)), None)
     graphs = separate_graphs(tensors_with_graphs())
     left, left_bytes = _leftover(graphs)
     evaluated = _evaluated(graphs, model)
@@ -60,26 +60,26 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     """Return the frames that the error came through, outermost first, each with its line."""
-    found = []
+    frames = []
     while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 def _selves(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
     """Return the frames of methods of objects of this kind, outermost first, with the objects."""
-    found = ((frame, _self(frame)) for frame, _ in frames)
-    return [(frame, each) for frame, each in found if isinstance(each, kind)]
+    candidates = ((frame, _self(frame)) for frame, _ in frames)
+    return [(frame, each) for frame, each in candidates if isinstance(each, kind)]
 
 
 def _self(frame: FrameType) -> object:
     """Return the value of `self` in a frame."""
     variables = frame.f_locals
-    found = variables.get("self")
+    instance = variables.get("self")
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         variables.clear()  # a snapshot of a function's variables, which would hold them as long as the frame lives
-    return found
+    return instance
 
 
 def _inside(frames: list[tuple[FrameType, int]], model: nn.Module | None) -> str:
@@ -117,13 +117,13 @@ def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGra
     if model is None or any(module.training for module in model.modules()):
         return []
     own = {storage_id(parameter) for parameter in model.parameters()}
-    found = []
+    evaluated = []
     for graph in graphs:
         seen = graph_behind(graph.roots, None)
         through = any(leaf.tensor is not None and storage_id(leaf.tensor) in own for leaf in seen.leaves)
         if through and seen.held_bytes:
-            found.append(graph)
-    return found if found and found[-1] is graphs[-1] else []
+            evaluated.append(graph)
+    return evaluated if evaluated and evaluated[-1] is graphs[-1] else []
 
 
 def _new_state_bytes(optimizer: Optimizer | None) -> int:
@@ -209,5 +209,5 @@ def _expandable() -> bool | None:
         settings = snapshot().get("allocator_settings", {})
     except RuntimeError:  # another allocator than torch's own
         return None
-    found = settings.get("expandable_segments")
-    return None if found is None else bool(found)
+    setting = settings.get("expandable_segments")
+    return None if setting is None else bool(setting)

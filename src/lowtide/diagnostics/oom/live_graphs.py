@@ -32,15 +32,15 @@ class LiveGraph:
 
 def tensors_with_graphs() -> list[Tensor]:
     """Return every tensor known to Python that has a graph."""
-    found = []
+    tensors = []
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):
             try:
                 if thing.grad_fn is not None:
-                    found.append(thing)
+                    tensors.append(thing)
             except RuntimeError:  # a view whose base was modified, which autograd forbids to look at
                 continue
-    return found
+    return tensors
 
 
 def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
@@ -60,7 +60,7 @@ def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
 def graph_behind(tensors: Iterable[Tensor], model: nn.Module | None) -> Graph:
     """Return the graph behind several tensors at once, with the model's names."""
     names = {} if model is None else parameter_names(model)
-    found = GraphBuilder(tensors, names, names.values()).graph()
+    graph = GraphBuilder(tensors, names, names.values()).graph()
     if model is not None:
-        name_modules(found, model)
-    return found
+        name_modules(graph, model)
+    return graph

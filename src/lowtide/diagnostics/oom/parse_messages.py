@@ -115,15 +115,15 @@ def messages(text: str) -> list[Message]:
     return list(Messages().read(text, is_last=True))
 
 
-def most_telling(found: list[Message]) -> Message:
+def most_telling(known: list[Message]) -> Message:
     """Return the message to explain: the first with numbers of a device, else with any, else the first certain one."""
-    return next(message for tells in _TELLING for message in found if tells(message))
+    return next(message for tells in _TELLING for message in known if tells(message))
 
 
-def candidates(found: list[Message]) -> list[Message]:
+def candidates(known: list[Message]) -> list[Message]:
     """Return the messages among which `most_telling` will choose, whatever else comes."""
-    kept = (next((n for n, message in enumerate(found) if tells(message)), None) for tells in _TELLING)
-    return [found[n] for n in sorted({n for n in kept if n is not None})]
+    kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _TELLING)
+    return [known[n] for n in sorted({n for n in kept if n is not None})]
 
 
 _TELLING: tuple[Callable[[Message], bool], ...] = (
