@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from lowtide.planner.serialization import Record
 
+USUAL_CONTEXT_BYTES = 1 << 30
+"""Assumed for the context and libraries of a process on a device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder(Record):
@@ -23,6 +26,8 @@ class Message(Record):
     `process = allocated + unallocated + outside PyTorch`.
     """
 
+    rank: int | None = None
+    """Rank of the process, if the log's lines begin with it."""
     kind: str
     """The memory that ran out: `cuda`, `hip`, `xpu`, `npu`, `mps`, `cpu`, or a library: `cublas`, `cudnn`, `nccl`."""
     form: str
@@ -32,6 +37,8 @@ class Message(Record):
     certain: bool = True
     """False for messages that often, but not always, mean memory."""
     device: int | None = None
+    shape: tuple[int, ...] | None = None
+    """Shape of the array that failed, where the message states it."""
     tried_bytes: int | None = None
     """The failed request: the last straw, not the size of the problem."""
     total_bytes: int | None = None
@@ -90,6 +97,23 @@ class Message(Record):
         if self.total_bytes is None or self.free_bytes is None or mine is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - mine - self.others_bytes)
+
+    @property
+    def hidden_bytes(self) -> int | None:
+        """Memory on the device of processes that the message does not list.
+
+        Where it does not state this process's total, a usual context of it is subtracted.
+        """
+        unnamed = self.unnamed_bytes
+        if unnamed is None or self.process_bytes is not None:
+            return unnamed
+        return max(0, unnamed - USUAL_CONTEXT_BYTES)
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Memory of this process as far as stated: reserved or allocated, and MPS's other allocations."""
+        held = self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
+        return None if held is None else held + (self.elsewhere_bytes or 0)
 
     @property
     def usable_bytes(self) -> int | None:

@@ -18,23 +18,33 @@ from lowtide.diagnostics.oom.message import Holder, Message
 from lowtide.diagnostics.oom.message_patterns import HEADS
 from lowtide.diagnostics.oom.text_stream import LONGEST, LineJoiner, PatternFinder
 
-_SIZE = r"(?<!\d)(\d{1,20}(?:\.\d{1,20})?) ?(bytes|[KMGTP]i?B|B)\b"
-_UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_NUMBER = r"(?<!\d)(\d{1,3}(?:,\d{3}){1,6}|\d{1,20}(?:\.\d{1,20})?)"
+_SIZE = rf"{_NUMBER} ?(bytes|[KMGTPE]i?B|[kmg]b|B)\b"
+_SHORT_SIZE = rf"{_NUMBER}([KMGT])\b"
+_PLAIN_BYTES = r"(?<!\d)(\d{1,20})(?!\.?\d)()"
+_UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6, "": 0}
 
 _CLAUSES = {
-    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable) to allocate {_SIZE}|unable to mmap {_SIZE}",
-    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}",
-    "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free",
-    "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}",
+    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable|[Ff]ailed) to allocate {_SIZE}|unable to mmap {_SIZE}|Requested *: {_SIZE}"
+    rf"|Invalid buffer size: {_SIZE}|[Oo]ut of memory allocating {_SIZE}|allocate tensor with {_SIZE}"
+    rf"|Attempting to allocate {_SHORT_SIZE}|Allocation failed for size::{_PLAIN_BYTES}"
+    rf"|Failed to alloc(?:ate)? (?:DEVICE|HOST) memory: {_PLAIN_BYTES}",
+    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|Device limit *: {_SIZE}|of {_SHORT_SIZE} [hv]",
+    "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free|Free \(according to CUDA\): {_SIZE}"
+    rf"|There are {_SHORT_SIZE} free",
+    "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}"
+    rf"|Currently allocated *: {_SIZE}|allocated so far: {_SIZE}|Used {_SHORT_SIZE} of|mem {_SIZE} exceeded",
     "cached": rf"{_SIZE} cached\)",
     "reserved": rf"{_SIZE} reserved in total",
     "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
     "pools": rf"with {_SIZE} allocated in private pools",
     "process": rf"this process has {_SIZE} memory in use",
-    "allowed": rf"{_SIZE} allowed\b|max allowed: {_SIZE}",
+    "allowed": rf"{_SIZE} allowed\b|max allowed: {_SIZE}|user-supplied memory fraction\) *: {_SIZE}"
+    rf"|limit set to: {_SIZE}|exceeded limit {_SIZE}",
     "elsewhere": rf"other allocations: {_SIZE}",
 }
 _DEVICE = re.compile(r"\((?:[A-Z]+) +(\d+);|\b(?:GPU|GCU|Device) (\d+) has a total")
+_SHAPE = re.compile(r"for an array with shape \(([\d, ]{1,200})\)")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 _LONGEST = 2000
@@ -59,6 +69,8 @@ class Messages:
         """Starts of messages in the window that are not read yet, in order."""
         self._end = 0
         """End of the last head read, in the window."""
+        self._offset = 0
+        """Position of the window in the joined text."""
         self._known: set[int] = set()
 
     def read(self, piece: str, *, is_last: bool) -> Iterator[Message]:
@@ -80,19 +92,26 @@ class Messages:
             later = (self._starts[n].start for n in range(place + 1, len(self._starts)))
             stop = next((other for other in later if other >= end), len(self._window))
             message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
+            message = replace(message, rank=self._rank_at(self._offset + start))
             if self._is_new(message):
                 yield message
         del self._starts[:done]
         self._move_on(max(0, min([is_known, *(begun.start for begun in self._starts[:1])]) - 1))
 
     def _move_on(self, n: int) -> None:
-        self._window, self._end = self._window[n:], self._end - n
+        self._window, self._end, self._offset = self._window[n:], self._end - n, self._offset + n
+        ranks = self._line.ranks
+        while len(ranks) > 1 and ranks[1][0] <= self._offset:
+            del ranks[0]
         self._starts = [begun._replace(start=begun.start - n, end=begun.end - n) for begun in self._starts]
         for finder in self._finders:
             finder.move_on(n)
 
+    def _rank_at(self, position: int) -> int | None:
+        return next((rank for start, rank in reversed(self._line.ranks) if start <= position), None)
+
     def _is_new(self, message: Message) -> bool:
-        key = hash(replace(message, text=""))
+        key = hash(replace(message, text="", rank=None))
         if key in self._known or len(self._known) >= MOST_KNOWN:
             return False
         self._known.add(key)
@@ -140,13 +159,14 @@ def _read(number: int, kind: str, text: str) -> Message:
     head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
-    device = _DEVICE.search(text)
+    device, shape = _DEVICE.search(text), _SHAPE.search(text)
     message = Message(
         kind=head.kind or kind.lower(),
         form=form,
         text=_sentences(text),
         certain=head.certain,
         device=None if device is None else int(device[1] or device[2]),
+        shape=None if shape is None else tuple(int(n) for n in shape[1].split(",") if n.strip()),
         tried_bytes=amounts["tried"],
         total_bytes=amounts["total"],
         free_bytes=amounts["free"],
@@ -184,7 +204,13 @@ def _drop_impossible(message: Message) -> Message:
         return message
     others = tuple(other for other in message.others if other.bytes <= total)
     own = message.process_bytes
-    return replace(message, others=others, process_bytes=None if own is None or own > total else own)
+    allowed = message.allowed_bytes
+    return replace(
+        message,
+        others=others,
+        process_bytes=None if own is None or own > total else own,
+        allowed_bytes=None if allowed is None or allowed > total else allowed,
+    )
 
 
 def _find_own_process(message: Message) -> Message:
@@ -218,7 +244,7 @@ def _amount(pattern: str, text: str) -> int | None:
 
 
 def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * (1 << 10 * _UNIT[unit[0].lower()]))
+    return round(float(number.replace(",", "")) * (1 << 10 * _UNIT[unit[:1].lower()]))
 
 
 _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")

@@ -14,10 +14,12 @@ PIECE = 1 << 18
 LONGEST = 5000
 """Characters of the longest match; more than the longest message."""
 
-_PREFIX = re.compile(
-    r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\[(?:rank ?|default)\d+\]:|\(\w{1,200} pid=\d+[^)\n]{0,200}\)|\d+: (?=\[rank))\s?",
+PREFIX = re.compile(
+    r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\d{1,6}: )?"
+    r"(?:\[(?:rank ?|default)(\d{1,6})\]:|\(\w{1,200} pid=\d+[^)\n]{0,200}\))\s?",
     re.MULTILINE,
 )
+"""The prefix that launchers put before a line; the first group is the rank."""
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,60}[A-Za-z]")
 _LONGEST_ANSI = 64
 _LONGEST_LINE = 1 << 16
@@ -55,6 +57,9 @@ class LineJoiner:
     """Text without colours, prefixes of ranks, and line breaks."""
 
     def __init__(self) -> None:
+        self.ranks: list[tuple[int, int]] = []
+        """Positions in the joined text from which on another rank speaks, each with the rank."""
+        self._n_joined = 0
         self._rest = ""
         self._in_line = False
         """True if the next piece continues a line."""
@@ -68,7 +73,16 @@ class LineJoiner:
         line, line_break, more = text.partition("\n") if self._in_line else ("", "", text)
         if text:
             self._in_line = not text.endswith("\n")
-        return self._joined(_ANSI.sub("", line + line_break + _PREFIX.sub("", more)))
+        parts = [self._joined(line + line_break)]
+        done = 0
+        for prefix in PREFIX.finditer(more):
+            rank = None if prefix[1] is None else int(prefix[1])
+            parts.append(self._joined(more[done : prefix.start()]))
+            done = prefix.end()
+            if rank is not None and (not self.ranks or self.ranks[-1][1] != rank):
+                self.ranks.append((self._n_joined, rank))
+        parts.append(self._joined(more[done:]))
+        return "".join(parts)
 
     @staticmethod
     def _end(text: str) -> int:
@@ -80,8 +94,12 @@ class LineJoiner:
         return len(text) if colour < 0 else colour
 
     def _joined(self, text: str) -> str:
+        if not text:
+            return ""
+        text = _ANSI.sub("", text)
         words = " ".join(text.split())
         space = " " if words and self._has_begun and (self._needs_space or text[0].isspace()) else ""
         self._needs_space = text[-1].isspace() if words else self._needs_space or bool(text)
         self._has_begun |= bool(words)
+        self._n_joined += len(space + words)
         return space + words
