@@ -48,6 +48,7 @@ class Call:
     number: int
     step: int
     stats: SiteStats
+    module_id: int
     first: int
     stop: int = 0
     has_graph: bool = False
@@ -87,6 +88,10 @@ class SiteStats:
     n_explained: int = 0
     is_left_inside: bool = False
     """True if backward passes enter the graph elsewhere than at its outputs, so that outputs prove nothing."""
+    module_ids: set[int] = field(default_factory=set)
+    """Ids of the modules that were called; one line may call several of a class."""
+    has_inputs_with_gradients: bool = False
+    """True if an input needed a gradient, in the calls that were measured."""
     unreached_bytes: int = 0
     first_unreached_step: int = 0
     graph_bytes: int = 0
@@ -161,7 +166,8 @@ class CallLog:
         if stats is None:
             stats = self.stats[key] = SiteStats(site, type(model).__name__)
         stats.n_calls += 1
-        self.last = Call(self.n_calls, step, stats, next_sequence_number())
+        stats.module_ids.add(id(model))
+        self.last = Call(self.n_calls, step, stats, id(model), next_sequence_number())
         return self.last
 
     def end(self, call: Call, output: Any) -> list[Node]:
@@ -250,6 +256,13 @@ class _Prehook:
         if self.calls.running_backward is not None:
             self.call.reached(self.calls.running_backward)
             self.call.is_reached_at_output |= self.is_output
+
+
+def is_output_of(tensor: Tensor, calls: CallLog) -> bool:
+    """Return True if a living call that a backward pass went through returned `tensor`."""
+    node = tensor.grad_fn
+    mark = None if node is None else node_metadata(node).get(_MARK)
+    return isinstance(mark, _Mark) and bool(mark.call.backwards) and mark.call.number in calls.alive
 
 
 def mark_root(node: Node, backward: Backward) -> None:

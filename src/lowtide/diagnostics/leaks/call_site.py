@@ -61,6 +61,17 @@ def calling_site() -> Site:
     return Site(place or fallback or Place("<unknown>", 0), hash(tuple(key)))
 
 
+def is_called_by_user() -> bool:
+    """Return True if the innermost frame outside torch and Lowtide is the user's, and not another library's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kind = origin(frame.f_code.co_filename)
+        if kind != "ours":
+            return kind == "user"
+        frame = frame.f_back
+    return False
+
+
 def line_of_store(code: CodeType, name: str, now: int) -> int:
     """Return the line of `code` that most likely assigned variable `name`, as seen while line `now` runs.
 

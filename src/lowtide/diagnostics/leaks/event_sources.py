@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
+from lowtide._torch.checkpointed_functions import observe_checkpoints
 from lowtide._torch.patching import TOLD_CODE, around_calls, stand_in
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
@@ -40,6 +41,7 @@ class EventSources:
         step = register_optimizer_step_post_hook(self._stepped)
         self._undo = [step.remove, around_calls(self._watch.forward_begins, self._watch.forward_ends)]
         self._undo += [
+            observe_checkpoints(self._watch.checkpointed),
             stand_in(torch.autograd, ENGINE, self._engine),
             stand_in(Optimizer, "zero_grad", self._zero_grad),
             stand_in(nn.Module, "zero_grad", self._zero_grad),

@@ -27,6 +27,9 @@ class Entry:
     name: str = ""
     names: tuple[str, ...] = ()
     """All variables that hold the memory: each of them must let go."""
+    fix: str = ""
+    """Advice of the rule for this holder, a format string."""
+    remedy: str = ""
     made: Place | None = None
     backward: Backward | None = None
     stats: SiteStats | None = None
@@ -44,13 +47,14 @@ class Entry:
         rule = self.rule
         if rule is None or any(call.backwards for call in self.pending):
             return None
-        if self.stats is not None:
-            rule = rule.refined(self.stats)
-        fix = rule.fix.format(
+        if self.stats is not None and (refined := rule.refined(self.stats)) is not rule:
+            rule, self.fix = refined, refined.fix
+        fix = self.fix.format(
             name=self.name or "it",
             names=", ".join(self.names) or self.name or "it",
             made=self.made or "that line",
             backward=self.backward.place if self.backward else "backward()",
+            remedy=self.remedy,
         )
         return Finding(
             code=rule.code,
@@ -60,6 +64,7 @@ class Entry:
             holder=self.text,
             made_at=None if self.made is None else str(self.made),
             fix=fix,
+            unit=rule.unit,
             n_steps=max(1, self.n_inspections),
         )
 
@@ -73,11 +78,20 @@ class FindingLog:
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int) -> None:
         """Add the objects that one inspection found, for holders of at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
+            nodes = [item for item in group if item.is_empty_graph]
+            if _unique_bytes(nodes) >= least_bytes:
+                self._add(f"nodes {key}", nodes, largest_graph_bytes)
+            group = [item for item in group if not item.is_empty_graph]
             graphs = [item for item in group if item.has_graph]
             if _unique_bytes(graphs) < least_bytes:
                 group = [item for item in group if not item.has_graph]
             if _unique_bytes(group) >= least_bytes:
                 self._add(self._claimant(group) or key, group, largest_graph_bytes)
+
+    def knows(self, item: RetainedObject) -> bool:
+        """Return True if an earlier inspection met the holder of `item`."""
+        key = "" if item.holder is None else item.holder.key
+        return key in self.entries or f"nodes {key}" in self.entries
 
     def retract(self, retained: Iterable[RetainedObject]) -> None:
         """Withdraw growth findings of containers that a step later have no more entries, whatever holds them now."""
@@ -98,12 +112,14 @@ class FindingLog:
         step: int,
         text: str,
         name: str = "",
+        remedy: str = "",
         made: Place | None = None,
         backward: Backward | None = None,
     ) -> None:
         """Record the finding of an event under rule `code`; `key` identifies the holder from step to step."""
         entry = self.entries.setdefault(f"{code} {key}", Entry(since_step=step))
         entry.rule, entry.text, entry.name, entry.made, entry.backward = RULES[code], text, name, made, backward
+        entry.fix, entry.remedy = RULES[code].fix, remedy
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         entry.n_inspections += 1
 
@@ -135,13 +151,15 @@ class FindingLog:
         main = max(group, key=lambda s: (s.has_graph, s.held_bytes))
         born = min(s.born for s in group)
         entry = self.entries.setdefault(key, Entry(since_step=born))
-        rule = self._judge(entry, main, self._history(entry, group, largest_graph_bytes))
+        history = self._history(entry, group, largest_graph_bytes)
+        rule = self._judge(entry, main, history)
         if rule is None:
             return
         entry.rule = rule
         entry.since_step = min(entry.since_step, born)
-        entry.held_bytes = max(entry.held_bytes, entry.sizes[-1])
+        entry.held_bytes = max(entry.held_bytes, rule.reported_bytes(history))
         if rule.names_holder(main):
+            entry.fix = rule.fix_for(main)
             n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
             entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
             entry.name = main.holder.name if main.holder else ""
@@ -158,6 +176,7 @@ class FindingLog:
             has_changed=entry.n_inspections > 0 and not storages <= entry.storages,
             held_bytes=entry.sizes,
             entries=entry.entries,
+            n_steps=len({step for item in group for step in item.steps or (item.born,)}),
             n_alike=max(n_of_site.values(), default=0),
             largest_graph_bytes=largest_graph_bytes,
         )
@@ -171,7 +190,8 @@ class FindingLog:
             entry.rule = None  # it is bounded after all, as a cache of masks is
         if entry.rule and entry.rule.claims_graph and main.has_graph:
             return entry.rule
-        return next((rule for rule in RULES.values() if rule.matches(main, history)), None)
+        rules = (rule for rule in RULES.values() if rule.judges_nodes is main.is_empty_graph)
+        return next((rule for rule in rules if rule.matches(main, history)), None)
 
     def _note_calls(self, entry: Entry, rule: Rule, group: list[RetainedObject]) -> None:
         calls = sorted((call for s in group for call in s.calls), key=lambda call: call.number)
@@ -227,6 +247,6 @@ def _never_reached(stats: list[SiteStats]) -> Finding:
         since_step=min(s.first_unreached_step for s in stats),
         holder=f"nothing after the forward of {model}: its graph was made {n_times} times and never used",
         made_at=str(place),
-        fix=rule.fix.format(name="its output", names="its output", made=place, backward="backward()"),
+        fix=rule.fix.format(made=place),
         n_steps=n_times,
     )

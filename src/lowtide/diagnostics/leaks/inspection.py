@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+LEAST_NODE_BYTES = 16 * 1024
+"""Smaller empty graphs are left out."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RetainedObject:
     """Tensors with one holder, or with one graph, that a step left in memory. Refers to no object of the user's."""
@@ -48,8 +52,10 @@ class RetainedObject:
     storages: dict[int, int] = field(default_factory=dict)
     """Storage number -> bytes."""
     n_tensors: int = 1
-    is_fresh: bool = False
-    """True if its memory was first seen at this inspection."""
+    is_empty_graph: bool = False
+    """True for the nodes of a graph whose tensors backward has freed."""
+    is_older: bool = False
+    """True if its graph was made before the watch began."""
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
@@ -77,6 +83,8 @@ class InspectionInput:
     new_from: int
     """First graph node of the step that begins now."""
     least_bytes: int
+    watched_from: int = 0
+    """First graph node that the watch saw being made."""
     last_step: int = 0
     """The step that has just ended, or is about to."""
 
@@ -95,6 +103,8 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     of_user = {n for n in plain | set(view.inputs) if (since := view.known.since(n)) is not None and since == 0}
     retained = []
     for graph in graphs:
+        if graph.is_empty and graph.tensors and graph.node_bytes >= LEAST_NODE_BYTES:
+            retained.append((_of_nodes(graph, view), graph.tensors[:1]))  # the newest leads to all others
         if not graph.unfreed:
             continue
         item = _of_graph(graph, view, live, excused | of_user | view.inputs)
@@ -134,7 +144,7 @@ def _of_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excused: s
     context = {number: n for number, n in graph.context.items() if number not in excused}
     alive = {**{number: n for number, n in own.items() if number not in excused}, **unfreed, **context}
     numbers = graph.numbers
-    calls = [call for call in view.calls.between(min(numbers), max(numbers)) if _made(call, numbers)]
+    calls = [call for call in view.calls.between(min(numbers), max(numbers)) if made_by(call, numbers)]
     backwards = {id(b): b for b in [*(b for c in calls for b in c.backwards), *roots_among(graph.nodes)]}
     return RetainedObject(
         held_bytes=sum(alive.values()),
@@ -151,6 +161,20 @@ def _of_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excused: s
         n_tensors=len(tensors),
         is_of_gradients=bool(graph.gradient_of),
         buffer=next((live.buffers[id(t)] for t in tensors if id(t) in live.buffers), None),
+        is_older=min(numbers) < view.watched_from,
+    )
+
+
+def _of_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
+    numbers = graph.numbers
+    return RetainedObject(
+        held_bytes=graph.node_bytes,
+        calls=[call for call in view.calls.between(min(numbers), max(numbers)) if made_by(call, numbers)],
+        steps=tuple(sorted({view.steps.of(number) for number in numbers})),
+        born=min(view.steps.of(number) for number in numbers),
+        storages={-min(numbers): graph.node_bytes},  # no storage has a negative number
+        n_tensors=len(graph.tensors),
+        is_empty_graph=True,
     )
 
 
@@ -173,7 +197,6 @@ def _of_storage(
         is_output=output_of is not None,
         born=view.steps.of(min(made)) if made else call.step if call else since or view.last_step,
         storages={number: n_bytes},
-        is_fresh=since is None,
         n_tensors=len(tensors),
     )
 
@@ -183,21 +206,25 @@ def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspec
     search = HolderSearch(
         names, RegisteredHooks(live.modules), {id(live.tensors), id(live.modules), id(live.optimizers)}
     )
-    wanted = {index: item for item, indices in retained for index in indices}
+    wanted: dict[int, list[RetainedObject]] = {}
+    for item, indices in retained:
+        for index in indices:
+            wanted.setdefault(index, []).append(item)
     _name(wanted, search, [(index, live.tensors[index]) for index in wanted])
-    without = {index: item for index, item in wanted.items() if not item.holders}
-    if sum(item.held_bytes for item in without.values()) >= view.least_bytes:
+    without = {index: items for index, items in wanted.items() if not items[0].holders}
+    if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes:
         _name(without, search, arrays_over({id(live.tensors[index]): index for index in without}))
 
 
-def _name(wanted: dict[int, RetainedObject], search: HolderSearch, asked: list[tuple[int, Any]]) -> None:
+def _name(wanted: dict[int, list[RetainedObject]], search: HolderSearch, asked: list[tuple[int, Any]]) -> None:
     """Note the holders of the objects in `asked`, each paired with the index of a tensor."""
     search.ignored.add(id(asked))
     search.ignored |= {id(pair) for pair in asked}
     holders_of = search.holders(asked)
-    for index, item in wanted.items():
-        have = item.holders
-        have += [holder for holder in holders_of.get(index, ()) if all(other.key != holder.key for other in have)]
+    for index, items in wanted.items():
+        for item in items:
+            have = item.holders
+            have += [holder for holder in holders_of.get(index, ()) if all(other.key != holder.key for other in have)]
 
 
 def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[int, str]:
@@ -226,5 +253,6 @@ def _parameters(indices: set[int], view: InspectionInput, live: LiveObjects) -> 
     return f"{len(wanted)} leaves that are in no module"
 
 
-def _made(call: Call, numbers: list[int]) -> bool:
+def made_by(call: Call, numbers: list[int]) -> bool:
+    """Return True if the call made any of the nodes of these numbers."""
     return any(call.first <= number < call.stop for number in numbers)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lowtide._torch.autograd_graph import components, is_leaf, is_numbered, variable_of
+from lowtide._torch.nodes import output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.leaks.call_log import Backward
+from lowtide.diagnostics.leaks.call_log import Backward, Call
 from lowtide.diagnostics.leaks.finding_log import FindingLog
-from lowtide.diagnostics.leaks.inspection import InspectionInput, module_names
+from lowtide.diagnostics.leaks.inspection import InspectionInput, made_by, module_names
 from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
 from lowtide.diagnostics.leaks.referrers import Holder, HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
@@ -53,6 +56,75 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
                     backward=backward,
                 )
                 break
+
+
+def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Backward, log: FindingLog) -> None:
+    """Record a sum of losses whose graphs are separate and were made by several calls of one line."""
+    if backward.create_graph or backward.retain_graph:
+        return
+    nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    summands = list(_summands(nodes))
+    graphs: dict[int, list[tuple[Call, int]]] = {}
+    for part in components(summands) if len(summands) > 1 else ():
+        numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
+        calls = [call for call in view.calls.between(min(numbers), max(numbers)) if made_by(call, numbers)]
+        if len(calls) == 1 and not calls[0].backwards:
+            saved, context = kept_by(part.nodes)
+            shared = {
+                storage_id(variable_of(n)) for node in part.nodes for n, _ in node.next_functions if n and is_leaf(n)
+            }
+            kept = {**saved, **context}
+            n_bytes = sum(n for s, n in kept.items() if s not in shared and view.known.since(s) != 0)
+            graphs.setdefault(id(calls[0].stats), []).append((calls[0], n_bytes))
+    for group in graphs.values():
+        wasted_bytes = sum(n for _, n in group) - max(n for _, n in group)
+        if len(group) < 2 or len({call.module_id for call, _ in group}) > 1 or wasted_bytes < view.least_bytes:
+            continue
+        first = group[0][0]
+        holder = _variable_of(view, roots[0])
+        log.record(
+            "LT025",
+            str(first.place),
+            held_bytes=wasted_bytes,
+            step=first.step,
+            text=f"{holder.text if holder else 'the sum'}, with {len(group)} graphs until backward at {backward.place}",
+            name=holder.name if holder else "the total",
+            made=first.place,
+        )
+
+
+_ADDING = re.compile(r"(?:Add|Sum|Stack|Cat|Mean|Unsqueeze|Mul|Div|Neg)Backward\d+")
+
+
+def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield the roots of the terms that were added up to these nodes: sums, means and multiples of scalars."""
+    pending = list(nodes)
+    seen = set()
+    while pending:
+        node = pending.pop()
+        inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]
+        is_linear = _ADDING.fullmatch(node.name()) and (len(inputs) == 1 or node.name()[:3] not in ("Mul", "Div"))
+        if is_linear and inputs and all(_is_scalar(upstream) for upstream in inputs):
+            pending += [upstream for upstream in inputs if upstream not in seen]
+            seen.update(inputs)
+        elif is_numbered(node):
+            yield node
+
+
+def _is_scalar(node: Node) -> bool:
+    """Return True if the node's first output has one element for each term of a sum."""
+    if not is_numbered(node):
+        return False
+    try:
+        shape = output_metadata(node, 0).shape
+    except (AttributeError, IndexError, RuntimeError):
+        return False
+    return len(shape) <= 1 and (not len(shape) or node.name()[:5] in ("Stack", "CatBa", "Unsqu"))
+
+
+def _variable_of(view: InspectionInput, root: Any) -> Holder | None:
+    live = LiveObjects()
+    return next((holder for holder in _holders(view, live, root) if holder.kind == "variable"), None)
 
 
 def record_duplicate_inputs(

@@ -30,6 +30,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lowtide.diagnostics.leaks.call_site import Place
 from lowtide.diagnostics.leaks.running_frames import RunningFrames, name_in_frame
+from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
 from lowtide.state.introspection import origin
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ _MANY = 256
 
 RANK = ("exception", "notebook", "hook", "module", "context", "closure", "generator", "variable", "class", "gradient")
 """Kinds of holders; of several the first one is at fault."""
+
+_ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]")
+"""Step of a path through a container without names."""
 
 _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
@@ -67,6 +71,8 @@ class Holder:
     """Entries of all unbounded lists, dicts and sets on the path, added up; None without any."""
     gathers: bool = False
     """True for a list, or another container whose entries have no names."""
+    is_of_objects: bool = False
+    """True if an attribute of each object in a container holds them."""
     place: Place | None = None
 
 
@@ -153,16 +159,17 @@ class HolderSearch:
             name=full_name,
             entries=entries,
             gathers=_gathers(way),
+            is_of_objects=_is_of_objects(way),
             place=place,
         )
 
     def _outward(self, referrer: Any, inner: list[_ReferencePath]) -> Iterator[tuple[_ReferencePath, _ReferencePath]]:
         """Yield the paths through `referrer`, each with the path that it extends.
 
-        One path for each object that has a name in it; all objects without a name share one, known by its first.
+        One path for each object that has a name in it; objects without a name share one if they go on alike inside.
         """
         labels = _labels(referrer)
-        gathered: _ReferencePath | None = None
+        gathered: dict[tuple[str, ...], tuple[_ReferencePath, _ReferencePath]] = {}
         for way in inner:
             is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.thing
             entries = way.entries if is_namespace else way.all_entries
@@ -171,16 +178,16 @@ class HolderSearch:
             elif (label := labels.get(id(way.thing))) is not None:
                 container = tuple if isinstance(referrer, tuple) else way.container
                 yield _ReferencePath(referrer, way.tensors, (label, *way.path), entries, container), way
-            elif gathered is None:
+            elif (same := gathered.get(way.path)) is None:
                 n = len(referrer)
                 label = f"[{n} entr{'y' if n == 1 else 'ies'}]"
                 kind = next(k for k in _CONTAINERS if isinstance(referrer, k))
-                gathered = _ReferencePath(referrer, set(way.tensors), (label, *way.path), entries, kind)
+                outer = _ReferencePath(referrer, set(way.tensors), (label, *way.path), entries, kind)
+                gathered[way.path] = outer, way
             else:
-                gathered.tensors |= way.tensors
-                gathered.entries = max(gathered.entries or 0, entries or 0) or None
-        if gathered is not None:
-            yield gathered, inner[0]
+                same[0].tensors |= way.tensors
+                same[0].entries = max(same[0].entries or 0, entries or 0) or None
+        yield from gathered.values()
 
     def _named(self, way: _ReferencePath, inner: _ReferencePath) -> Holder | None:
         """Return the holder if `way` has reached something named; otherwise the path goes on."""
@@ -189,7 +196,7 @@ class HolderSearch:
             return self._namespace(way, thing)
         if isinstance(thing, nn.Module):
             return self._module(way, inner)
-        if isinstance(thing, BackwardCFunction):
+        if isinstance(thing, BackwardCFunction) and not is_of_torch(type(thing)):
             attribute = _attribute(way.path[0]) if way.path else "?"
             of = type(thing).__name__.removesuffix("Backward")
             text = f"ctx attribute '{attribute}' of {of}"
@@ -262,7 +269,8 @@ class HolderSearch:
             attribute, path = _attribute(path[1]), path[1:]
         text = f"{name}.{attribute}" + _path(path[1:])
         alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # equal layers are one holder
-        return Holder(kind="module", text=text, key=alike, name=attribute, entries=way.entries)
+        gathers = way.container in _CONTAINERS and len(path) > 1 and path[1].startswith("[")
+        return Holder(kind="module", text=text, key=alike, name=attribute, entries=way.entries, gathers=gathers)
 
     def _exception(self, way: _ReferencePath, error: BaseException) -> Holder:
         kind = type(error).__name__
@@ -335,15 +343,25 @@ def _gathers(way: _ReferencePath) -> bool:
     return way.container in _CONTAINERS and bool(way.path) and way.path[0].startswith("[")
 
 
+def _is_of_objects(way: _ReferencePath) -> bool:
+    """Return True if the path leads through entries of a container to an attribute."""
+    entry = next((n for n, step in enumerate(way.path) if _ENTRIES.fullmatch(step)), None)
+    return entry is not None and any(step.startswith(".") for step in way.path[entry + 1 :])
+
+
 def _shown(way: _ReferencePath, name: str, what: str) -> tuple[str, str]:
     """Return the description of a variable that holds tensors by this path, and its name with leading attributes."""
-    attributes = takewhile(lambda step: step.startswith("."), way.path)
     if _gathers(way):
         assert way.container is not None
         shown = f"{way.container.__name__} '{name}' {_path(way.path)}"
     else:
         shown = f"{what} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
-    return shown, "".join((name, *attributes))
+    full_name = "".join((name, *takewhile(lambda step: step.startswith("."), way.path)))
+    entry = next((n for n, step in enumerate(way.path) if _ENTRIES.fullmatch(step)), None)
+    if entry is not None and way.path[entry + 1 :]:  # a part of each entry holds it
+        steps = ("[..]" if _ENTRIES.fullmatch(step) else step for step in way.path)
+        full_name = "".join((name, *steps))
+    return shown, full_name
 
 
 def _path(path: tuple[str, ...]) -> str:

@@ -79,6 +79,16 @@ class RunningFrames:
                 self._by_object.setdefault(id(value), []).append(variable)
 
 
+def variable_name(thing: object) -> str | None:
+    """Return the variable of the nearest calling function or module of the user's that refers to `thing`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, thing)) is not None:
+            return name
+        frame = frame.f_back
+    return None
+
+
 def name_in_frame(frame: FrameType, thing: object) -> str | None:
     """Return the local variable of `frame` that refers to `thing`."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:

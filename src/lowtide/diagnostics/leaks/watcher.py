@@ -18,16 +18,30 @@ from torch import Tensor, nn
 from lowtide._torch.backward import in_backward
 from lowtide._torch.nodes import next_sequence_number, sequence_number
 from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.leaks.call_log import Backward, Call, CallLog, StepNumbers, mark_root, tensors_in
-from lowtide.diagnostics.leaks.call_site import calling_site
+from lowtide.diagnostics.leaks.call_log import (
+    Backward,
+    Call,
+    CallLog,
+    StepNumbers,
+    is_output_of,
+    mark_root,
+    tensors_in,
+)
+from lowtide.diagnostics.leaks.call_site import calling_site, is_called_by_user
+from lowtide.diagnostics.leaks.checkpoint_checks import CheckpointChecks
 from lowtide.diagnostics.leaks.event_sources import EventSources
 from lowtide.diagnostics.leaks.finding import Finding
 from lowtide.diagnostics.leaks.finding_log import FindingLog
-from lowtide.diagnostics.leaks.inspection import InspectionInput, inspect
+from lowtide.diagnostics.leaks.inspection import InspectionInput, inspect, module_names
 from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
-from lowtide.diagnostics.leaks.output_checks import record_duplicate_inputs, record_outputs_alive
+from lowtide.diagnostics.leaks.output_checks import (
+    record_duplicate_inputs,
+    record_outputs_alive,
+    record_summed_graphs,
+)
 from lowtide.diagnostics.leaks.step_boundaries import StepBoundaries
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
+from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
 
@@ -54,6 +68,9 @@ class Watch:
         self._calls, self._steps, self._known = CallLog(), StepNumbers(), KnownStorages()
         self._finding_log, self._boundaries = FindingLog(), StepBoundaries()
         self._gradients = ZeroGradChecks(self._finding_log)
+        self._unread = UnreadGradients(self._finding_log)
+        self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
+        self._watched_from = 0
         self._largest_graph_bytes = 0
         self._n_backwards = 0
         self._n_exceptions = 0
@@ -139,6 +156,8 @@ class Watch:
 
     def forward_begins(self, module: nn.Module) -> None:
         """Handle the call of a module."""
+        if self._checkpoints.is_recording:
+            self._checkpoints.module_called(module)
         if self._root is not None:
             self._nested += id(module) == self._root
         elif not in_backward() and not torch.compiler.is_compiling():
@@ -171,9 +190,18 @@ class Watch:
     def optimizer_stepped(self) -> None:
         """Handle an optimizer's update."""
         self._boundaries.stepped(next_sequence_number())
+        self._guarded(
+            lambda: self._unread.updated(self._model, self._calls.stats.values(), self._steps.now, self._least_bytes)
+        )
+
+    def checkpointed(self, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
+        """Handle a checkpointed call; return its region, if it is to be observed."""
+        return None if self._failure is not None else self._checkpoints.observe(arguments, is_reentrant)
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
         """Handle `zero_grad`, before it runs."""
+        if not is_called_by_user():
+            return  # a framework's own loop calls it where it does
         last = self._calls.last
         graph_is_waiting = last is not None and last.is_alive and not last.backwards
         step, least_bytes = self._steps.now, self._least_bytes
@@ -194,6 +222,7 @@ class Watch:
         if torch.is_grad_enabled():
             if not self._has_begun:
                 self._has_begun = True
+                self._watched_from = next_sequence_number()
                 self._known.note(LiveObjects().tensors, 0)
             elif self._boundaries.is_next_step(site.key):
                 self._steps.begin(self._boundaries.first_number)
@@ -215,9 +244,11 @@ class Watch:
         if not nodes or stats.n_measured >= _MEASURED_CALLS:
             return
         stats.n_measured += 1
+        arguments = self._events.arguments()
+        stats.has_inputs_with_gradients |= any(t.requires_grad for t in arguments)
         inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=sequence_number), is_output=False)
-        kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), self._events.arguments())
+        kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), arguments)
         call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
         self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
@@ -227,6 +258,8 @@ class Watch:
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
             return
+        if any(is_output_of(tensor, self._calls) for tensor in self._events.arguments()):
+            self._inspect(next_sequence_number(), only=lambda s: s.has_graph and s.is_input and bool(s.backwards))
         waiting = [c for c in self._calls.alive.values() if c.stats is stats and c.is_alive and not c.backwards]
         if waiting:
             ours = {call.number for call in waiting}
@@ -242,6 +275,7 @@ class Watch:
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
             record_outputs_alive(self._view(0), nodes, backward, self._finding_log)
+            record_summed_graphs(self._view(0), roots, backward, self._finding_log)
 
     def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None, *, is_later: bool = False) -> None:
         """Inspect all living objects; `is_later` if a step has ended since the last full inspection."""
@@ -267,16 +301,19 @@ class Watch:
             inputs=frozenset(storage_id(t) for t in self._events.arguments() if storage_bytes(t)),
             new_from=new_from,
             least_bytes=self._least_bytes,
+            watched_from=self._watched_from,
             last_step=max(1, self._steps.now - self._at_boundary),
         )
+
+    def _names(self) -> dict[int, str]:
+        return module_names(self._model, LiveObjects().modules)
 
     def _end(self) -> None:
         if self._has_begun:
             self._calls.forget_old()
-            entries = self._finding_log.entries
             self._inspect(  # an output left over at the end is in no forward's way
                 next_sequence_number(),
-                only=lambda s: s.has_graph or (s.holder is not None and s.holder.key in entries),
+                only=lambda s: s.has_graph or self._finding_log.knows(s),
                 is_later=True,
             )
 

@@ -2,6 +2,7 @@
 
 from lowtide.diagnostics.leaks.rules import (
     carried_state,
+    checkpoint_mistakes,
     duplicate_inputs,
     growing_containers,
     interpreter,
@@ -20,6 +21,7 @@ __all__ = [
     "RULES",
     "Rule",
     "carried_state",
+    "checkpoint_mistakes",
     "duplicate_inputs",
     "growing_containers",
     "interpreter",

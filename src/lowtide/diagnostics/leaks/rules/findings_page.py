@@ -22,6 +22,8 @@ print(watched)
 Nothing below 16 KiB or 1 % of a forward's graph is reported, and no output below 5 %.
 """
 
+_REMEDY = "run the forward at train.py:42 under `torch.no_grad()`"
+
 
 def page() -> str:
     """Return the whole page."""
@@ -31,7 +33,7 @@ def page() -> str:
 
 
 def _section(rule: Rule) -> str:
-    fix = rule.fix.format(name="x", names="x", made="train.py:42", backward="train.py:43")
+    fix = rule.fix.format(name="x", names="x", made="train.py:42", backward="train.py:43", remedy=_REMEDY)
     return (
         f"## {rule.code} {rule.name}\n\n{rule.what}\n\n**Why it is bad.** {rule.why}\n\n"
         f"```python\n{rule.bad}\n```\n\nUse instead:\n\n```python\n{rule.good}\n```\n\n**Fix**, as reported: {fix}\n"

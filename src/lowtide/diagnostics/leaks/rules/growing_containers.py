@@ -80,3 +80,51 @@ class GrowingList(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return not item.has_graph and _grows(history.held_bytes) and _grows(history.entries)
+
+
+LEAST_HOST_BYTES = 100 * 1024
+"""Host memory a step below which empty graphs are not worth a line of code."""
+
+
+@rule(
+    "LT023",
+    priority=155,
+    name="empty graphs kept by a running total",
+    what="Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
+    "but the nodes of all these graphs stay, each step's hanging on the one before.",
+    why="A node takes about 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
+    "gigabytes over a training run. GPU memory does not show it.",
+    bad="loss.backward()\ntotal += loss",
+    good="loss.backward()\ntotal += loss.detach()",
+    fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
+)
+class EmptyGraphs(Rule):
+    """Nodes of at least three steps, with next to nothing saved."""
+
+    judges_nodes = True
+    unit = "of host memory a step"
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return history.n_steps >= GROWTHS and self.reported_bytes(history) >= LEAST_HOST_BYTES
+
+    def reported_bytes(self, history: History) -> int:
+        return history.held_bytes[-1] // max(1, history.n_steps)
+
+
+@rule(
+    "LT029",
+    priority=145,
+    name="activations kept on objects",
+    what="Objects that outlive the step, such as the items of a data set, are given activations, and keep them.",
+    why="Each item keeps its own piece, and a piece keeps the whole storage that it was cut from: after an epoch the "
+    "activations of the whole data set are in memory.",
+    bad="for item, row in zip(items, hidden):\n    item.embedding = row",
+    good="for item, row in zip(items, hidden):\n    item.embedding = row.detach().cpu()",
+    fix="store a copy of its own in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
+)
+class KeptOnObjects(Rule):
+    """An attribute of each object in a container holds memory of several steps, and more at each inspection."""
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        is_of_objects = item.holder is not None and item.holder.is_of_objects and not item.has_graph
+        return is_of_objects and history.n_steps > 1 and _grows(history.held_bytes) and not _grows(history.entries)

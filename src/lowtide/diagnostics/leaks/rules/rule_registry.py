@@ -32,8 +32,16 @@ class Rule:
     """True if the finding tells enough about calls of its site that no backward pass reached."""
     claims_graph = False
     """True if a graph stays with the holder first found for it, whatever else holds it later."""
+    judges_nodes = False
+    """True if the rule is about the nodes of empty graphs, and not about tensors."""
     ends_without_growth = False
     """True if the finding is withdrawn when its container stops growing."""
+    fix_of_container = ""
+    """Fix where a container gathers the tensors, so that its name must not be deleted or set to None."""
+    fix_of_object = ""
+    """Fix where an attribute or entry of each object in a container holds them; {name} is then `items[..].state`."""
+    unit = ""
+    """Words behind the bytes, such as "of host memory a step"."""
     superseded_by = ""
     """Code of a rule whose finding on the same holder replaces this one."""
 
@@ -44,6 +52,19 @@ class Rule:
     def names_holder(self, item: RetainedObject) -> bool:
         """Return True if the holder of `item` is the one to report."""
         return True
+
+    def fix_for(self, item: RetainedObject) -> str:
+        """Return the advice for `item`."""
+        holder = item.holder
+        if holder is not None and holder.is_of_objects and self.fix_of_object:
+            return self.fix_of_object
+        if holder is not None and holder.gathers and self.fix_of_container:
+            return self.fix_of_container
+        return self.fix
+
+    def reported_bytes(self, history: History) -> int:
+        """Return the bytes to report."""
+        return history.held_bytes[-1]
 
     def refined(self, stats: SiteStats) -> Rule:
         """Return the rule to report, given all calls of the site."""

@@ -18,6 +18,21 @@ class ZeroGradLate(Rule):
 
 
 @rule(
+    "LT024",
+    name="gradients that no optimizer has",
+    what="Backward reaches a model whose parameters are in no optimizer and do not change: a reference model, a "
+    "teacher, or a part of the model that is not trained.",
+    why="Its gradients stay in memory and grow by addition each step, its forward saves a graph, and backward computes "
+    "through it: all for parameters that nothing updates.",
+    bad="loss = distance(model(x), reference(x))\nloss.backward()",
+    good="with torch.no_grad():\n    target = reference(x)\nloss = distance(model(x), target)\nloss.backward()",
+    fix="{remedy}, and `{name}.zero_grad()` once to free the gradients",
+)
+class UnreadGradients(Rule):
+    """Recorded after several updates that left the parameters as they were."""
+
+
+@rule(
     "LT018",
     name="zero_grad(set_to_none=False)",
     what="Gradients are set to zero instead of None.",

@@ -37,6 +37,21 @@ class BackwardSkipped(Rule):
 
 
 @rule(
+    "LT025",
+    name="several graphs until one backward",
+    what="Losses of several batches are added up, and one backward pass goes through all of their graphs.",
+    why="The graphs of all batches are in memory at once, although the gradients of a sum are the sum of gradients: "
+    "backward for each batch frees its graph before the next forward.",
+    bad="total = total + criterion(model(x), y) / n\n...\ntotal.backward()",
+    good="(criterion(model(x), y) / n).backward()",
+    fix="call `backward()` for each batch right after its forward (`(loss / n).backward()`): gradients add up, and add "
+    "`loss.detach()` to `{name}`",
+)
+class SummedGraphs(Rule):
+    """Recorded when backward begins at a sum of losses with separate graphs."""
+
+
+@rule(
     "LT002",
     name="forward with gradients that are never needed",
     what="A model is called with gradients on, and no backward pass ever reaches a graph made at that line: "

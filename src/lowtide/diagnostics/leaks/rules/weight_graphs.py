@@ -21,4 +21,4 @@ class WeightAverage(Rule):
     """A graph that no call made and no backward pass reached."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return item.has_graph and not item.calls and not item.backwards
+        return item.has_graph and not item.calls and not item.backwards and not item.is_older
