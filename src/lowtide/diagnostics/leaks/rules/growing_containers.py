@@ -92,7 +92,7 @@ LEAST_HOST_BYTES = 100 * 1024
     name="empty graphs kept by a running total",
     what="Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
     "but the nodes of all these graphs stay, each step's hanging on the one before.",
-    why="A node takes about 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
+    why="A node takes 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
     "gigabytes over a training run. GPU memory does not show it.",
     bad="loss.backward()\ntotal += loss",
     good="loss.backward()\ntotal += loss.detach()",
