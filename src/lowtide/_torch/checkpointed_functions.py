@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from unittest.mock import patch
 
 from torch.utils import checkpoint
 
@@ -56,11 +58,7 @@ def observe_checkpoints(observe: Callable[[tuple[Any, ...], bool], Region | None
 
             return function.apply(each, preserve, *args)  # type: ignore[no-untyped-call]
 
-    checkpoint._checkpoint_without_reentrant_generator = observed_generator
-    checkpoint.CheckpointFunction = ObservedFunction
-
-    def remove() -> None:
-        checkpoint._checkpoint_without_reentrant_generator = generator
-        checkpoint.CheckpointFunction = function
-
-    return remove
+    replaced = contextlib.ExitStack()
+    replaced.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", observed_generator))
+    replaced.enter_context(patch.object(checkpoint, "CheckpointFunction", ObservedFunction))
+    return replaced.close

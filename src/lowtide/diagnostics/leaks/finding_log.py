@@ -78,10 +78,11 @@ class FindingLog:
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int) -> None:
         """Add the objects that one inspection found, for holders of at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
-            nodes = [item for item in group if item.is_empty_graph]
-            if _unique_bytes(nodes) >= least_bytes:
-                self._add(f"nodes {key}", nodes, largest_graph_bytes)
-            group = [item for item in group if not item.is_empty_graph]
+            for subject in ("nodes", "evaluation"):
+                others = [item for item in group if item.subject == subject]
+                if _unique_bytes(others) >= least_bytes:
+                    self._add(f"{subject} {key}", others, largest_graph_bytes)
+            group = [item for item in group if item.subject == "tensors"]
             graphs = [item for item in group if item.has_graph]
             if _unique_bytes(graphs) < least_bytes:
                 group = [item for item in group if not item.has_graph]
@@ -91,7 +92,7 @@ class FindingLog:
     def knows(self, item: RetainedObject) -> bool:
         """Return True if an earlier inspection met the holder of `item`."""
         key = "" if item.holder is None else item.holder.key
-        return key in self.entries or f"nodes {key}" in self.entries
+        return key in self.entries or f"{item.subject} {key}" in self.entries
 
     def retract(self, retained: Iterable[RetainedObject]) -> None:
         """Withdraw growth findings of containers that a step later have no more entries, whatever holds them now."""
@@ -190,7 +191,7 @@ class FindingLog:
             entry.rule = None  # it is bounded after all, as a cache of masks is
         if entry.rule and entry.rule.claims_graph and main.has_graph:
             return entry.rule
-        rules = (rule for rule in RULES.values() if rule.judges_nodes is main.is_empty_graph)
+        rules = (rule for rule in RULES.values() if rule.subject == main.subject)
         return next((rule for rule in rules if rule.matches(main, history)), None)
 
     def _note_calls(self, entry: Entry, rule: Rule, group: list[RetainedObject]) -> None:

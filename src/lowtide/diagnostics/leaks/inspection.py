@@ -52,8 +52,9 @@ class RetainedObject:
     storages: dict[int, int] = field(default_factory=dict)
     """Storage number -> bytes."""
     n_tensors: int = 1
-    is_empty_graph: bool = False
-    """True for the nodes of a graph whose tensors backward has freed."""
+    subject: str = "tensors"
+    """Kind of the object: "tensors"; "nodes" of a graph whose tensors backward has freed; or "evaluation", for tensors
+    seen between calls without gradients."""
     is_older: bool = False
     """True if its graph was made before the watch began."""
     is_of_gradients: bool = False
@@ -83,6 +84,8 @@ class InspectionInput:
     new_from: int
     """First graph node of the step that begins now."""
     least_bytes: int
+    in_evaluation: bool = False
+    """True between calls without gradients."""
     watched_from: int = 0
     """First graph node that the watch saw being made."""
     last_step: int = 0
@@ -174,7 +177,7 @@ def _of_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
         born=min(view.steps.of(number) for number in numbers),
         storages={-min(numbers): graph.node_bytes},  # no storage has a negative number
         n_tensors=len(graph.tensors),
-        is_empty_graph=True,
+        subject="nodes",
     )
 
 
@@ -194,6 +197,7 @@ def _of_storage(
         shown_bytes=shown_bytes,
         is_view=2 * shown_bytes < n_bytes,
         calls=[call] if call else [],
+        subject="evaluation" if view.in_evaluation else "tensors",
         is_output=output_of is not None,
         born=view.steps.of(min(made)) if made else call.step if call else since or view.last_step,
         storages={number: n_bytes},

@@ -65,6 +65,10 @@ class StepBoundaries:
         grown = _level() - self._level > _LEAST_GROWTH
         if not grown and self._n & (self._n - 1):
             return False
+        return self.has_time()
+
+    def has_time(self) -> bool:
+        """Return True if later inspections have taken no more than their share of the time so far."""
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
 
     def inspected(self, seconds: float) -> None:

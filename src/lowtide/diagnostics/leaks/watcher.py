@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,7 +40,7 @@ from lowtide.diagnostics.leaks.output_checks import (
     record_outputs_alive,
     record_summed_graphs,
 )
-from lowtide.diagnostics.leaks.step_boundaries import StepBoundaries
+from lowtide.diagnostics.leaks.step_boundaries import FIRST, StepBoundaries
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
@@ -71,6 +72,7 @@ class Watch:
         self._unread = UnreadGradients(self._finding_log)
         self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
         self._watched_from = 0
+        self._evaluations: dict[int, int] = {}  # place -> calls without gradients
         self._largest_graph_bytes = 0
         self._n_backwards = 0
         self._n_exceptions = 0
@@ -219,11 +221,14 @@ class Watch:
 
     def _begin_call(self, module: nn.Module) -> None:
         site = calling_site()
-        if torch.is_grad_enabled():
+        if not self._watched_from:
+            self._watched_from = next_sequence_number() or 1
+            self._known.note(LiveObjects().tensors, 0)
+        if not torch.is_grad_enabled():
+            self._look_at_evaluation(site.key)
+        else:
             if not self._has_begun:
                 self._has_begun = True
-                self._watched_from = next_sequence_number()
-                self._known.note(LiveObjects().tensors, 0)
             elif self._boundaries.is_next_step(site.key):
                 self._steps.begin(self._boundaries.first_number)
                 if self._boundaries.is_due():
@@ -268,6 +273,12 @@ class Watch:
                 only=lambda s: s.has_graph and not s.backwards and any(call.number in ours for call in s.calls),
             )
 
+    def _look_at_evaluation(self, key: int) -> None:
+        """Inspect after 2, 4, 8 ... calls without gradients from one place, as far as time allows."""
+        n_calls = self._evaluations[key] = self._evaluations.get(key, 0) + 1
+        if n_calls > 1 and not n_calls & (n_calls - 1) and (n_calls <= 2**FIRST or self._boundaries.has_time()):
+            self._inspect(next_sequence_number(), only=lambda s: s.subject == "evaluation", in_evaluation=True)
+
     def _begin_backward(self, backward: Backward, roots: list[Any]) -> None:
         nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
         for node in nodes:
@@ -277,12 +288,19 @@ class Watch:
             record_outputs_alive(self._view(0), nodes, backward, self._finding_log)
             record_summed_graphs(self._view(0), roots, backward, self._finding_log)
 
-    def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None, *, is_later: bool = False) -> None:
+    def _inspect(
+        self,
+        new_from: int,
+        only: Callable[[Any], bool] | None = None,
+        *,
+        is_later: bool = False,
+        in_evaluation: bool = False,
+    ) -> None:
         """Inspect all living objects; `is_later` if a step has ended since the last full inspection."""
         began = time.perf_counter()
         with torch.no_grad():
             live = LiveObjects()
-            view = self._view(new_from)
+            view = replace(self._view(new_from), in_evaluation=in_evaluation)
             retained = inspect(view, live)
             if only is None:
                 record_duplicate_inputs(view, live, self._events.arguments(), self._finding_log)

@@ -77,7 +77,7 @@ def _known_source(m: Message, f: Facts) -> Cause | None:
         return None
     if m.form == "Errno 28" and f.shares_memory:
         source = SOURCES["shared memory of workers"]
-    numbers = ()
+    numbers: tuple[str, ...] = ()
     if m.allocated_bytes is not None and (limit := m.allowed_bytes or m.total_bytes) is not None:
         numbers = (f"{format_bytes(m.allocated_bytes)} were used, of {format_bytes(limit)}",)
     return Cause(code=source.code, claim=source.claim, evidence=(*numbers, source.evidence))

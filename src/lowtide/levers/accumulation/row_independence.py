@@ -45,14 +45,15 @@ def check_rows_are_independent(
     halves = micro_batches(rows, 2, shared=shared)
     with _random_state_kept() as has_drawn, torch.no_grad():
         try:
-            whole, parts = loss_of(rows), [loss_of(half) for half in halves]
+            losses: list[Any] = [loss_of(part) for part in (rows, *halves)]
         except RuntimeError:  # a loss that takes gradients itself
             return
         shares = [_share(half, rows, weight, shared) for half in halves]
         is_random = has_drawn()
     _compared.add(code)
-    if is_random or not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in (whole, *parts)):
+    if is_random or not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses):
         return
+    whole, parts = losses[0], losses[1:]
     expected = sum(share * float(loss) for share, loss in zip(shares, parts, strict=True) if share)
     tolerance = _TOLERANCE.get(whole.dtype, _LOW_PRECISION_TOLERANCE)
     if abs(float(whole) - expected) > tolerance * max(abs(float(whole)), abs(expected), 1e-6):

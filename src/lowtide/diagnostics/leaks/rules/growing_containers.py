@@ -101,7 +101,7 @@ LEAST_HOST_BYTES = 100 * 1024
 class EmptyGraphs(Rule):
     """Nodes of at least three steps, with next to nothing saved."""
 
-    judges_nodes = True
+    subject = "nodes"
     unit = "of host memory a step"
 
     def matches(self, item: RetainedObject, history: History) -> bool:
@@ -109,6 +109,32 @@ class EmptyGraphs(Rule):
 
     def reported_bytes(self, history: History) -> int:
         return history.held_bytes[-1] // max(1, history.n_steps)
+
+
+LEAST_GATHERED_BYTES = 2**20
+"""Outputs gathered by an evaluation below which nothing is reported."""
+
+
+@rule(
+    "LT030",
+    priority=165,
+    name="evaluation that gathers outputs",
+    what="An evaluation keeps the outputs of all batches, in a list or by concatenation, and computes its metric last.",
+    why="Logits of a whole evaluation set are often larger than the model: they fill the GPU, or the host. "
+    "Concatenation needs the old and the new tensor at once.",
+    bad="for x, y in loader:\n    logits.append(model(x))",
+    good="for x, y in loader:\n    predicted.append(model(x).argmax(-1))",
+    fix="keep less of each batch in `{name}`: argmax or the metric, or `.cpu()` (transformers: "
+    "preprocess_logits_for_metrics, eval_accumulation_steps)",
+)
+class GatheredOutputs(Rule):
+    """Memory of one holder grows at several looks during an evaluation."""
+
+    subject = "evaluation"
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        is_large = history.held_bytes[-1] >= max(LEAST_GATHERED_BYTES, history.largest_graph_bytes // 4)
+        return not item.has_graph and not item.is_input and is_large and _grows(history.held_bytes)
 
 
 @rule(

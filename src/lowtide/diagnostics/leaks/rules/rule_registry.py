@@ -32,8 +32,9 @@ class Rule:
     """True if the finding tells enough about calls of its site that no backward pass reached."""
     claims_graph = False
     """True if a graph stays with the holder first found for it, whatever else holds it later."""
-    judges_nodes = False
-    """True if the rule is about the nodes of empty graphs, and not about tensors."""
+    subject = "tensors"
+    """Retained objects that the rule judges: "tensors", "nodes" (of empty graphs), or "evaluation" (tensors
+    seen between calls without gradients)."""
     ends_without_growth = False
     """True if the finding is withdrawn when its container stops growing."""
     fix_of_container = ""
