@@ -1,4 +1,4 @@
-"""Every code on a script that has its fault and on one that has not, and the ordinary loops, all as real processes."""
+"""Every code on a script with its fault and on one without, and ordinary loops, as real processes."""
 
 from __future__ import annotations
 

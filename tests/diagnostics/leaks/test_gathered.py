@@ -1,4 +1,4 @@
-"""Which of the rules speaks where graphs come together: in lists, in sums, or because one step makes them so."""
+"""Choice of the rule where graphs come together: in lists, in sums, or within one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That every known message is read to the byte, and explained by the right cause."""
+"""Every known message is read to the byte and explained by its cause."""
 
 import dataclasses
 from pathlib import Path

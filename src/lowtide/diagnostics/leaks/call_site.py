@@ -9,10 +9,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from lowtide.state.introspection import origin
+from lowtide.state import introspection
 
 DEPTH = 16
 """User frames that distinguish one place from another."""
+
+origin = lru_cache(maxsize=4096)(introspection.origin)
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 

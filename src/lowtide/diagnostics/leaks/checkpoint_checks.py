@@ -28,7 +28,7 @@ class CheckpointChecks:
     def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]], step: Callable[[], int]) -> None:
         self._log, self._names, self._step = log, names, step
         self._of_thread = threading.local()
-        self._n_regions = 0
+        self._n_running = self._n_regions = 0
         self._counted_twice: dict[Place, dict[int, str]] = {}
 
     def observe(self, arguments: tuple[Any, ...], is_reentrant: bool) -> _Region | None:
@@ -42,7 +42,7 @@ class CheckpointChecks:
     @property
     def is_recording(self) -> bool:
         """True while a checkpointed function runs in this thread."""
-        return bool(self._running)
+        return self._n_running > 0 and bool(self._running)
 
     @property
     def _running(self) -> list[list[weakref.ref[nn.Module]]]:
@@ -58,9 +58,11 @@ class CheckpointChecks:
         """Record the modules called in this block."""
         calls: list[weakref.ref[nn.Module]] = []
         self._running.append(calls)
+        self._n_running += 1
         try:
             yield calls
         finally:
+            self._n_running -= 1
             self._running.pop()
 
     def other_block(self, place: Place, first: nn.Module, second: nn.Module) -> None:

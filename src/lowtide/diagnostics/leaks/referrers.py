@@ -50,6 +50,8 @@ RANK = ("exception", "notebook", "hook", "module", "context", "closure", "genera
 
 _ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]")
 """Step of a path through a container without names."""
+_ENTRY = re.compile(r"\[(?:\d+ entr(?:y|ies)|'.*')\]")
+"""Step of a path through any container that is no tuple."""
 
 _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
@@ -71,8 +73,8 @@ class Holder:
     """Entries of all unbounded lists, dicts and sets on the path, added up; None without any."""
     gathers: bool = False
     """True for a list, or another container whose entries have no names."""
-    is_of_objects: bool = False
-    """True if an attribute of each object in a container holds them."""
+    is_part: bool = False
+    """True if an entry or attribute of the named variable holds them, and not the variable itself."""
     place: Place | None = None
 
 
@@ -159,7 +161,7 @@ class HolderSearch:
             name=full_name,
             entries=entries,
             gathers=_gathers(way),
-            is_of_objects=_is_of_objects(way),
+            is_part=bool(way.path),
             place=place,
         )
 
@@ -343,12 +345,6 @@ def _gathers(way: _ReferencePath) -> bool:
     return way.container in _CONTAINERS and bool(way.path) and way.path[0].startswith("[")
 
 
-def _is_of_objects(way: _ReferencePath) -> bool:
-    """Return True if the path leads through entries of a container to an attribute."""
-    entry = next((n for n, step in enumerate(way.path) if _ENTRIES.fullmatch(step)), None)
-    return entry is not None and any(step.startswith(".") for step in way.path[entry + 1 :])
-
-
 def _shown(way: _ReferencePath, name: str, what: str) -> tuple[str, str]:
     """Return the description of a variable that holds tensors by this path, and its name with leading attributes."""
     if _gathers(way):
@@ -356,11 +352,10 @@ def _shown(way: _ReferencePath, name: str, what: str) -> tuple[str, str]:
         shown = f"{way.container.__name__} '{name}' {_path(way.path)}"
     else:
         shown = f"{what} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
+    if any(_ENTRY.fullmatch(step) for step in way.path[:-1]) and not _ENTRIES.fullmatch(way.path[-1]):
+        steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in way.path[:-1])  # a part of each entry
+        return shown, "".join((name, *steps, way.path[-1]))
     full_name = "".join((name, *takewhile(lambda step: step.startswith("."), way.path)))
-    entry = next((n for n, step in enumerate(way.path) if _ENTRIES.fullmatch(step)), None)
-    if entry is not None and way.path[entry + 1 :]:  # a part of each entry holds it
-        steps = ("[..]" if _ENTRIES.fullmatch(step) else step for step in way.path)
-        full_name = "".join((name, *steps))
     return shown, full_name
 
 

@@ -14,6 +14,7 @@ MOST_TIME = 0.01
 """Share of the time since the watch began that later inspections may take."""
 
 _LEAST_GROWTH = 2**20
+_BETWEEN = 0.002
 
 
 class StepBoundaries:
@@ -32,6 +33,7 @@ class StepBoundaries:
         self._began = time.perf_counter()
         self._spent = 0.0
         self._level = 0
+        self._asked = 0.0
         self._exempt = 0.0
 
     @property
@@ -62,14 +64,20 @@ class StepBoundaries:
         if self._n <= FIRST:
             self._exempt = self._spent
             return True
-        grown = _level() - self._level > _LEAST_GROWTH
-        if not grown and self._n & (self._n - 1):
-            return False
-        return self.has_time()
+        is_power_of_two = not self._n & (self._n - 1)
+        return self.has_time() and (is_power_of_two or self._has_grown())
 
     def has_time(self) -> bool:
         """Return True if later inspections have taken no more than their share of the time so far."""
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
+
+    def _has_grown(self) -> bool:
+        """Return True if memory has grown since the last inspection; asked at most once in _BETWEEN seconds."""
+        now = time.perf_counter()
+        if now - self._asked < _BETWEEN:
+            return False
+        self._asked = now
+        return _level() - self._level > _LEAST_GROWTH
 
     def inspected(self, seconds: float) -> None:
         """Record the time that an inspection took."""

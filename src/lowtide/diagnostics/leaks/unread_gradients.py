@@ -1,4 +1,4 @@
-"""Gradients of parameters that no optimizer has: found over several updates, in which nothing else reads them."""
+"""Gradients of parameters that no optimizer has: they are added to over several updates, and never reset."""
 
 from __future__ import annotations
 
@@ -19,26 +19,23 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
 _LOOKS = (2, 4)
-"""Updates after which the process is looked at: first for candidates, then for whether they have changed."""
-_PROBED = 8
-"""Elements of a parameter that are compared."""
+"""Updates after which the process is looked at: first for candidates, then for whether they are still there."""
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """A parameter outside all optimizers, with its gradient and some of its values at the first look."""
+    """A parameter outside all optimizers, with its gradient at the first look."""
 
     parameter: weakref.ref[Tensor]
     gradient: weakref.ref[Tensor]
-    values: list[float]
 
     @property
     def is_idle(self) -> bool:
-        """True if the parameter has not changed, and its gradient was added to all the time and never taken away."""
+        """True if the gradient was added to all the time, and never set to zero or None."""
         parameter, gradient = self.parameter(), self.gradient()
         if parameter is None or gradient is None or parameter.grad is not gradient:
             return False
-        return _some_values(parameter) == self.values
+        return bool(gradient.count_nonzero())
 
 
 class UnreadGradients:
@@ -49,19 +46,22 @@ class UnreadGradients:
         self._n_updates = 0
         self._candidates: dict[int, _Candidate] = {}
 
-    def updated(self, model: nn.Module | None, stats: Iterable[SiteStats], step: int, least_bytes: int) -> None:
+    def updated(self) -> None:
         """Handle an optimizer's update."""
         self._n_updates += 1
-        if self._n_updates not in _LOOKS or (self._n_updates != _LOOKS[0] and not self._candidates):
-            return
-        live = LiveObjects()
         if self._n_updates == _LOOKS[0]:
+            live = LiveObjects()
             self._candidates = {
-                id(p): _Candidate(weakref.ref(p), weakref.ref(gradient), _some_values(p))
+                id(p): _Candidate(weakref.ref(p), weakref.ref(gradient))
                 for p in _outside_optimizers(live)
                 if not _is_read(p) and (gradient := p.grad) is not None
             }
+
+    def step_begins(self, model: nn.Module | None, stats: Iterable[SiteStats], step: int, least_bytes: int) -> None:
+        """Handle the first forward of a step: gradients that are still there have not been read by an update."""
+        if self._n_updates < _LOOKS[1] or not self._candidates:
             return
+        live = LiveObjects()
         idle = {number for number, candidate in self._candidates.items() if candidate.is_idle}
         names = module_names(model, live.modules)
         for root in roots_of(live.modules):
@@ -124,8 +124,3 @@ def _idle_modules(module: nn.Module, idle: set[int]) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _idle_modules(child, idle)
-
-
-def _some_values(parameter: Tensor) -> list[float]:
-    flat = parameter.detach().flatten()
-    return [float(value) for value in (*flat[:_PROBED].tolist(), *flat[-_PROBED:].tolist())]

@@ -192,9 +192,7 @@ class Watch:
     def optimizer_stepped(self) -> None:
         """Handle an optimizer's update."""
         self._boundaries.stepped(next_sequence_number())
-        self._guarded(
-            lambda: self._unread.updated(self._model, self._calls.stats.values(), self._steps.now, self._least_bytes)
-        )
+        self._guarded(self._unread.updated)
 
     def checkpointed(self, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
         """Handle a checkpointed call; return its region, if it is to be observed."""
@@ -202,10 +200,10 @@ class Watch:
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
         """Handle `zero_grad`, before it runs."""
-        if not is_called_by_user():
-            return  # a framework's own loop calls it where it does
         last = self._calls.last
         graph_is_waiting = last is not None and last.is_alive and not last.backwards
+        if (set_to_none and not graph_is_waiting) or not is_called_by_user():
+            return  # nothing to find, or a framework's own loop calls it where it does
         step, least_bytes = self._steps.now, self._least_bytes
         self._guarded(
             lambda: self._gradients.zeroed(
@@ -231,6 +229,8 @@ class Watch:
                 self._has_begun = True
             elif self._boundaries.is_next_step(site.key):
                 self._steps.begin(self._boundaries.first_number)
+                stats = self._calls.stats.values()
+                self._unread.step_begins(self._model, stats, self._steps.now, self._least_bytes)
                 if self._boundaries.is_due():
                     self._at_boundary = True
                     self._inspect(self._boundaries.first_number, is_later=True)

@@ -19,6 +19,10 @@ class CarriedState(Rule):
     """The model's input has a graph that a backward pass went through."""
 
     claims_graph = True
+    fix_of_part = (
+        "detach each tensor of `{name}` before the next forward (`{name} = tuple(t.detach() for t in {name})`), and no "
+        "`retain_graph` at {backward}"
+    )
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and item.is_input and bool(item.backwards)

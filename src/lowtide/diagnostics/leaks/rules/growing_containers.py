@@ -149,8 +149,14 @@ class GatheredOutputs(Rule):
     fix="store a copy of its own in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
 )
 class KeptOnObjects(Rule):
-    """An attribute of each object in a container holds memory of several steps, and more at each inspection."""
+    """Parts of objects hold outputs of several steps, and more at each inspection, without more entries."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        is_of_objects = item.holder is not None and item.holder.is_of_objects and not item.has_graph
-        return is_of_objects and history.n_steps > 1 and _grows(history.held_bytes) and not _grows(history.entries)
+        is_part = item.holder is not None and item.holder.is_part and not item.has_graph
+        return (
+            is_part
+            and item.is_output
+            and history.n_steps > 1
+            and _grows(history.held_bytes)
+            and not _grows(history.entries)
+        )

@@ -41,6 +41,9 @@ class AliveAtNextForward(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = item.held_bytes >= SHARE * history.largest_graph_bytes
-        if item.holder is not None and item.holder.gathers and (history.n_steps > 1 or len(history.held_bytes) == 1):
-            return False  # it is, or may be, a buffer: one that each step makes anew has outputs of one step again
+        holder = item.holder
+        if holder is not None and holder.is_part and history.n_steps > 1:
+            return False  # kept over the steps on purpose
+        if holder is not None and holder.gathers and len(history.held_bytes) == 1:
+            return False  # it may be a buffer; a list that each step makes anew has outputs of one step again
         return item.is_output and not item.is_input and is_large

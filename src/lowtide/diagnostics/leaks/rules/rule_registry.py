@@ -39,8 +39,8 @@ class Rule:
     """True if the finding is withdrawn when its container stops growing."""
     fix_of_container = ""
     """Fix where a container gathers the tensors, so that its name must not be deleted or set to None."""
-    fix_of_object = ""
-    """Fix where an attribute or entry of each object in a container holds them; {name} is then `items[..].state`."""
+    fix_of_part = ""
+    """Fix where an entry or attribute of the variable holds the tensors."""
     unit = ""
     """Words behind the bytes, such as "of host memory a step"."""
     superseded_by = ""
@@ -57,8 +57,8 @@ class Rule:
     def fix_for(self, item: RetainedObject) -> str:
         """Return the advice for `item`."""
         holder = item.holder
-        if holder is not None and holder.is_of_objects and self.fix_of_object:
-            return self.fix_of_object
+        if holder is not None and holder.is_part and self.fix_of_part:
+            return self.fix_of_part
         if holder is not None and holder.gathers and self.fix_of_container:
             return self.fix_of_container
         return self.fix

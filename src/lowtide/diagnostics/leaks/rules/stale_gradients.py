@@ -20,8 +20,8 @@ class ZeroGradLate(Rule):
 @rule(
     "LT024",
     name="gradients that no optimizer has",
-    what="Backward reaches a model whose parameters are in no optimizer and do not change: a reference model, a "
-    "teacher, or a part of the model that is not trained.",
+    what="Backward reaches a model whose parameters are in no optimizer, and whose gradients are never reset: a "
+    "reference model, a teacher, or a part of the model that is not trained.",
     why="Its gradients stay in memory and grow by addition each step, its forward saves a graph, and backward computes "
     "through it: all for parameters that nothing updates.",
     bad="loss = distance(model(x), reference(x))\nloss.backward()",
@@ -29,7 +29,7 @@ class ZeroGradLate(Rule):
     fix="{remedy}, and `{name}.zero_grad()` once to free the gradients",
 )
 class UnreadGradients(Rule):
-    """Recorded after several updates that left the parameters as they were."""
+    """Recorded when a step begins, after several updates that left the gradients where they were."""
 
 
 @rule(
