@@ -307,6 +307,15 @@ RuntimeError: CUDA error: out of memory""",
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
         says="NCCL has no room",
     ),
+    Reported(
+        "Triton's launch, by place",
+        "not-pytorch",
+        "rocm-smi",
+        'Traceback (most recent call last):\n  File "/v/site-packages/triton/backends/amd/driver.py", line 495, in '
+        "__call__\nRuntimeError: HIP error: out of memory",
+        says="Triton",
+        never="nvidia",
+    ),
     # --- further messages
     Reported(
         "cudaMallocAsync",
@@ -497,6 +506,48 @@ PyTorch limit (set by user-supplied memory fraction)
         "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 2,147,483,648 bytes (allocated so far: 7,516,192,768 "
         "bytes, limit set to: 8,589,934,592 bytes).",
         says="2 GiB more is above it",
+    ),
+    Reported("docker's list", "host-memory", "dmesg", "Exited (137) 3 minutes ago", certain=False),
+    Reported(
+        "Kaggle",
+        "host-memory",
+        "stream",
+        "Your notebook tried to allocate more memory than is available. It has restarted.",
+    ),
+    Reported(
+        "HTCondor",
+        "host-memory",
+        "request_memory",
+        "Error from slot1_3@n17: Job has gone over memory limit of 4096 megabytes. Peak usage: 4133 megabytes.",
+    ),
+    Reported(
+        "JAX, a request",
+        "true-need",
+        "smaller batches",
+        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Failed to allocate request for 3.00GiB (3221225472B) on device "
+        "ordinal 0",
+        says="3 GiB  tried",
+    ),
+    Reported(
+        "TensorFlow",
+        "true-need",
+        "smaller batches",
+        "ResourceExhaustedError: OOM when allocating tensor with shape[256,128,64,64] and type float on GPU:0",
+        never=r"fit\(",
+    ),
+    Reported(
+        "PBS, of a whole job",
+        "host-memory",
+        "qsub",
+        "=>> PBS: job killed: mem job total 33556788 kb exceeded limit 33554432kb",
+        says="32 GiB were used, of 32 GiB",
+    ),
+    Reported(
+        "a worker that is gone",
+        "host-memory",
+        "num_workers",
+        "RuntimeError: DataLoader worker (pid(s) 2311, 2312) exited unexpectedly",
+        certain=False,
     ),
     Reported(
         "two ranks",

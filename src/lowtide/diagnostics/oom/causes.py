@@ -328,7 +328,7 @@ def _other_process(m: Message, f: Facts) -> Cause | None:
 
 
 def _not_pytorch(m: Message, f: Facts) -> Cause | None:
-    if m.form == "Triton":
+    if m.form == "Triton" or (m.kind.endswith(" driver") and f.in_triton):
         return Cause(
             code="not-pytorch",
             claim="Triton could not load or launch a kernel: the GPU is full, and kernels need memory of their own",

@@ -95,6 +95,11 @@ class Facts(Record):
         return any(_communicates(place) for place in self.places)
 
     @property
+    def in_triton(self) -> bool:
+        """True if Triton was loading or launching a kernel."""
+        return any(_in_triton(place) for place in self.places)
+
+    @property
     def shares_memory(self) -> bool:
         """True if tensors were being handed over between processes."""
         return any(_shares_memory(place) for place in self.places)
@@ -122,6 +127,7 @@ _SERIALIZATION = re.compile(r"torch[/\\]serialization\.py|safetensors[/\\]|\bmod
 _LOADING = re.compile(r"load|_load|_legacy_load|load_file|load_tensor|persistent_load|restore_location")
 _PINNING = re.compile(r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
 _COMMUNICATION = re.compile(r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py")
+_TRITON = re.compile(r"[/\\]triton[/\\]|[/\\]inductor[/\\]runtime[/\\]")
 _SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
 
 
@@ -149,6 +155,10 @@ def _communicates(place: Place) -> bool:
     return bool(_COMMUNICATION.search(place.file))
 
 
+def _in_triton(place: Place) -> bool:
+    return bool(_TRITON.search(place.file))
+
+
 def _shares_memory(place: Place) -> bool:
     return bool(_SHARING.search(place.file))
 
@@ -160,6 +170,7 @@ _TELLING: tuple[Callable[[Place], object], ...] = (
     _loads_checkpoint,
     _pins_memory,
     _communicates,
+    _in_triton,
     _shares_memory,
     lambda place: _WINDOWS.match(place.file),
 )

@@ -16,7 +16,7 @@ class Source:
 
 
 _LESS_HOST_MEMORY = (
-    "fewer DataLoader workers, a smaller prefetch_factor, no copy of the data set per worker",
+    "fewer DataLoader workers (num_workers), a smaller prefetch_factor, no copy of the data set per worker",
     "torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list",
 )
 
@@ -95,6 +95,18 @@ SOURCES: dict[str, Source] = {
         claim="the machine's RAM is used up: Colab ended the session",
         evidence="this is host memory; the GPU's is reported by PyTorch itself",
         actions=("load less at once: stream the data set, or a high-RAM runtime", *_LESS_HOST_MEMORY),
+    ),
+    "Kaggle": Source(
+        code="host-memory",
+        claim="the machine's RAM is used up: Kaggle restarted the notebook",
+        evidence="this is host memory; the GPU's is reported by PyTorch itself",
+        actions=("load less at once: stream the data set, a smaller dtype", *_LESS_HOST_MEMORY),
+    ),
+    "HTCondor": Source(
+        code="host-memory",
+        claim="HTCondor ended or held the job: it used more host memory than it had asked for",
+        evidence="the limit is request_memory; the GPU's memory is not concerned",
+        actions=("ask for more: request_memory = 64GB in the submit file", *_LESS_HOST_MEMORY),
     ),
     "Jupyter": Source(
         code="host-memory",

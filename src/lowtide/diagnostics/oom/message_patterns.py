@@ -60,12 +60,19 @@ HEADS = (
     ),
     _head(
         "RESOURCE_EXHAUSTED|Resource exhausted",
-        r"RESOURCE_EXHAUSTED: .{0,80}(?:[Oo]ut of memory|OOM)|Resource exhausted: (?:[Oo]ut of memory|OOM)",
+        r"RESOURCE_EXHAUSTED: .{0,80}(?:[Oo]ut of memory|OOM|Failed to allocate)"
+        r"|Resource exhausted: (?:[Oo]ut of memory|OOM)",
         "jax",
         "XLA",
     ),
+    _head("OOM when allocating", r"OOM when allocating tensor with shape", "jax", "TensorFlow"),
     _head("memory in memory space", r"Ran out of memory in memory space (?:hbm|vmem|smem)", "xla", "XLA for TPU"),
-    _head("Attempting to allocate", r"Attempting to allocate \d[\d.]{0,40}[KMG]\. That was not possible", "xla", "XLA"),
+    _head(
+        "That was not possible",
+        r"Attempting to (?:allocate|reserve) \d[\d.]{0,40}[KMG]\b.{0,40} That was not possible",
+        "xla",
+        "XLA",
+    ),
     _head("Out of memory allocating", r"Out of memory allocating \d[\d,]{0,40} bytes", "cuda", "CuPy"),
     # the driver, called by torch or by a library outside torch's allocator
     _head(
@@ -75,7 +82,7 @@ HEADS = (
         "torch 0.4",
     ),
     _head("cuda runtime error", r"cuda runtime error \(2\) ?: out of memory", "cuda driver", "torch 0.4"),
-    _head("out of memory", r"Triton Error \[(CUDA|HIP)\]: out of memory", "", "Triton"),
+    _head("out of memory", r"Triton Error \[(CUDA|HIP)\]:.{0,40} out of memory", "", "Triton"),
     _head("out of resource", r"out of resource: shared memory", "triton", "Triton's shared memory"),
     _head("out of memory", r"CUDA (?:driver |runtime )?error: out of memory", "cuda driver", "torch 1.0 and later"),
     _head("out of memory", r"HIP (?:driver |runtime )?error: out of memory", "hip driver", "torch for ROCm"),
@@ -169,13 +176,24 @@ HEADS = (
     _head(
         "DataLoader worker", r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: Killed", "system", "DataLoader"
     ),
+    _head(
+        "exited unexpectedly",
+        r"DataLoader worker \(pid.{0,100}\) exited unexpectedly",
+        "system",
+        "DataLoader",
+        certain=False,
+    ),
     _head("1455", r"\[?WinError 1455\]?|\bos error 1455\b", "system", "Windows"),
     # programs that end a process for its memory, or report its end
     _head("OOMKilled", r"\bOOMKilled\b(?!\W{1,6}(?:[Ff]alse|0|null|None))", "system", "Kubernetes"),
     _head("all available RAM", r"crashed after using all available RAM", "system", "Colab"),
     _head(
-        "ernel appears to have died|ernel crashed while|ernel died|Dead kernel",
-        r"[Kk]ernel (?:appears to have died|crashed while executing|died unexpectedly|died with exit code)|Dead kernel",
+        "tried to allocate more memory", r"notebook tried to allocate more memory than is available", "system", "Kaggle"
+    ),
+    _head(
+        "ernel appears to have died|ernel crashed while|ernel died|Dead kernel|DeadKernel|KernelRestarter",
+        r"[Kk]ernel (?:appears to have died|crashed while executing|died unexpectedly|died with exit code)|Dead kernel"
+        r"|DeadKernelError|KernelRestarter: restarting kernel",
         "system",
         "Jupyter",
         certain=False,
@@ -190,6 +208,7 @@ HEADS = (
     _head("PBS: job killed", r"PBS: job killed: (?:p?v?mem|vmem)\b", "system", "PBS"),
     _head("TERM_MEMLIMIT", r"TERM_MEMLIMIT", "system", "LSF"),
     _head("h_vmem", r"exceeds? job (?:hard|soft) limit .h_vmem", "system", "SGE"),
+    _head("over memory limit|over cgroup", r"Job has gone over (?:cgroup )?memory limit", "system", "HTCondor"),
     _head("Container killed due", r"Container killed due to memory usage", "system", "AWS Batch"),
     _head(
         "running low on memory|due to memory pressure",
@@ -205,9 +224,10 @@ HEADS = (
     _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|Memory cgroup out of memory", "system", "Linux"),
     _head("oom-kill|oom_kill|OOM Killed", r"oom-kill|oom_kill event|OOM Killed", "system", "Linux"),
     _head(
-        "137|xit|SIGKILL|illed",
+        "137|xit|SIGKILL|illed|signal 9",
         r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *137\b|[Ee]rror 137\b"
         r"|\b[Ee]xit ?_?[Cc]ode\"? *[:=]? *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL|(?:return|status) code:? 137\b"
+        r"|\bExited \(137\)|\bSIGKILL\b|(?:terminated|killed) by signal 9\b|signal: killed\b"
         r"|(?:^| )Killed$|\b\d{1,40} Killed\b|zsh: killed\b",
         "system",
         _SHELLS,

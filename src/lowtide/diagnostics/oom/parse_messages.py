@@ -25,15 +25,17 @@ _PLAIN_BYTES = r"(?<!\d)(\d{1,20})(?!\.?\d)()"
 _UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6, "": 0}
 
 _CLAUSES = {
-    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable|[Ff]ailed) to allocate {_SIZE}|unable to mmap {_SIZE}|Requested *: {_SIZE}"
+    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable|[Ff]ailed) to allocate (?:request for )?{_SIZE}|unable to mmap {_SIZE}"
+    rf"|Requested *: {_SIZE}"
     rf"|Invalid buffer size: {_SIZE}|[Oo]ut of memory allocating {_SIZE}|allocate tensor with {_SIZE}"
-    rf"|Attempting to allocate {_SHORT_SIZE}|Allocation failed for size::{_PLAIN_BYTES}"
+    rf"|Attempting to (?:allocate|reserve) {_SHORT_SIZE}|Allocation failed for size::{_PLAIN_BYTES}"
     rf"|Failed to alloc(?:ate)? (?:DEVICE|HOST) memory: {_PLAIN_BYTES}",
     "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|Device limit *: {_SIZE}|of {_SHORT_SIZE} [hv]",
     "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free|Free \(according to CUDA\): {_SIZE}"
     rf"|There are {_SHORT_SIZE} free",
     "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}"
-    rf"|Currently allocated *: {_SIZE}|allocated so far: {_SIZE}|Used {_SHORT_SIZE} of|mem {_SIZE} exceeded",
+    rf"|Currently allocated *: {_SIZE}|allocated so far: {_SIZE}|Used {_SHORT_SIZE} of"
+    rf"|mem (?:job total )?{_SIZE} exceeded",
     "cached": rf"{_SIZE} cached\)",
     "reserved": rf"{_SIZE} reserved in total",
     "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
