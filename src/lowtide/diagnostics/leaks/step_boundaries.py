@@ -27,7 +27,8 @@ class StepBoundaries:
     def __init__(self) -> None:
         self.first_number = 0
         """Number of the first graph node after the last optimizer step."""
-        self._n_optimizer_steps = 0
+        self.n_updates = 0
+        """Updates by optimizers."""
         self._called: dict[int, int] = {}  # place -> optimizer steps before its last call
         self._n = 0
         self._began = time.perf_counter()
@@ -39,21 +40,21 @@ class StepBoundaries:
     @property
     def has_optimizer(self) -> bool:
         """True if an optimizer has stepped."""
-        return self._n_optimizer_steps > 0
+        return self.n_updates > 0
 
     def stepped(self, next_number: int) -> None:
         """Record that an optimizer has stepped."""
-        self._n_optimizer_steps += 1
+        self.n_updates += 1
         self.first_number = next_number
 
     def called(self, key: int) -> None:
         """Record that a model is called at that place, with gradients."""
-        self._called[key] = self._n_optimizer_steps
+        self._called[key] = self.n_updates
 
     def is_next_step(self, key: int) -> bool:
         """Return True if a call at that place begins a new step."""
         before = self._called.get(key)
-        if before is None or before == self._n_optimizer_steps:
+        if before is None or before == self.n_updates:
             return False
         self._called.clear()
         self._n += 1

@@ -72,7 +72,8 @@ class Watch:
         self._unread = UnreadGradients(self._finding_log)
         self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
         self._watched_from = 0
-        self._evaluations: dict[int, int] = {}  # place -> calls without gradients
+        self._evaluations: dict[int, tuple[int, int]] = {}  # place -> updates before, and calls without gradients since
+        self._n_evaluations = 0
         self._largest_graph_bytes = 0
         self._n_backwards = 0
         self._n_exceptions = 0
@@ -274,9 +275,14 @@ class Watch:
             )
 
     def _look_at_evaluation(self, key: int) -> None:
-        """Inspect after 2, 4, 8 ... calls without gradients from one place, as far as time allows."""
-        n_calls = self._evaluations[key] = self._evaluations.get(key, 0) + 1
-        if n_calls > 1 and not n_calls & (n_calls - 1) and (n_calls <= 2**FIRST or self._boundaries.has_time()):
+        """Inspect after 2, 4, 8 ... calls without gradients from one place and no update in between, as time allows."""
+        n_updates, n_calls = self._evaluations.get(key, (-1, 0))
+        n_calls = n_calls + 1 if n_updates == self._boundaries.n_updates else 1
+        self._evaluations[key] = self._boundaries.n_updates, n_calls
+        if n_calls == 1 or n_calls & (n_calls - 1):
+            return
+        self._n_evaluations += 1
+        if self._n_evaluations <= FIRST + 1 or self._boundaries.has_time():
             self._inspect(next_sequence_number(), only=lambda s: s.subject == "evaluation", in_evaluation=True)
 
     def _begin_backward(self, backward: Backward, roots: list[Any]) -> None:
