@@ -71,6 +71,11 @@ def raw_saved(node: Node) -> Iterator[Any]:
         yield slot.data
 
 
+def n_slots(node: Node) -> int:
+    """Return how many tensors `node` can save, whether it does or not. 2.13."""
+    return len(_raw_saved_names(type(node)))
+
+
 def _raw_saved_names(node_class: type) -> tuple[str, ...]:
     names = _names_of.get(node_class)
     if names is None:
