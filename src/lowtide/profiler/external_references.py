@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Handle, Value
 
 
-RECENT = 32
+RECENT = 16
 """Entries that every look goes through: the last ones, which loops mostly drop first, and as many of the others."""
 
 
@@ -121,9 +121,9 @@ class Holding:
             n, self._due = len(self._held), 0
         ended = []
         for memory in tuple(islice(reversed(self._held.values()), n)):
-            address, owners = memory.storage.address, memory.storage.owners()
-            if owners > memory.ours > 0:
+            address, owners, ours = memory.storage.address, memory.storage.owners(), memory.ours
+            if owners > ours > 0:
                 memory.looked = self._looks
-            elif self._held.pop(address, None) and owners and memory.ours:
+            elif self._held.pop(address, None) and owners and ours:
                 ended.append((address, self._looks - memory.looked))
         return tuple(ended)
