@@ -75,6 +75,10 @@ class ReliedOn:
             self._values.add(value)
         return value
 
+    def rely_on(self, values: Iterable[Value]) -> None:
+        """Copy these values' tensors before they are written to, although others are recomputed on trial only."""
+        self._values.update(value for value in values if value.original is not None)
+
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if none is needed."""
         if is_overwritten(leaf):
