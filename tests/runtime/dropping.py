@@ -46,7 +46,9 @@ class Dropping:
         self, drops: Callable[[Value], bool], module: nn.Module | None = None, *, careless: bool = False
     ) -> None:
         self.drops, self.careless = drops, careless
-        self.builder = Builder(Owners(module or nn.Module(), ReliedOn(lambda tensor, writer: None)))
+        self.builder = Builder(
+            Owners(module or nn.Module(), ReliedOn(lambda tensor, writer: None, lambda tensor: None))
+        )
         self.refused: dict[str, str] = {}
         """Why a node's output was kept."""
         self.dropped: list[str] = []

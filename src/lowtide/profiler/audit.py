@@ -216,7 +216,12 @@ class Audit(RecomputeAudit, Probe):
         is_cheap = bool(self.values[index].recipe) and not self.values[index].flops
         if maker is not None and is_cheap and self.lent.may_go(value, maker):
             self._witness.saved(self._slot_of[handle], tensor)
-            self.lent.add(value, maker)
+            self._lend(value, maker)
+
+    def _lend(self, value: Value, maker: Recompute) -> None:
+        """Let go of a value that `maker` recomputes, and copy parameters that this takes before they are written to."""
+        self.relied_on.rely_on(handle.value for handle in maker.operands if handle is not None)
+        self.lent.add(value, maker)
 
     def argument(self, tensor: Tensor) -> Handle:
         """Hold an argument of the call that begins, as an input slot of it."""
@@ -365,7 +370,7 @@ class Audit(RecomputeAudit, Probe):
             index = self._index[value]
             maker, _ = self._late.get(index, (None, 0))
             if maker is not None and self.values[index].recipe and index not in self._saved | self._given:
-                self.lent.add(value, maker)
+                self._lend(value, maker)
         self._passed_through += self._results
         self._results.clear()
 

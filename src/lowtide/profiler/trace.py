@@ -69,7 +69,8 @@ class Trace(Probe):
     """The probe that marks what happens in a step between its allocations.
 
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
-    `alone` (addresses of what only the trace still holds), `states` (addresses of random numbers and the like that
+    `alone` (addresses of what only the trace still holds, each with the number of marks since others were last seen to
+    hold it), `states` (addresses of random numbers and the like that
     something to be made again holds), `read` (slot, numbers of the backward pass and of the node), `given` (slot,
     number of the pass, address of the memory that a graph made by backward, or compiled code, may hold), `noted` (call,
     address of the memory of an operand that autograd does not record), `release` (slot), `making`, `made`, `optimizer`,
@@ -91,6 +92,10 @@ class Trace(Probe):
         self.kept: set[int] = set()
         """Slots that were kept."""
         self._open: list[int] = []
+        self._watched_before: list[int] = []
+        """For each open call, what had been watched when it began."""
+        self._pass = -1
+        """Number of the last backward pass that read something."""
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._deaths: dict[int, weakref.ref[Handle]] = {}
 
@@ -114,9 +119,9 @@ class Trace(Probe):
             for hook in hooks:
                 hook.remove()
 
-    def mark(self, label: str, data: object) -> None:
-        """Before it, what has nobody left but us."""
-        alone = self._holding.let_go()
+    def mark(self, label: str, data: object, *, since: int | None = None, everything: bool = False) -> None:
+        """Mark what only the rehearsal holds now, looked for as `Holding.let_go` does, and then `label` with `data`."""
+        alone = self._holding.let_go(since=since, everything=everything)
         if alone:
             self._mark("alone", alone)
         self._mark(label, data)
@@ -127,7 +132,8 @@ class Trace(Probe):
 
     def _gradients(self, label: str = "gradients") -> None:
         gradients = (p.grad for p in self.engine.model.parameters())
-        self.mark(label, tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g)))
+        found = tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g))
+        self.mark(label, found, everything=True)
 
     def _address(self, tensor: Tensor) -> int:
         return address(tensor)
@@ -139,9 +145,10 @@ class Trace(Probe):
         self.mark("enter", (len(self.calls), tuple(map(self._address, tensors))))
         self.calls.append(CallShape(seam.path, self._open[-1] if self._open else None))
         self._open.append(len(self.calls) - 1)
+        self._watched_before.append(self._holding.n_watched)
 
     def leaving(self, seam: Seam) -> None:
-        self.mark("leave", self._open.pop())
+        self.mark("leave", self._open.pop(), since=self._watched_before.pop())
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs
@@ -166,7 +173,9 @@ class Trace(Probe):
         return handle in self._slots  # others are of other models, or of an earlier step, as by two models in turn
 
     def reading(self, handle: Handle) -> None:
-        self.mark("read", (self._slots[handle], backward_number(), running_node_number()))
+        number = backward_number()
+        begins, self._pass = number != self._pass, number
+        self.mark("read", (self._slots[handle], number, running_node_number()), everything=begins)
 
     def given(self, handle: Handle, tensor: Tensor) -> None:
         # A graph that backward makes, and compiled code, hold it whatever becomes of the handle.

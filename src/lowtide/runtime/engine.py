@@ -7,6 +7,7 @@ a forward pass has to remember is in one `Pass`, so nothing is left over when it
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.modes import hooks_but_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_aside
+from lowtide._torch.tensors import storage_id
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
@@ -68,7 +70,7 @@ class Engine:
         `in_place` has for each of them from how many bytes on which nodes write their gradients over others.
         """
         self.model = model
-        self.relied_on = ReliedOn(self.copied)
+        self.relied_on = ReliedOn(self.copied, self.name_of)
         self.builder = Builder(Owners(model, self.relied_on))
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
@@ -371,11 +373,15 @@ class Engine:
         if (probe := values.probe_of(self)) is not None:
             probe.writing_over(node, n_bytes)
 
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Name the model's parameter or buffer that has this tensor's memory; None if none has."""
+        named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        return next((name for name, own in named if storage_id(own) == storage_id(tensor) != 0), None)
+
     def copied(self, tensor: Tensor, who: str) -> None:
         """A tensor was copied before it is written to, as something is still to be made of it."""
-        name = next((name for name, p in self.model.named_parameters() if p is tensor), "a tensor")
         self.say(
-            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
+            f"{who} writes to {self.name_of(tensor) or 'a tensor'} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
             "reads it once more after that: it was copied, so the peak may be above the budget. Fit, or rehearse and "
             "plan, in a step that does so."
         )

@@ -39,11 +39,15 @@ class Overwritten(RuntimeError):
     """A tensor that something is made of was written to between forward and backward, as in no step before."""
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
+        name = next((name for relied_on in _watching if (name := relied_on.name_of(tensor))), "it")
+        n_writes = tensor._version - version
         super().__init__(
             f"{changed_in_place(tensor, version)}\n"
-            f"  The plan makes {reader} again from it, which was rehearsed in a step that did not write to it between "
-            "forward and backward. From here on what is made of it is kept. Fit, or rehearse and plan, in a step that "
-            "does so."
+            f"  The plan makes {reader} again from {name}, which was written to {'once' if n_writes == 1 else n_writes} "
+            f"{'' if n_writes == 1 else 'times '}between forward and backward; no rehearsed step did so. This step ends "
+            "before its update. From here on what is made of that tensor is kept: a loop that catches this error can "
+            "take the same batch again.\n"
+            "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
         """The class of what was to be run again, if it is that."""
@@ -54,8 +58,9 @@ class Overwritten(RuntimeError):
 class ReliedOn:
     """What the recomputes and replays of one plan will read, and that is there anyway."""
 
-    def __init__(self, say: Callable[[Tensor, str], object]) -> None:
-        """`say` is told of each tensor that is copied, and of what writes to it."""
+    def __init__(self, say: Callable[[Tensor, str], object], name_of: Callable[[Tensor], str | None]) -> None:
+        """`say` is told of each tensor that is copied, and of what writes to it; `name_of` names the model's own."""
+        self.name_of = name_of
         self.takes_values = True
         """Whether recomputes will really run, and not only on trial."""
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
@@ -69,6 +74,10 @@ class ReliedOn:
         if self.takes_values:
             self._values.add(value)
         return value
+
+    def rely_on(self, values: Iterable[Value]) -> None:
+        """Copy these values' tensors before they are written to, although others are recomputed on trial only."""
+        self._values.update(value for value in values if value.original is not None)
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if none is needed."""
