@@ -16,7 +16,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -235,16 +235,20 @@ class Frame:
                 seam.reach.is_overwritten = True
                 raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
         args, kwargs = self.arguments.again(operands)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_aside())
-            if seam.reach.units:
-                stack.enter_context(run_again(seam.reach.units))
-            stack.enter_context(self.surroundings.again())
-            stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
-            stack.enter_context(seam.engine.now(rerun))
-            stack.enter_context(hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart))
-            stack.callback(rerun.end)
-            return seam.inner(*args, **kwargs)
+        with (
+            without_aside(),
+            run_again(seam.reach.units) if seam.reach.units else contextlib.nullcontext(),
+            self.surroundings.again(),
+            hooks.only(self._listening.acting, seam.reach.modules),
+            hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
+        ):
+            here = seam.engine.here
+            before, here.now = here.now, rerun
+            try:
+                return seam.inner(*args, **kwargs)
+            finally:
+                here.now = before
+                rerun.end()
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
         """What the value of a place is to be, from what was saved there in the second run."""
@@ -273,6 +277,8 @@ class Token:
 
 class _Again:
     """A second run in progress. What it saves nobody reads, unless it runs backward inside of its forward."""
+
+    idle: ClassVar[frozenset[Seam]] = frozenset()
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -377,10 +383,14 @@ class _Onward(_Again):
         return self.hold(tensor)
 
 
-@contextlib.contextmanager
-def _in_place(seams: set[Seam]) -> Iterator[None]:
+def _in_place(seams: set[Seam]) -> contextlib.AbstractContextManager[None]:
     """Seams that a plan put into modules are there, also if the plan has been removed between forward and backward."""
     gone = [seam for seam in seams if not seam.installed]
+    return _installed(gone) if gone else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _installed(gone: list[Seam]) -> Iterator[None]:
     for seam in gone:
         seam.install()
     try:

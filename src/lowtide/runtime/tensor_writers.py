@@ -51,6 +51,9 @@ class Overwritten(RuntimeError):
         """Whether it is a parameter of which nothing will be made any longer."""
 
 
+_FEW = 256
+
+
 class ReliedOn:
     """What the recomputes and replays of one plan will read, and that is there anyway."""
 
@@ -59,7 +62,9 @@ class ReliedOn:
         self.takes_values = True
         """Whether recomputes will really run, and not only on trial."""
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
-        self._values: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._values: list[weakref.ref[Value]] = []
+        """Some of them may be gone. A WeakSet, which knows at once, takes longer than a value is worth."""
+        self._most = _FEW
         self._say = say
         self._stop: Callable[[], object] = lambda: None
 
@@ -67,8 +72,14 @@ class ReliedOn:
         """`value`, which holds `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
-            self._values.add(value)
+            if len(self._values) >= self._most:
+                self._forget_gone()
+            self._values.append(weakref.ref(value))
         return value
+
+    def _forget_gone(self) -> None:
+        self._values = [reference for reference in self._values if reference() is not None]
+        self._most = max(_FEW, 2 * len(self._values))
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if none is needed."""
@@ -103,7 +114,7 @@ class ReliedOn:
                 copies[id(tensor)] = tensor, tensor.detach().clone()
             return copies[id(tensor)][1]
 
-        for value in list(self._values):
+        for value in [value for reference in self._values if (value := reference()) is not None]:
             original = None if value.original is None else value.original()
             is_there = value.kept and value.readers and not value.is_changed
             if is_there and original is not None and storage_id(original) in storages:
@@ -117,6 +128,7 @@ class ReliedOn:
             self._say(tensor, writer)
 
     def __bool__(self) -> bool:
+        self._forget_gone()
         return bool(self._values or self.frames)
 
 
