@@ -48,6 +48,7 @@ class MostSaving(Engine):
     """Lets go of all that an audit found can be. Nobody knows yet whether all of it really can."""
 
     is_measured = True
+    learns = False
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
         """Unless `in_place`, gradients are not written over: what the audit says of them is for batches of its size."""

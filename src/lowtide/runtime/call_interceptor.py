@@ -108,7 +108,7 @@ class Seam:
             return self.inner(*args, **kwargs)
         now = self.engine.here.now
         if now is not None:
-            return now.call(self, args, kwargs)
+            return self.inner(*args, **kwargs) if self in now.idle else now.call(self, args, kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
             if (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,8 +16,7 @@ import torch
 from torch import nn
 
 from lowtide._torch.backward import in_backward, in_transform
-from lowtide._torch.compiled_code import never_compiled
-from lowtide._torch.modes import hooks_but_in_transforms, saved_tensor_hooks
+from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_aside
 from lowtide.errors import LowtideError
@@ -29,17 +27,17 @@ from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
 from lowtide.runtime.call_interceptor import Front, Seam
 from lowtide.runtime.class_calls import stand_in_calls
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.forward_pass import Aside, Called, Here, Pass, Scope
+from lowtide.runtime.forward_pass import Aside, Called, Here, Pass, Scope, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
 from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
-from lowtide.runtime.plan_table import Actions, Decision, actions_for
+from lowtide.runtime.plan_table import Actions, Decision, NeededSlots, actions_for
 from lowtide.runtime.recipes import CannotRecompute, TooSmall
 from lowtide.runtime.recompute import certain
 from lowtide.runtime.recompute_builder import Builder, Owners
 from lowtide.runtime.replay import Frame
 from lowtide.runtime.saved_values import SEED_BYTES, Handle, Value, register, registered, rootless, unpack
 from lowtide.runtime.tensor_writers import ReliedOn, is_overwritten
-from lowtide.runtime.view_geometry import producer, whole
+from lowtide.runtime.view_geometry import whole
 from lowtide.utils import interrupts as _interrupts
 
 if TYPE_CHECKING:
@@ -56,6 +54,9 @@ class Engine:
 
     is_measured: ClassVar[bool] = False
     """Whether this model's step is measured, so that what plans of other models want does not count meanwhile."""
+
+    learns: ClassVar[bool] = True
+    """True if all decisions are in `actions`, so that one run shows the saved tensors that are needed."""
 
     def __init__(
         self,
@@ -87,6 +88,12 @@ class Engine:
         self.bypassed: str | None = None
         """Where the model was called so that nothing could be done to what it saves, with the way out."""
         self.here = Here()
+        self.learnt = [NeededSlots() for _ in actions]
+        """For each plan the saved tensors that have to be seen, as far as runs have shown."""
+        self.needed: list[NeededSlots | None] = [None for _ in actions]
+        """The same, for plans under which a run has shown it; None where the next run has to see all."""
+        self.learns_again = False
+        """True if a recompute has gone another way since."""
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """Of the run that is in progress."""
@@ -113,18 +120,26 @@ class Engine:
         if frame is not None:
             frame.count += 1
         decision = scope.actions.recompute.get(ordinal)
-        handle = self.hold(tensor, decision, frame)
+        handle = self.hold(tensor, decision, frame, scope)
         if scope.held:
             scope.held = [value for value in scope.held if not value.readers]
-        if (probe := values.probe_of(self)) is not None:
-            probe.packed(handle, tensor)
+        if now.probe is not None:
+            now.probe.packed(handle, tensor)
         return handle
 
-    def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:
-        """Return a handle on `tensor`: a value held already, or one recomputed, replayed by `frame`, or kept."""
+    def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None, scope: Scope) -> Handle:
+        """Return a handle on `tensor`: a value held already, or one recomputed, replayed by `frame`, or kept.
+
+        It is the last one that was saved in the call of `scope`, or an argument of that.
+        """
         if decision is None and frame is None and (kept := self.keep(tensor)) is not None:
+            if scope.learnt is not None:
+                kept.value.seen_in(scope.learnt, scope.ordinal - 1)
             return kept
-        base, node, output, view = producer(tensor)
+        if scope.learnt is not None:
+            scope.learnt.add(scope.ordinal - 1)
+        base, node, output = whole(tensor)
+        view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         leaves = None
         if decision is not None and decision.node in PACKINGS:
             try:
@@ -141,6 +156,7 @@ class Engine:
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
         if found is not None and shared(found, base, frame) and (decision is None or certain(found)):
+            found.need()
             passing, found.passing = found.passing, False
             if decision is None and not (found.kept or isinstance(found.maker, Advance)):
                 if frame is not None:
@@ -153,7 +169,11 @@ class Engine:
         if decision is not None:
             try:
                 if node.name() == decision.node:
-                    return Handle(self.recomputed(node, output, base, found, decision), view)
+                    return Handle(self.recomputed(node, output, base, found, decision, scope), view)
+            except _NotLearnt:
+                value = Value(base.detach())
+                value.output = output
+                return Handle(value, view)
             except CannotRecompute:
                 pass
             self.drift(decision, node)
@@ -177,11 +197,23 @@ class Engine:
         assert value is not None
         return Handle(value, None if base is tensor else tensor.detach())
 
-    def recomputed(self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision) -> Value:
+    def recomputed(
+        self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision, scope: Scope
+    ) -> Value:
         """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
-        value = self.builder.recompute(node, output, base)
+        self.builder.length = 0
+        try:
+            value = self.builder.recompute(node, output, base)
+        except CannotRecompute:
+            self.learns_again = True
+            raise
+        if scope.needed is None:
+            decision.lengths.add(self.builder.length)
+        elif self.builder.length not in decision.lengths:
+            self.learns_again = True
+            raise _NotLearnt
         if found is not None and found.passing:
             found.maker, found.passing, value = value.maker, False, found
             register(node, output, found)
@@ -281,7 +313,7 @@ class Engine:
                 )
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
-        hooks = saved_tensor_hooks()
+        hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
             self.bypassed = in_hooks(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # not those of a plan for more of it
@@ -303,13 +335,24 @@ class Engine:
         if self.keeps_all(plan):
             with self.now(Aside()):
                 return seam.inner(*args, **kwargs)
-        now = Pass(self, plan)
-        hooked = hooks_but_in_transforms(pack_into(now), unpack, self.apart)
-        with hooked, self.now(now), self._alone(seam):
+        is_probed = values.probe_of(self) is not None
+        if self.learns_again and not is_probed:
+            self.learns_again, self.needed[plan] = False, None
+        needed = None if is_probed else self.needed[plan]
+        now = Pass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
+        with off_in_transforms(unpack, self.apart), self.now(now), self._alone(seam), pausing(now.pack):
+            if needed is None:
+                now.switch(on=True)
             try:
-                return now.call(seam, args, kwargs)
+                result = now.call(seam, args, kwargs)
             finally:
                 now.departures.close()
+                if now.has_hooks:
+                    now.switch(on=False)
+        if now.learnt:
+            self.needed[plan] = self.learnt[plan]
+            self.learnt[plan].learn(plan, now.learnt)
+        return result
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Calls of modules in this thread are as without a plan."""
@@ -358,6 +401,7 @@ class Engine:
                 writing.of_all(self.in_place[0])
             self._writing = writing
         self.relied_on.watch()
+        self.learnt, self.needed = [NeededSlots() for _ in self.tables], [None for _ in self.tables]
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if module not in inside:
@@ -396,20 +440,8 @@ class Engine:
             self._seams.pop().remove()
 
 
-def pack_into(now: Pass) -> Callable[[Tensor], Handle]:
-    """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
-    reference = weakref.ref(now)
-
-    @never_compiled
-    def pack(tensor: Tensor) -> Handle:
-        now = reference()
-        assert now is not None  # while the forward runs
-        if now.engine.here.now is None:  # a device's thread, in a backward pass inside of the forward (`create_graph`)
-            with now.engine.now(now):
-                return now.engine.pack(now, tensor)
-        return now.engine.pack(now, tensor)
-
-    return pack
+class _NotLearnt(Exception):
+    """A recompute goes another way than in the run in which it was learnt which saved tensors have to be seen."""
 
 
 def without_history(tensor: Tensor, base: Tensor, frame: Frame | None) -> Value:

@@ -38,6 +38,9 @@ SEED_BYTES = 64
 """A tensor that no node made and that is no larger is kept where a replay could bring it back: seeds and the like. On a
 GPU attention's kernels save theirs whether they have drawn numbers or not; if not, nobody has written into them."""
 
+Kept = tuple["Tensor", int]
+"""A saved tensor that is just kept, and its version: what is packed where nothing else needs the value."""
+
 _NEVER = -2
 """No pass: backward numbers its passes from 0, and outside of any the number is -1."""
 
@@ -64,6 +67,7 @@ class Value:
         "output",
         "partial",
         "passing",
+        "places",
         "readers",
         "reads",
         "seen",
@@ -85,6 +89,8 @@ class Value:
         """`id` of the parameter that this is; 0 for anything else."""
         self.original: weakref.ref[Tensor] | None = None
         """The tensor that this is of, if it is read by a recompute and autograd has not saved it for that."""
+        self.places: list[tuple[set[int], int]] | None = None
+        """The needed ordinals of calls that are being learnt, and this value's ordinal there: see `need`."""
         self.readers = 0
         """Handles that there are."""
         self.reads = 0
@@ -108,6 +114,18 @@ class Value:
         if self.maker is None and tensor._version != self.version:
             raise RuntimeError(changed_in_place(tensor, self.version))
         return tensor
+
+    def seen_in(self, needed: set[int], ordinal: int) -> None:
+        """Remember a call that has saved it, and which of its tensors it was there."""
+        if self.places is None:
+            self.places = []
+        self.places.append((needed, ordinal))
+
+    def need(self) -> None:
+        """Have the saved tensors that are this value seen in later runs, too."""
+        for needed, ordinal in self.places or ():
+            needed.add(ordinal)
+        self.places = None
 
     def keep(self, tensor: Tensor) -> None:
         """Hold `tensor` (detached) from now on instead of making it again."""
@@ -146,9 +164,15 @@ class Handle:
     def get(self) -> Tensor:
         """The tensor with the geometry it was saved with. May be called any number of times."""
         value, view = self.value, self.view
-        tensor = value.get()
+        tensor = value.tensor
         if value.maker is not None:
+            if tensor is None:
+                tensor = bring_back(value)
             self._read(value)
+        else:
+            assert tensor is not None
+            if tensor._version != value.version:
+                raise RuntimeError(changed_in_place(tensor, value.version))
         if view is None:
             return tensor
         return tensor.as_strided(*view) if isinstance(view, tuple) else view
@@ -201,7 +225,8 @@ def bring_back(value: Value) -> Tensor:
         assert maker is not None
         for operand in maker.operands:
             if operand is not None:
-                operand.wait()  # so that what is made for it stays until it is read
+                if operand.seen != _NEVER:
+                    operand.wait()  # so that what is made for it stays until it is read
                 if operand.value.tensor is None:
                     missing.append(operand.value)
         if missing:
@@ -221,21 +246,30 @@ def changed_in_place(tensor: Tensor, version: int) -> str:
     )
 
 
+_KEYS = tuple(("lowtide", output) for output in range(8))
+"""Of node metadata, for the first outputs of a node."""
+
+
 def register(node: Node, output: int, value: Value) -> None:
     """Let later readers of the node's output find `value` while somebody holds it. The node holds no value alive."""
-    node_metadata(node)["lowtide", output] = weakref.ref(value)
+    node_metadata(node)[_KEYS[output] if output < len(_KEYS) else ("lowtide", output)] = weakref.ref(value)
 
 
 def registered(node: Node, output: int) -> Value | None:
     """The value of a node's output, if it was registered and somebody still holds it."""
-    found = node_metadata(node).get(("lowtide", output))
+    found = node_metadata(node).get(_KEYS[output] if output < len(_KEYS) else ("lowtide", output))
     return None if found is None else found()
 
 
 @never_compiled
-def unpack(handle: Handle) -> Tensor:
+def unpack(handle: Handle | Kept) -> Tensor:
     """The unpack hook."""
     global probe
+    if isinstance(handle, tuple):
+        tensor, version = handle
+        if tensor._version != version:
+            raise RuntimeError(changed_in_place(tensor, version))
+        return tensor
     told = probe
     if told is None:
         return handle.get()
@@ -268,6 +302,8 @@ def peek(node: Node, attribute: str) -> Any:
 
 def _within(slot: Any) -> Handle | Tensor | None:
     data = slot.data
+    if slot.unpack_hook is unpack and type(data) is tuple:
+        return data[0]  # type: ignore[no-any-return]
     ours = isinstance(data, Handle) or slot.unpack_hook is None
     return data if ours else None
 
