@@ -105,6 +105,9 @@ class Builder:
         constants = {name: source.constant(name) for name in found.constants}
         arguments: dict[str, Handle | list[Handle | None] | None] = {}
         for name in found.operands:
+            if name in found.unless and constants[found.unless[name]]:
+                arguments[name] = None
+                continue
             operand = source.operands(name) if name in found.lists else source.operand(name)
             if isinstance(operand, NUMBERS):
                 constants[name] = operand
