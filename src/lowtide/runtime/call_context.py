@@ -46,7 +46,7 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 _ONLY_CPU = ("cpu",)
 
 
-class Reach:
+class MutableState:
     """What calls of one module can touch, and what its first call was seen to do with it."""
 
     __slots__ = ("generators", "gpus", "holds", "is_overwritten", "modules", "units", "written")
@@ -70,7 +70,7 @@ class Reach:
         self.written = None
 
 
-class Surroundings:
+class CallContext:
     """What one call saw."""
 
     __slots__ = (
@@ -91,7 +91,7 @@ class Surroundings:
     )
 
     def __init__(
-        self, reach: Reach, devices: Iterable[torch.device] = (), generators: Sequence[torch.Generator] = ()
+        self, reach: MutableState, devices: Iterable[torch.device] = (), generators: Sequence[torch.Generator] = ()
     ) -> None:
         """Of a call that begins; `devices` and `generators` are those of its arguments."""
         self.reach = reach

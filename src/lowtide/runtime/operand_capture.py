@@ -90,20 +90,20 @@ _SAVED = frozenset({"condition", "mask"})
 """Of these operands those that the node saves."""
 
 
-class Listener(Protocol):
+class CaptureListener(Protocol):
     """Who is told: one run of a model's forward."""
 
     def where(self) -> str:
         """The module call in progress."""
 
-    def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
+    def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         """An operator was given a tensor that nobody records: its place, and a value that holds it if it is wanted."""
 
     def sized_by_contents(self, operator: str) -> None:
         """An operator was called whose result is as large as the contents of what it was given make it."""
 
 
-class Place(NamedTuple):
+class CaptureSite(NamedTuple):
     """Where something was noted."""
 
     call: str
@@ -115,10 +115,10 @@ class Place(NamedTuple):
         return self.call if self.ordinal is None else f"{self.call}+{self.ordinal}"
 
 
-class Noted(NamedTuple):
+class CapturedOperand(NamedTuple):
     """What an operator was given as one operand."""
 
-    place: Place
+    place: CaptureSite
     what: Number | Tensor | weakref.ref[Value]
     """A tensor of one element as a copy, for nobody but the operator would notice a change."""
 
@@ -128,7 +128,7 @@ class Attention(NamedTuple):
 
     first: int
     """The number of the first node that it makes."""
-    place: Place
+    place: CaptureSite
     mask: Value | None
     """None if each position attends to those before it and to itself."""
 
@@ -141,10 +141,10 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Noting(TorchFunctionMode):
+class OperandCapture(TorchFunctionMode):
     """In force, what operators are given and autograd does not record is noted at their nodes."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: CaptureListener) -> None:
         super().__init__()
         self._listener = listener
 
@@ -181,16 +181,16 @@ class Noting(TorchFunctionMode):
                     known[name] = found
         return out
 
-    def _note(self, operand: Number | Tensor, out: Tensor) -> Noted | None:
+    def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
         """An operand as it is to be remembered; None for a tensor that can't be, or of which nothing is to be made."""
         if not isinstance(operand, Tensor):
-            return Noted(Place(self._listener.where()), operand)
+            return CapturedOperand(CaptureSite(self._listener.where()), operand)
         if operand.numel() == 1:
-            return Noted(Place(self._listener.where()), operand.detach().clone())
+            return CapturedOperand(CaptureSite(self._listener.where()), operand.detach().clone())
         if operand is out or not _is_worth_it(operand, out.numel()):
             return None
         place, value = self._listener.unrecorded(operand)
-        return None if value is None else Noted(place, weakref.ref(value))
+        return None if value is None else CapturedOperand(place, weakref.ref(value))
 
     def _attention(self, given: dict[str, Any]) -> Attention | None:
         """What is known of the mask of a call; None without one, and for one that can't be held."""
@@ -199,7 +199,7 @@ class Noting(TorchFunctionMode):
             return None
         if mask is None:
             is_causal = bool(given.get("is_causal"))
-            return Attention(next_sequence_number(), Place(self._listener.where()), None) if is_causal else None
+            return Attention(next_sequence_number(), CaptureSite(self._listener.where()), None) if is_causal else None
         scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
         if not (isinstance(mask, Tensor) and _is_unrecorded(mask) and _is_worth_it(mask, scores)):
             return None
@@ -215,9 +215,9 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> boo
     return func is not torch.where or len(args) == 1
 
 
-def noted(node: Node, name: str) -> tuple[Place, Number | Tensor | Value] | None:
+def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
     """What was noted at a node of the operand `name`, and is still there."""
-    known: dict[str, Noted] | None = node_metadata(node).get(_NOTED)
+    known: dict[str, CapturedOperand] | None = node_metadata(node).get(_NOTED)
     found = None if known is None else known.get(name)
     if found is None:
         return None

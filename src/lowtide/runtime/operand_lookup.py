@@ -8,7 +8,7 @@ import torch
 
 from lowtide._torch.nodes import RAW_SAVED, SAVED, output_metadata, saved_slot
 from lowtide.runtime.attention_scores import added_to_scores
-from lowtide.runtime.operand_capture import NUMBERS, Number, Place, noted
+from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, noted
 from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRecompute, Recipe
 from lowtide.runtime.saved_values import Handle, Value, changed_in_place, unpack
 from lowtide.runtime.view_geometry import contiguous_stride
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.recompute_builder import Builder
 
 
-class NodeSource:
+class OperandLookup:
     """Where one node's recipe gets its operands and constants from."""
 
     __slots__ = ("_edges", "builder", "depth", "like", "node", "noted", "output", "recipe")
@@ -31,7 +31,7 @@ class NodeSource:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
         self.output, self.like = output, like
         self._edges: tuple[tuple[Node | None, int], ...] | None = None
-        self.noted: frozenset[Place] = frozenset()
+        self.noted: frozenset[CaptureSite] = frozenset()
         """Where things were noted that autograd does not record and that a recompute has asked for."""
 
     @property

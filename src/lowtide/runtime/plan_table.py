@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lowtide.planner.address_nodes import NOTED, OFFLOAD, SHAPE, split_address
 
 if TYPE_CHECKING:
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 
 class Decision:
@@ -54,12 +54,12 @@ class NeededSlots:
     __slots__ = ("by_call", "idle")
 
     def __init__(self) -> None:
-        self.by_call: dict[Seam, dict[int, set[int]]] = {}
+        self.by_call: dict[CallInterceptor, dict[int, set[int]]] = {}
         """The ordinals for each call of a module, by its number."""
-        self.idle: frozenset[Seam] = frozenset()
+        self.idle: frozenset[CallInterceptor] = frozenset()
         """Modules of whose calls nothing is needed or decided."""
 
-    def learn(self, plan: int, found: Mapping[Seam, Mapping[int, set[int]]]) -> None:
+    def learn(self, plan: int, found: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
         """Add what was seen in one run."""
         for seam, calls in found.items():
             known = self.by_call.setdefault(seam, {})

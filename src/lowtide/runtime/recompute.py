@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.operand_capture import CaptureSite
 
 
 class Recompute:
@@ -48,7 +48,7 @@ class Recompute:
         arguments: Mapping[str, Handle | list[Handle | None] | None],
         constants: dict[str, Any],
         stride: tuple[int, ...] | None,
-        noted: frozenset[Place] = frozenset(),
+        noted: frozenset[CaptureSite] = frozenset(),
     ) -> None:
         self.recipe = recipe
         self.constants = constants

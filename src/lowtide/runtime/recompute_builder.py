@@ -12,7 +12,7 @@ from lowtide._torch.nodes import output_metadata
 from lowtide._torch.tensors import is_plain
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import NUMBERS
-from lowtide.runtime.operand_lookup import NodeSource
+from lowtide.runtime.operand_lookup import OperandLookup
 from lowtide.runtime.recipes import RECIPES, CannotRecompute
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, register, registered
@@ -27,7 +27,7 @@ MAX_CHAIN = 32
 """Nodes that one recompute may go through before it meets a value that somebody holds."""
 
 
-class Owners:
+class ParameterOwners:
     """Which modules own each parameter."""
 
     def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
@@ -69,7 +69,7 @@ class Builder:
 
     __slots__ = ("length", "owners")
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
         self.length = 0
         """Nodes that it has been through."""
@@ -98,7 +98,7 @@ class Builder:
                 raise CannotRecompute("it was written to without autograd after it had been made")
             if like.storage_offset():
                 raise CannotRecompute("it does not begin where its storage does")
-        source = NodeSource(self, node, found, output, like, depth)
+        source = OperandLookup(self, node, found, output, like, depth)
         for name, wanted in found.when.items():
             if source.constant(name) != wanted:
                 raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not made again")

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.engine import Engine
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.operand_capture import CaptureSite
 
 Geometry = tuple["torch.Size", tuple[int, ...], int]
 """Size, stride and storage offset of a view, in elements."""
@@ -45,7 +45,7 @@ _NEVER = -2
 """No pass: backward numbers its passes from 0, and outside of any the number is -1."""
 
 
-class Maker(Protocol):
+class Recomputation(Protocol):
     """What brings a value back: a recompute from a recipe, or the replay of a module call."""
 
     @property
@@ -75,7 +75,7 @@ class Value:
         "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor | None = None, *, maker: Maker | None = None, output: int = 0) -> None:
+    def __init__(self, tensor: Tensor | None = None, *, maker: Recomputation | None = None, output: int = 0) -> None:
         self.tensor = tensor
         self.version = -1 if tensor is None else tensor._version
         """The tensor's version when it was saved; -1 if none was at hand."""
@@ -110,7 +110,7 @@ class Value:
         """The tensor, made again if it is not there. Raises RuntimeError if it was kept and changed in place since."""
         tensor = self.tensor
         if tensor is None:
-            return bring_back(self)
+            return materialize(self)
         if self.maker is None and tensor._version != self.version:
             raise RuntimeError(changed_in_place(tensor, self.version))
         return tensor
@@ -140,7 +140,7 @@ class Value:
             self.tensor = tensor
 
 
-def rootless(tensor: Tensor) -> Value:
+def value_without_grad_fn(tensor: Tensor) -> Value:
     """A value that keeps a tensor that no node made."""
     value = Value(tensor.detach())
     if isinstance(tensor, nn.Parameter):
@@ -167,7 +167,7 @@ class Handle:
         tensor = value.tensor
         if value.maker is not None:
             if tensor is None:
-                tensor = bring_back(value)
+                tensor = materialize(value)
             self._read(value)
         else:
             assert tensor is not None
@@ -210,7 +210,7 @@ class Handle:
             value.tensor = None
 
 
-def bring_back(value: Value) -> Tensor:
+def materialize(value: Value) -> Tensor:
     """Make `value` again, and before it whatever it needs that is not there.
 
     Not by recursion: a chain of recomputes may be as long as a model is deep.
@@ -308,7 +308,7 @@ def _within(slot: Any) -> Handle | Tensor | None:
     return data if ours else None
 
 
-class Probe:
+class Observer:
     """Is told what happens under the plan of one engine. Never there in a training loop but for its first steps."""
 
     engine: Engine
@@ -317,19 +317,19 @@ class Probe:
         """Whether this is one of those that it was told of; it is told when they are read, and of no others."""
         return True
 
-    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is about to run; `seam.engine.scope` is its call."""
 
-    def returning(self, seam: Seam, result: Any) -> None:
+    def returning(self, seam: CallInterceptor, result: Any) -> None:
         """The call is about to be over, with a result."""
 
-    def leaving(self, seam: Seam) -> None:
+    def leaving(self, seam: CallInterceptor) -> None:
         """The call is over, with a result or an exception."""
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         """`tensor` was saved for backward, as `handle`."""
 
-    def noted(self, place: Place, operand: Tensor) -> None:
+    def noted(self, place: CaptureSite, operand: Tensor) -> None:
         """An operator was given a tensor that autograd does not record."""
 
     def sized_by_contents(self, operator: str) -> None:
@@ -341,19 +341,19 @@ class Probe:
     def given(self, handle: Handle, tensor: Tensor) -> None:
         """This is what it reads."""
 
-    def making(self, maker: Maker) -> None:
+    def making(self, maker: Recomputation) -> None:
         """A recipe or a replay is about to run; its operands are there."""
 
-    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+    def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         """It ran, and gave this."""
 
     def writing_over(self, node: str, n_bytes: int) -> None:
         """A gradient is about to be written over the one of so many bytes that came to a node of that kind."""
 
 
-probe: Probe | None = None
+probe: Observer | None = None
 
 
-def probe_of(engine: Engine) -> Probe | None:
+def observer_of(engine: Engine) -> Observer | None:
     """Who is to be told what happens under the plan of `engine`."""
     return probe if probe is not None and probe.engine is engine else None

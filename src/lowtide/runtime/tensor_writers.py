@@ -23,13 +23,13 @@ from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import stand_in
 from lowtide._torch.tensors import storage_id
 from lowtide.runtime.recipes import CannotRecompute
-from lowtide.runtime.saved_values import Value, changed_in_place, rootless
+from lowtide.runtime.saved_values import Value, changed_in_place, value_without_grad_fn
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from lowtide.runtime.replay import Frame
+    from lowtide.runtime.replay import ReplayFrame
 
 _overwritten: dict[int, weakref.ref[Tensor]] = {}
 """By `id`, tensors that were written to before backward had read them."""
@@ -61,7 +61,7 @@ class ReliedOn:
         """`say` is told of each tensor that is copied, and of what writes to it."""
         self.takes_values = True
         """Whether recomputes will really run, and not only on trial."""
-        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.frames: weakref.WeakSet[ReplayFrame] = weakref.WeakSet()
         self._values: list[weakref.ref[Value]] = []
         """Some of them may be gone. A WeakSet, which knows at once, takes longer than a value is worth."""
         self._most = _FEW
@@ -85,7 +85,7 @@ class ReliedOn:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if none is needed."""
         if is_overwritten(leaf):
             raise CannotRecompute("it is made of a tensor that was overwritten before backward")
-        return self.of(rootless(leaf), leaf)
+        return self.of(value_without_grad_fn(leaf), leaf)
 
     def watch(self) -> None:
         """Copy what is still to be read before it is written to, until `leave`, or the plan's model is gone."""
