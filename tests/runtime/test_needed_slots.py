@@ -136,19 +136,20 @@ def test_a_tensor_that_no_hook_sees_is_checked_for_changes():
     engine.remove()
 
 
-def test_what_is_written_to_between_two_calls_is_not_read_for_a_recompute():
-    """The norm's input, which no hook of ours has seen."""
+@pytest.mark.parametrize("part", [nn.SiLU(), nn.LayerNorm(8)])
+def test_what_is_written_to_between_two_calls_is_not_read_for_a_recompute(part):
+    """The part's input, which no hook of ours has seen."""
 
     class Writing(nn.Module):
         writes = False
 
         def __init__(self):
             super().__init__()
-            self.norm, self.act = nn.LayerNorm(8), nn.Sequential(nn.ReLU())
+            self.part, self.act = part, nn.Sequential(nn.ReLU())
 
         def forward(self, x):
             y = x * 2
-            z = self.norm(y)
+            z = self.part(y)
             if self.writes:
                 y.detach().mul_(3)
             return self.act(z)
@@ -227,7 +228,7 @@ def test_what_is_noted_in_a_call_is_numbered_alike_in_every_run():
     class Around(Adding):
         def __init__(self):
             super().__init__()
-            self.inner = Adding()
+            self.inner = nn.Sequential(Adding())
 
         def forward(self, x):
             return (self.inner(x) + torch.full((1, WIDTH), 2.0)).sin()
@@ -341,10 +342,11 @@ def test_hooks_of_the_model_win_in_every_run():
     plain = outcome(model, lambda: model(x).sum().backward())
     n_plain = len(seen)
     engine = planned(model, {"last.0#0:0": "TanhBackward0", "model.1#0:0": "TanhBackward0"})
-    for turn in range(3):
+    for turn in range(4):
         seen.clear()
+        model.between = (lambda x: inner(inner(x))) if turn == 1 else between  # then its calls are needed ones
         assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
-        assert len(seen) == n_plain, turn
+        assert len(seen) == n_plain or turn == 1, turn
     engine.remove()
 
 

@@ -214,12 +214,12 @@ class ForwardPass:
         self, run: Callable[..., Any], seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call in which operands are noted, those of calls inside of it too."""
-        idle, self.idle, self.notes = self.idle, NO_SEAMS, True
+        self.notes = True
         try:
             with OperandCapture(self):
                 return run(seam, args, kwargs)
         finally:
-            self.idle, self.notes = idle, False
+            self.notes = False
 
     def where(self) -> str:
         """The call in progress."""

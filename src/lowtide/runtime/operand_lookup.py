@@ -136,15 +136,17 @@ class OperandLookup:
 
     def parameter(self, name: str) -> int:
         """`id` of the parameter that is the operand `name`; 0 if it is none."""
-        found = self.saved(name)
-        if isinstance(found, Handle) and found.value.leaf:
-            found.value.need()
-            return found.value.leaf
         edge = self.recipe.edges.get(name)
         node = None if edge is None else self.edges[edge][0]
         while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-        return 0 if node is None else id(node.variable)
+        if node is not None:
+            return id(node.variable)
+        found = self.saved(name)  # of one that needs no gradient, if a hook of ours has seen it
+        if not isinstance(found, Handle):
+            return 0
+        found.value.need()
+        return found.value.leaf
 
 
 _UNSIGNED: Final = frozenset({bool, float, type(None)})

@@ -64,7 +64,8 @@ class NeededSlots:
         for seam, calls in found.items():
             known = self.by_call.setdefault(seam, {})
             for number, ordinals in calls.items():
-                known[number] = known.get(number, set()) | ordinals
+                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # also where other hooks took them
+                known[number] = known.get(number, set()) | ordinals | decided.keys()
         self.idle = frozenset(
             seam
             for seam, calls in self.by_call.items()
