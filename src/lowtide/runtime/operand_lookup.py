@@ -48,6 +48,8 @@ class OperandLookup:
             if isinstance(data, Handle):
                 if not data.value.partial:
                     return Handle(data.value, data.view)
+            elif data is not None and slot.unpack_hook is None:
+                return claim(self.autograd_s(name))
             elif (saved := self.saved(name)) is not None:
                 return claim(saved)
         edge = self.recipe.edges.get(name)
@@ -110,11 +112,15 @@ class OperandLookup:
             return None
         found = tuple(map(ours, slot)) if isinstance(slot, tuple) else ours(slot)
         if found is _AUTOGRAD_S or (isinstance(found, tuple) and any(item is _AUTOGRAD_S for item in found)):
-            try:
-                return getattr(self.node, SAVED + name)
-            except RuntimeError as error:
-                raise CannotRecompute(str(error)) from None
+            return self.autograd_s(name)
         return found
+
+    def autograd_s(self, name: str) -> Any:
+        """Return what no hook saw, as backward will read it. Raises CannotRecompute if that has been changed."""
+        try:
+            return getattr(self.node, SAVED + name)
+        except RuntimeError as error:
+            raise CannotRecompute(str(error)) from None
 
     def absent(self, name: str) -> bool:
         """Whether the op was called without this optional tensor."""

@@ -30,7 +30,6 @@ class Recompute:
 
     __slots__ = (
         "__weakref__",
-        "certain",
         "constants",
         "has_passed",
         "noted",
@@ -75,10 +74,14 @@ class Recompute:
         """True if the result may be written over an operand that is made on the way to it."""
         self.places = places
         """By the recipe's parameters, where in `operands` they are."""
-        self.certain = stride is not None or (
-            "out_stride" not in constants and all(handle is None or certain(handle.value) for handle in flat)
+
+    @property
+    def certain(self) -> bool:
+        """Return True if the strides of the result are those of the true tensor."""
+        return self.stride is not None or (
+            "out_stride" not in self.constants
+            and all(handle is None or certain(handle.value) for handle in self.operands)
         )
-        """Whether the strides of the result are those of the true tensor."""
 
     def make(self, value: Value) -> Tensor:
         """Run the recipe; the result stays if somebody waits for it."""
