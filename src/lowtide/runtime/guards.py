@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.fingerprint import in_words, is_of, place_of, state_bytes
 from lowtide.units import format_bytes
@@ -33,7 +33,7 @@ class Lookout:
         self._known = [shapes_in(words) for words in plan.input_shapes]
         self._modules = {path: (module, dict(module._modules)) for path, module in model.named_modules()}
         self._n_trained = self._n_now()
-        self._front: Front | None = Front(model, self._around)
+        self._front: OuterInterceptor | None = OuterInterceptor(model, self._around)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model, or a part of it by itself, is called in training."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lowtide.api.shape_buckets.fit_buckets import Bucket
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 
 class Switching(Engine):
@@ -39,7 +39,7 @@ class Switching(Engine):
         """Whether there is anything to do for a batch that was rehearsed."""
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """By the shapes of what the outermost call is given: a few comparisons."""
         chosen = len(self._shapes) - 1
         if seam.path in self._telling:
@@ -58,7 +58,7 @@ class Switching(Engine):
     def keeps_all(self, plan: int) -> bool:
         return not self.tables[plan]
 
-    def larger(self, seam: Seam, found: Shapes) -> None:
+    def larger(self, seam: CallInterceptor, found: Shapes) -> None:
         """Say, once, that a batch is beyond what is known."""
         if not self._was_larger:
             self._was_larger = True
