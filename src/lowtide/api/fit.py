@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 REPAIRS = 4
 """Plans that are tried before a budget is given up: each aims lower by what the last one was over."""
+COMPILED_REPAIRS = 3
+"""The same where each is compiled."""
 
 
 class Fitted(Removable):
@@ -194,8 +196,11 @@ def _fit(
         if verdict.within_budget:
             return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
-        if len(measured) == REPAIRS:
+        if len(measured) == (COMPILED_REPAIRS if choice.profile.graphs else REPAIRS):
             raise over_budget(choice.profile, budget_bytes, measured)
+        if choice.profile.graphs:
+            choice = replace(choice, profile=_measured(choice.profile, made, verdict))
+            made = replace(made, predicted=replace(made.predicted, peak_bytes=verdict.measured_peak_bytes))
         over = verdict.measured_peak_bytes - budget_bytes
         try:
             made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
@@ -212,7 +217,9 @@ def _first(
     """The levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
     plain = simulator_of(profile).predict(Decisions())
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
-    if profile.levers:  # they were chosen before
+    if profile.graphs:
+        choice = Choice(profile, plain)
+    elif profile.levers:  # they were chosen before
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
             raise StalePlan(f"this profile was made with {unasked}: name them in levers=, or rehearse again.")
         choice = Choice(profile, plain)
@@ -265,6 +272,12 @@ def over_budget(
 def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
     """The plan that aims at `aim_bytes` so that the measured peak is within the budget."""
     return _own(choice, plan(choice.profile, aim_bytes, offload=offload), budget_bytes)
+
+
+def _measured(profile: Profile, made: Plan, verdict: Verdict) -> Profile:
+    """`profile` with as much more in all its peaks as the compiled plan `made` was measured to need."""
+    more = verdict.measured_peak_bytes - made.predicted.peak_bytes
+    return replace(profile, static=replace(profile.static, margin=profile.static.margin + more))
 
 
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:

@@ -66,6 +66,7 @@ def plan(
     plain_bytes = plain_peak_bytes(profile)
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
+    unplanned = _as_measured(plain, plain_bytes) if profile.graphs else plain
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
         search = solver if solver is not solve else functools.partial(solve, until=until)
@@ -79,7 +80,7 @@ def plan(
         decisions = min(made, key=lambda each: _cost(simulator.predict(each), minimize))
         if minimize == "time":
             bound_ms = min(_bound_ms(simulator, asked(in_place=n), budget_bytes, n, found[n], until) for n in found)
-    predicted = simulator.predict(decisions)
+    predicted = simulator.predict(decisions) if plain_bytes > budget_bytes else unplanned
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
         "the solver's decisions are over the budget"
@@ -92,7 +93,7 @@ def plan(
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
         predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
-        plain=plain,
+        plain=unplanned,
         step_ms=profile.step_ms,
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
@@ -102,8 +103,15 @@ def plan(
         draws=profile.draws,
         left_alone=profile.left_alone,
         allows_in_place=profile.allows_in_place,
+        graphs=profile.graphs,
         notes=profile.notes,
     )
+
+
+def _as_measured(plain: Prediction, peak_bytes: int) -> Prediction:
+    """The step without a plan as it was measured, where to save all slots is not what it does."""
+    parts = {**plain.parts, "temporaries": plain.parts["temporaries"] + peak_bytes - plain.peak_bytes}
+    return replace(plain, peak_bytes=peak_bytes, parts=parts)
 
 
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:

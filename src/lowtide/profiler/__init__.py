@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from lowtide._torch.compiled_code import is_compiled
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
 from lowtide.memory.measure import recorder_for
@@ -23,9 +24,9 @@ from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
     by_contents,
     check,
+    check_not_scripted,
     check_same_work,
     check_saved,
-    check_uncompiled,
     doubts,
     is_specialised,
 )
@@ -76,7 +77,11 @@ def rehearse(
 ) -> Profile:
     """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
-    check_uncompiled(model)
+    check_not_scripted(model)
+    if is_compiled(model):
+        from lowtide.profiler.compiled_steps import rehearse_compiled  # imports inductor, which takes seconds
+
+        return rehearse_compiled(model, step, batch, optimizer=optimizer)
     with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
         step, made_for = updates.step, fingerprint(model, batch)
         if is_specialised(model):

@@ -106,8 +106,8 @@ def by_contents(audit: Audit) -> tuple[str, ...]:
     )
 
 
-def check_uncompiled(model: torch.nn.Module) -> None:
-    """Refuse a model that is compiled as a whole, or TorchScript. Raises RehearsalError."""
+def check_not_scripted(model: torch.nn.Module) -> None:
+    """Refuse a model that is TorchScript as a whole. Raises RehearsalError."""
     scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
     if any(_is_all_of(module, model) for module in scripted):
         raise RehearsalError(
@@ -116,13 +116,18 @@ def check_uncompiled(model: torch.nn.Module) -> None:
             "  Train the module that it was made from, and script it after training; or script its repeated blocks "
             "alone: `model.layers[i] = torch.jit.script(model.layers[i])`. Such blocks can be planned for."
         )
+
+
+def check_uncompiled(model: torch.nn.Module) -> None:
+    """Refuse a model that is compiled as a whole where its steps are only looked at. Raises RehearsalError."""
+    check_not_scripted(model)
     if is_compiled(model):
         raise RehearsalError(
-            f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and compiled "
-            "code decides by itself what it keeps for backward.\n"
-            "  Compile its repeated blocks instead, each in its place, before this: `for block in model.layers: "
-            "block.compile()`. That takes less time to compile, and blocks can be planned for. Or give the compiled "
-            "code a budget of its own: torch._functorch.config.activation_memory_budget = 0.5."
+            f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and in a "
+            "script that is not planned for yet.\n"
+            "  Call lowtide.fit(model, step, batch, budget=...) in the script, behind torch.compile: it compiles the "
+            "model anew under a plan. Or compile its repeated blocks instead, each in its place: `for block in "
+            "model.layers: block.compile()`."
         )
 
 
