@@ -1,13 +1,12 @@
-"""`lowtide.rehearse`: on the machine at hand, or for a card that is not there."""
+"""`lowtide.rehearse`: take a step on trial and return its profile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from lowtide import profiler as rehearsal
-from lowtide.estimator import foresee
 from lowtide.state.observed_changes import not_put_back
 from lowtide.state.reachable_objects import looking_on
 
@@ -15,12 +14,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.estimator.cuda.gpu_estimate import CardForesight
-    from lowtide.memory.gpu_specs import Card
     from lowtide.planner.records import Profile
 
 
-@overload
 def rehearse(
     model: nn.Module,
     step: Callable[[Any], Any],
@@ -28,29 +24,7 @@ def rehearse(
     *,
     optimizer: Optimizer | None = None,
     in_place: bool = True,
-) -> Profile: ...
-
-
-@overload
-def rehearse(
-    model: nn.Module,
-    step: Callable[[Any], Any],
-    batch: Any,
-    *,
-    device: str | Card,
-    optimizer: Optimizer | None = None,
-) -> CardForesight: ...
-
-
-def rehearse(
-    model: nn.Module,
-    step: Callable[[Any], Any],
-    batch: Any,
-    *,
-    device: str | Card | None = None,
-    optimizer: Optimizer | None = None,
-    in_place: bool = True,
-) -> Profile | CardForesight:
+) -> Profile:
     """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
 
     `step` runs forward and backward of `model`, and the optimizer if it likes. It is run five times, for real, on the
@@ -65,14 +39,8 @@ def rehearse(
     Unless `in_place`, no plan that is made of the profile writes a gradient over the one that it is computed from, and
     no kernel is put where torch would look for it (docs/process.md).
 
-    With `device`, the name of a CUDA card that need not be there ("rtx 4090", "a100-40", "cuda:24GiB"), the step is
-    run on fake tensors instead, and the result says what it needs there and whether it fits: the same as
-    `lowtide.foresee(..., device=...)`.
-
-    Raises RehearsalError for a step that can't be planned or foreseen, with the reason.
+    Raises RehearsalError for a step that can't be planned or estimated, with the reason.
     """
-    if device is not None:
-        return foresee(model, step, batch, device=device, optimizer=optimizer)
     changes = looking_on(model, step, batch)
     profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
     found = changes()

@@ -30,7 +30,7 @@ class Lookout:
 
     def __init__(self, model: nn.Module, plan: Plan, say: Callable[[str], None]) -> None:
         self._model, self._plan, self._say = model, plan, say
-        self._known = [shapes_in(words) for words in plan.given]
+        self._known = [shapes_in(words) for words in plan.input_shapes]
         self._modules = {path: (module, dict(module._modules)) for path, module in model.named_modules()}
         self._n_trained = self._n_now()
         self._front: Front | None = Front(model, self._around)
@@ -42,7 +42,9 @@ class Lookout:
         found = tensors_in_call(args, kwargs)
         shapes = tuple(tuple(tensor.shape) for tensor in found)
         if self._known and not any(no_larger(shapes, most) for most in self._known):
-            self._outgrown(f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.given)}")
+            self._outgrown(
+                f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
+            )
         elif (n_now := self._n_now()) > self._n_trained:
             self._outgrown(f"has {n_now} parameters that are trained, and the plan is for {self._n_trained}")
         elif (path := self._replaced()) is not None:
@@ -74,7 +76,7 @@ class Lookout:
 
     def _outgrown(self, what: str) -> None:
         self.remove()
-        saving = "" if self._plan.larger is None else ", though larger batches get the most saving plan"
+        saving = "" if self._plan.fallback is None else ", though larger batches get the most saving plan"
         self._say(
             f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
             "batch (in a script, let it come first), and for the model as it is trained."

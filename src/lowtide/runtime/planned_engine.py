@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
     """What the engine does, as `Engine` takes it."""
-    return actions_for(decided.remake, decided.replay, decided.advance, decided.offload)
+    return actions_for(decided.recompute, decided.replay, decided.advance, decided.offload)
 
 
 class Planned(Engine):
     """An engine that does what a plan says; nothing without one."""
 
     def __init__(self, model: nn.Module, plan: Plan | None) -> None:
-        decided = [] if plan is None else [plan] if plan.larger is None else [plan, plan.larger]
+        decided = [] if plan is None else [plan] if plan.fallback is None else [plan, plan.fallback]
         tables = [*map(table_of, decided)] or [{}]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
-        self.left_alone = frozenset(plan.left_alone if plan is not None else ())
-        self.mixed = frozenset(plan.mixed if plan is not None else ())
-        given = () if plan is None else plan.given
+        self.excluded_modules = frozenset(plan.excluded_modules if plan is not None else ())
+        self.ambiguous_addresses = frozenset(plan.ambiguous_addresses if plan is not None else ())
+        given = () if plan is None else plan.input_shapes
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Told of what a part of the model is given that a step calls by itself."""
         self._most = max((elements(shapes_in(words)) for words in given), default=None)

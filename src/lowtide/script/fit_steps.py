@@ -28,14 +28,19 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.planner.records import Plan, Pulled
+    from lowtide.planner.records import AppliedLever, Plan
 
 
 class Fitting(UnderPlan):
     """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
 
     def __init__(
-        self, budget: int | str, say: Callable[[str], None], levers: tuple[Pulled, ...] = (), *, in_place: bool = True
+        self,
+        budget: int | str,
+        say: Callable[[str], None],
+        levers: tuple[AppliedLever, ...] = (),
+        *,
+        in_place: bool = True,
     ) -> None:
         super().__init__(say)
         self.plan: Plan | None = None
