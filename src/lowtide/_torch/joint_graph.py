@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from lowtide._torch.patching import stand_in
+from lowtide.errors import LowtideError, RehearsalError
 
 Kind = Literal["input", "view", "pointwise", "reduction", "extern"]
 
@@ -70,26 +71,89 @@ Choose = Callable[[JointGraph, frozenset[int]], frozenset[int]]
 """From a joint graph and the values that torch would save to those that are saved instead."""
 
 _REDUCTIONS: Final = frozenset(
-    "aten.sum aten.mean aten.amax aten.amin aten.var_mean aten.any aten.argmax aten.prod aten.var prims.sum prims.var "
-    "prims.prepare_softmax_online".split()
+    {
+        "aten.sum",
+        "aten.mean",
+        "aten.amax",
+        "aten.amin",
+        "aten.var_mean",
+        "aten.any",
+        "aten.argmax",
+        "aten.prod",
+        "aten.var",
+        "prims.sum",
+        "prims.var",
+        "prims.prepare_softmax_online",
+    }
 )
 _VIEWS: Final = frozenset(
-    "aten.view aten.permute aten.expand aten.slice aten.unsqueeze aten.squeeze aten.t aten.transpose aten.select "
-    "aten.split aten.split_with_sizes aten.as_strided aten.alias aten.detach aten.reshape aten._unsafe_view "
-    "prims.broadcast_in_dim".split()
+    {
+        "aten.view",
+        "aten.permute",
+        "aten.expand",
+        "aten.slice",
+        "aten.unsqueeze",
+        "aten.squeeze",
+        "aten.t",
+        "aten.transpose",
+        "aten.select",
+        "aten.split",
+        "aten.split_with_sizes",
+        "aten.as_strided",
+        "aten.alias",
+        "aten.detach",
+        "aten.reshape",
+        "aten._unsafe_view",
+        "prims.broadcast_in_dim",
+    }
 )
 _FUSED: Final = frozenset(
-    "prims.fma prims.inductor_random prims.inductor_randint prims.inductor_lookup_seed aten.constant_pad_nd".split()
+    {
+        "prims.fma",
+        "prims.inductor_random",
+        "prims.inductor_randint",
+        "prims.inductor_lookup_seed",
+        "aten.constant_pad_nd",
+    }
 )
-_SEEDS: Final = frozenset("prims.inductor_seed prims.inductor_seeds".split())
+_SEEDS: Final = frozenset(
+    {
+        "prims.inductor_seed",
+        "prims.inductor_seeds",
+    }
+)
+
+
+def keep_products_apart(gm: fx.GraphModule) -> None:
+    """Have each matrix product computed by itself, where its operands are there.
+
+    inductor makes one call, `addmm`, of a product and a sum with it, at the place of the sum. `x + y` is `x - (-y)` to
+    the bit, and is no sum. Read in torch 2.13 (`torch/_inductor/fx_passes/post_grad.py`).
+    """
+    aten = torch.ops.aten
+    for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if len(node.args) != 2 or node.kwargs:
+            continue
+        for product, other in (node.args, node.args[::-1]):
+            is_product = isinstance(product, fx.Node) and product.target is aten.mm.default
+            if not (is_product and isinstance(other, fx.Node) and len(product.users) == 1):
+                continue
+            with gm.graph.inserting_before(node):
+                minus = gm.graph.call_function(aten.neg.default, (other,))
+                apart = gm.graph.call_function(aten.sub.Tensor, (product, minus))
+            minus.meta = {**node.meta, "val": other.meta["val"]}
+            apart.meta = dict(node.meta)
+            node.replace_all_uses_with(apart)
+            gm.graph.erase_node(node)
+            break
+    gm.recompile()
 
 
 def partitioned(
     gm: fx.GraphModule, joint_inputs: Any, choose: Choose, **settings: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition a joint graph as torch does, with what `choose` says saved."""
-    import torch._functorch.partitioners as partitioners  # the first import of it takes a second
-
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")  # the first import takes a second
     stock = partitioners.choose_saved_values_set
 
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
@@ -103,18 +167,21 @@ def partitioned(
 
     partitioners.choose_saved_values_set = chosen
     try:
-        return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+        both: tuple[fx.GraphModule, fx.GraphModule]
+        both = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+        return both
     finally:
         partitioners.choose_saved_values_set = stock
 
 
 def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGraph:
-    import torch._functorch.partitioners as partitioners
-
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
     forward, backward, _, _ = partitioners._extract_fwd_bwd_outputs(gm, num_fwd_outputs=num_fwd_outputs)
     operators = partitioners.get_default_op_list()
     index: dict[fx.Node, int] = {}
     nodes: list[JointNode] = []
+    numbers: dict[int, int] = {}
+    """Of calls: sizes that are symbols are inputs of their own, by which other places shift."""
     digest = hashlib.blake2b(digest_size=8)
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -141,9 +208,10 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
             )
         )
         if node.op == "call_function":
-            digest.update(f"{target} {args}\n".encode())
-    outputs = [[index[node] for node in found if isinstance(node, fx.Node)] for found in (forward, backward)]
-    return JointGraph(nodes, *outputs, key=digest.hexdigest())
+            digest.update(f"{target} {[numbers.get(arg, -1) for arg in args]}\n".encode())
+            numbers[at] = len(numbers)
+    outputs, gradients = ([index[node] for node in found if node in index] for found in (forward, backward))
+    return JointGraph(nodes, outputs, gradients, digest.hexdigest())
 
 
 def _target(node: fx.Node) -> str:
@@ -181,7 +249,7 @@ def _draws(node: fx.Node, operators: Any) -> bool:
         return True
     place = places["dropout_p"]
     given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return given != 0.0
+    return bool(given != 0.0)
 
 
 def _bytes(node: fx.Node, partitioners: Any) -> int:
@@ -198,7 +266,9 @@ def _flops(node: fx.Node, kind: Kind, partitioners: Any) -> int:
     except Exception:  # an operator of which torch's counter does not know the shapes
         flops = 0
     if flops <= 1 and "scaled_dot_product" in str(node.target):
-        query, key = (node.args[0], node.args[1]) if "backward" not in str(node.target) else (node.args[1], node.args[2])
+        query, key = (
+            (node.args[0], node.args[1]) if "backward" not in str(node.target) else (node.args[1], node.args[2])
+        )
         *rows, length, width = query.meta["val"].shape  # type: ignore[union-attr]
         passes = 2 if "backward" not in str(node.target) else 5
         flops = 2 * passes * length * int(key.meta["val"].shape[-2]) * width  # type: ignore[union-attr]
@@ -240,30 +310,64 @@ def partition_by(partitioner: Any) -> Callable[[], None]:
     from torch._inductor import config
 
     before = config.custom_partitioner_fn
+    if before is not None and not getattr(before, "is_lever", False):
+        raise LowtideError(f"{_other(before)}.")
     config.custom_partitioner_fn = partitioner
     torch._dynamo.reset()
 
     def undo() -> None:
         if config.custom_partitioner_fn is partitioner:
             config.custom_partitioner_fn = before
-        torch._dynamo.reset()
+            torch._dynamo.reset()
 
     return undo
 
 
-def partitioner_in_force() -> Any:
-    """The partitioner that inductor has been given, or None."""
+def products_are_apart() -> bool:
+    """Return True if a partitioner is in force that keeps matrix products apart, and does nothing else."""
     from torch._inductor import config
 
-    return config.custom_partitioner_fn
+    return bool(getattr(config.custom_partitioner_fn, "is_lever", False))
+
+
+def _other(partitioner: Any) -> str:
+    if type(partitioner).__module__.startswith("lowtide."):
+        return "a plan is in force on compiled code already: take it off (`remove()`)"
+    name = type(partitioner).__name__
+    return f"inductor has a partitioner already, {name}: take it out (`config.custom_partitioner_fn = None`)"
+
+
+def hindrances() -> Iterator[str]:
+    """Settings of torch under which no plan can be made for compiled code, and what to do about each."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    if inductor.custom_partitioner_fn is not None and not products_are_apart():
+        yield _other(inductor.custom_partitioner_fn)
+    if functorch.activation_memory_budget != 1:
+        yield (
+            f"activation_memory_budget is {functorch.activation_memory_budget}: set it to 1, as the plan takes its "
+            "place. Where a compiled graph draws random numbers, as for dropout, torch draws others in backward "
+            "below 1, and gradients are wrong"
+        )
+    if dynamo.compiled_autograd:
+        yield "compiled autograd is on, which compiles backward once more: turn it off"
 
 
 @contextlib.contextmanager
 def always_partitioned() -> Iterator[None]:
-    """A block in which partitions come from the partitioner, and from no cache, and backward is compiled at once."""
-    from torch._functorch import config
+    """A block in which partitions come from the partitioner, and from no cache, and backward is compiled at once.
 
-    with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+    What comes from a cache has the number of another graph.
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    with (
+        functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+    ):
         yield
 
 
@@ -283,6 +387,11 @@ def watched_calls(note: Callable[[str, int, bool], None]) -> Iterator[None]:
             settings = graph.fx_kwargs
             if settings.get("is_inference"):
                 return call(graph, inputs)
+            if settings.get("cudagraphs"):
+                raise RehearsalError(
+                    'compiled code is replayed by CUDA graphs (mode="reduce-overhead"), which hold their memory for '
+                    "good: compile in the default mode."
+                )
             number = numbers.setdefault(settings["graph_id"], len(numbers))
             note("enter", number, bool(settings.get("is_backward")))
             try:
@@ -297,5 +406,3 @@ def watched_calls(note: Callable[[str, int, bool], None]) -> Iterator[None]:
         yield
     finally:
         undo()
-
-

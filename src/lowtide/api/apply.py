@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from lowtide._torch.joint_graph import partition_by
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.joint_graph import partition_by, products_are_apart
 from lowtide.levers import of_plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
@@ -34,7 +35,11 @@ class Applied(Removable):
         if plan.graphs:
             self._engine = Planned(model, None)
             with contextlib.ExitStack() as undo:
-                undo.callback(self._partitioned(say))
+                undo.callback(of_plan(plan, model, optimizer).remove)
+                if plan.predicted != plan.plain:
+                    undo.callback(self._partitioned(say))
+                if is_compiled(model):  # else calls of it are traced, and nothing may stand before them
+                    undo.callback(Lookout(model, plan, say).remove)
                 undo.callback(more_state(model, plan, say).remove)
                 self._undo = undo.pop_all()
             return
@@ -71,13 +76,13 @@ class Applied(Removable):
         def unknown(key: str) -> None:
             if not self._unknown:
                 say(
-                    "a graph was compiled that the plan is not for: it saves for backward what torch says, and the "
-                    "peak may be above the budget. Fit again with the batch, and the model, as they are now."
+                    "a graph was compiled that the plan is not for, of another model or for another form of batch: it "
+                    "saves for backward what torch says, and the peak may be above the budget. If it is of this "
+                    "model, fit again with the batch as it is now."
                 )
             self._unknown.add(key)
 
-        is_plain = self.plan.predicted == self.plan.plain
-        partitioner = Partitioner(() if is_plain else self.plan.graphs, self.plan.remake)
+        partitioner = Partitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
         partitioner.unknown = unknown
         return partition_by(partitioner)
 

@@ -62,11 +62,10 @@ def plan(
     """
     Profile.expect(profile, "plan")
     simulator = simulator_of(profile, offload=offload)
-    plain = simulator.predict(Decisions())
     plain_bytes = plain_peak_bytes(profile)
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
-    unplanned = _as_measured(plain, plain_bytes) if profile.graphs else plain
+    unplanned = unplanned_step(profile)
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
         search = solver if solver is not solve else functools.partial(solve, until=until)
@@ -98,7 +97,7 @@ def plan(
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
         input_shapes=profile.input_shapes,
-        fallback=None if larger == decisions else Decided(**_decided(profile, larger)),
+        fallback=None if larger == decisions or profile.graphs else Decided(**_decided(profile, larger)),
         ambiguous_addresses=tuple(sorted((decisions.recompute | larger.recompute) & _differing(profile))),
         draws=profile.draws,
         excluded_modules=profile.excluded_modules,
@@ -108,8 +107,12 @@ def plan(
     )
 
 
-def _as_measured(plain: Prediction, peak_bytes: int) -> Prediction:
-    """The step without a plan as it was measured, where to save all slots is not what it does."""
+def unplanned_step(profile: Profile) -> Prediction:
+    """What the step needs without a plan: as it was measured for compiled code, which then saves no slot but others."""
+    plain = simulator_of(profile).predict(Decisions())
+    if not profile.graphs:
+        return plain
+    peak_bytes = plain_peak_bytes(profile)
     parts = {**plain.parts, "temporaries": plain.parts["temporaries"] + peak_bytes - plain.peak_bytes}
     return replace(plain, peak_bytes=peak_bytes, parts=parts)
 

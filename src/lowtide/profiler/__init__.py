@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from lowtide._torch.compiled_code import is_compiled
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
 from lowtide.memory.measure import recorder_for
@@ -28,6 +27,7 @@ from lowtide.profiler.preconditions import (
     check_same_work,
     check_saved,
     doubts,
+    is_planned_by_its_compiler,
     is_specialised,
 )
 from lowtide.profiler.random_work import called, drawn_as, fullest
@@ -78,7 +78,7 @@ def rehearse(
     """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
     check_not_scripted(model)
-    if is_compiled(model):
+    if is_planned_by_its_compiler(model, step):
         from lowtide.profiler.compiled_steps import rehearse_compiled  # imports inductor, which takes seconds
 
         return rehearse_compiled(model, step, batch, optimizer=optimizer)

@@ -6,24 +6,34 @@ Inductor's caches have the plan in their keys.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from lowtide._torch.joint_graph import JointGraph, partitioned
+from lowtide._torch.joint_graph import JointGraph, keep_products_apart, partitioned
 from lowtide.runtime.joint_slots import JointSlots
 
 
 class Partitioner(CustomPartitionerFn):
-    """What inductor calls for each joint graph: saves all slots of `graphs` but those at the addresses in `remake`.
+    """What inductor calls for each joint graph: saves all slots of `graphs` but those at the addresses in `recompute`.
 
-    Without graphs it does as torch does.
+    Without graphs it saves what torch does. With `apart` matrix products are computed by themselves.
     """
 
-    def __init__(self, graphs: Collection[str] = (), remake: Collection[str] = ()) -> None:
-        self.graphs, self.remake = frozenset(graphs), frozenset(remake)
+    def __init__(
+        self,
+        graphs: Collection[str] = (),
+        recompute: Collection[str] = (),
+        *,
+        apart: bool = False,
+        is_lever: bool = False,
+    ) -> None:
+        self.graphs, self.recompute, self.apart = frozenset(graphs), frozenset(recompute), apart
+        self.is_lever = is_lever
+        """True for one that a plan's may take the place of for a while."""
         self.seen: Callable[[JointSlots], None] = lambda slots: None
         """Told of each joint graph that is compiled."""
         self.unknown: Callable[[str], None] = lambda key: None
@@ -31,11 +41,12 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """The plan's hash: part of the key in all of inductor's caches."""
-        said = "\n".join((*sorted(self.graphs), "", *sorted(self.remake)))
+        said = "\n".join((*sorted(self.graphs), str(self.apart), *sorted(self.recompute)))
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (tuple(sorted(self.graphs)), tuple(sorted(self.remake)))
+        made = functools.partial(type(self), apart=self.apart)
+        return made, (tuple(sorted(self.graphs)), tuple(sorted(self.recompute)))
 
     def __call__(self, gm: Any, joint_inputs: Any, **settings: Any) -> Any:
         def choose(joint: JointGraph, plain: frozenset[int]) -> frozenset[int]:
@@ -46,6 +57,8 @@ class Partitioner(CustomPartitionerFn):
             if joint.key not in self.graphs:
                 self.unknown(joint.key)
                 return plain
-            return slots.without(self.remake).given
+            return slots.without(self.recompute).given
 
+        if self.apart:
+            keep_products_apart(gm)
         return partitioned(gm, joint_inputs, choose, **settings)
