@@ -50,7 +50,7 @@ def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> Non
 
     profile = lowtide.rehearse(compiled, step, ids)
     assert profile.measured_plain_peak_bytes is not None
-    fitted = lowtide.fit(compiled, step, ids, budget="95%", levers="products apart")
+    fitted = lowtide.fit(compiled, step, ids, budget="80%", levers="products apart")
     fitted.remove()
     assert [lever.name for lever in fitted.plan.levers] == ["products apart"]
     assert fitted.verdict.within_budget
