@@ -142,6 +142,17 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
+def is_leaf_tensor(tensor: torch.Tensor) -> bool:
+    """Return True if no autograd node computed `tensor`.
+
+    False for one of several views that one call returned, once its base was written to: asking it raises. 2.13.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks run on a tensor's gradient before it is accumulated. 2.13."""
     return bool(tensor._backward_hooks)

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lowtide._torch.fake_modes import as_written, bytes_of
-from lowtide._torch.tensors import is_plain
+from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.state.bindings import Cell, Variables
 from lowtide.state.introspection import is_users, variables
 from lowtide.state.reachable_state import Reached, is_torchs
@@ -115,7 +115,7 @@ class _Same:
 
 def _digest_of(tensor: Tensor) -> int | None:
     """Of a small tensor on the CPU that no graph has made: `.data` is written to without being counted."""
-    if tensor.grad_fn is not None or tensor.device.type != "cpu" or not is_plain(tensor):
+    if not is_leaf_tensor(tensor) or tensor.device.type != "cpu" or not is_plain(tensor):
         return None
     return None if tensor.untyped_storage().nbytes() > LARGEST_BYTES else _sum(bytes_of(tensor))
 
