@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from lowtide import profiler as rehearsal
+from lowtide.errors import LowtideError
 from lowtide.estimator import foresee
+from lowtide.runtime.fingerprint import Optimizers, listed
 from lowtide.state.observed_changes import not_put_back
 from lowtide.state.reachable_objects import looking_on
+from lowtide.state.step_arguments import of_one_argument
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from lowtide.estimator.cuda.gpu_estimate import CardForesight
     from lowtide.memory.gpu_specs import Card
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 @overload
 def rehearse(
     model: nn.Module,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     batch: Any,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     in_place: bool = True,
 ) -> Profile: ...
 
@@ -34,21 +36,21 @@ def rehearse(
 @overload
 def rehearse(
     model: nn.Module,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     batch: Any,
     *,
     device: str | Card,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> CardForesight: ...
 
 
 def rehearse(
     model: nn.Module,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     batch: Any,
     *,
     device: str | Card | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     in_place: bool = True,
 ) -> Profile | CardForesight:
     """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
@@ -71,8 +73,11 @@ def rehearse(
 
     Raises RehearsalError for a step that can't be planned or foreseen, with the reason.
     """
+    step = of_one_argument(step, batch)
     if device is not None:
-        return foresee(model, step, batch, device=device, optimizer=optimizer)
+        if len(listed(optimizer)) > 1:
+            raise LowtideError("with device= there is one optimizer= at most: those that the step refers to are found.")
+        return foresee(model, step, batch, device=device, optimizer=next(iter(listed(optimizer)), None))
     changes = looking_on(model, step, batch)
     profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
     found = changes()

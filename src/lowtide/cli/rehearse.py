@@ -15,11 +15,11 @@ from lowtide.cli.script_or_profile import (
     is_profile,
     output_option,
     profile_of,
-    say,
     script_arguments,
     to_be_written,
     write,
 )
+from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.estimator.cuda.gpu_estimate import CardForesight

@@ -14,12 +14,12 @@ from lowtide.cli.script_or_profile import (
     in_place_option,
     lever_option,
     output_option,
-    say,
     script_arguments,
     write,
 )
 from lowtide.errors import LowtideError
 from lowtide.utils.amounts import check_budget
+from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Plan

@@ -346,7 +346,8 @@ class Engine:
         while isinstance(front, Seam | Front):
             if isinstance(front, Seam) and front.engine.model is self.model:
                 raise LowtideError(
-                    f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
+                    f"there is a plan in force on this {type(self.model).__name__} already: "
+                    "take it off first with lowtide.remove(model)."
                 )
             front = front.before
         if self.is_measured or any(self.in_place):
