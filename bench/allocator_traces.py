@@ -124,7 +124,7 @@ class Replayed:
 def replay(trace: Trace, config: AllocatorConfig | None = None, *, as_recorded: bool = True) -> Replayed:
     """Give the requests of `trace` to the simulated allocator, under `config` if not the one it was recorded with.
 
-    With `as_recorded`, new segments get the order of the addresses that they had on the card, which decides between
+    With `as_recorded`, new segments get the order of the addresses that they had on the GPU, which decides between
     equal free blocks; otherwise they follow each other. Raises OutOfMemory where the memory fraction is too small, and
     LowtideError for a trace that contradicts itself.
     """

@@ -1,12 +1,12 @@
-"""A step foreseen for a CUDA card beside the same step taken on it: requested, allocated and reserved at the peak.
+"""A step estimated for a GPU beside the same step taken on it: requested, allocated and reserved at the peak.
 
     python bench/gpu_rehearsal.py                    every model of the tests' zoo, batches of 64, two steps, AdamW
     python bench/gpu_rehearsal.py gpt2 bert --rows 256
     python bench/gpu_rehearsal.py --record FOLDER    also what the allocator did, sizes and order only, as test data
 
-Each row is measured in a process of its own, as `torch.cuda.memory_stats` counts, and foreseen in one that sees no card
-(CUDA_VISIBLE_DEVICES=''), for a card of the same memory and compute capability; with the allocator's defaults and with
-expandable segments. Needs a CUDA card.
+Each row is measured in a process of its own, as `torch.cuda.memory_stats` counts, and estimated in one that sees no GPU
+(CUDA_VISIBLE_DEVICES=''), for a GPU of the same memory and compute capability; with the allocator's defaults and with
+expandable segments. Needs a GPU.
 """
 
 import argparse
@@ -28,8 +28,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 import lowtide
-from lowtide.estimator.largest_batch import resized, size_of
-from lowtide.memory.gpu_specs import Card
+from lowtide.estimator.batch_search import resized, size_of
+from lowtide.memory.gpu_specs import GpuSpec
 
 ZOO = Path(__file__).parents[1] / "tests" / "zoo.py"
 LEFT_OUT = {"autocast": "asks for autocast on the CPU", "skipping": "has a generator on the CPU"}
@@ -57,7 +57,7 @@ def entry(name: str, rows: int) -> Entry:
 
 
 def measure(name: str, rows: int, record: Path | None) -> dict[str, int]:
-    """The peaks of two steps on the card at hand."""
+    """The peaks of two steps on the GPU at hand."""
     model, batch, step = entry(name, rows)
     if record is not None:
         torch.cuda.memory._record_memory_history(stacks="python")
@@ -73,10 +73,10 @@ def measure(name: str, rows: int, record: Path | None) -> dict[str, int]:
     return peaks
 
 
-def predict(name: str, rows: int, card: Card) -> dict[str, Any]:
-    """The same, foreseen, with the interval of the reserved peak."""
+def predict(name: str, rows: int, gpu: GpuSpec) -> dict[str, Any]:
+    """The same, estimated, with the interval of the reserved peak."""
     model, batch, step = entry(name, rows)
-    found = lowtide.foresee(model, step, batch, device=card)
+    found = lowtide.estimate(model, step, batch, device=gpu)
     peaks = (found.peak_requested_bytes, found.peak_allocated_bytes, found.peak_reserved_bytes)
     return {**dict(zip(PEAKS, peaks, strict=True)), "interval": found.interval}
 
@@ -84,8 +84,8 @@ def predict(name: str, rows: int, card: Card) -> dict[str, Any]:
 def compare(names: list[str], rows: int, record: Path | None) -> None:
     """Print a row for each model and setting, and the median and worst error of each peak."""
     properties = torch.cuda.get_device_properties(0)
-    card = [properties.name, properties.total_memory, (properties.major, properties.minor)]
-    print(f"{properties.name}, torch {torch.__version__}, {rows} rows a batch; error of what was foreseen\n")
+    gpu = [properties.name, properties.total_memory, (properties.major, properties.minor)]
+    print(f"{properties.name}, torch {torch.__version__}, {rows} rows a batch; error of what was estimated\n")
     print(
         f"{'model':12} {'segments':10}" + "".join(f" {peak:>14} {'error':>8}" for peak in PEAKS) + "  in the interval"
     )
@@ -95,21 +95,21 @@ def compare(names: list[str], rows: int, record: Path | None) -> None:
         options = ["--rows", str(rows), *(["--record", str(record)] if record and not text else [])]
         measured = _apart(["--measure", name, *options], {"PYTORCH_ALLOC_CONF": text})
         without = {"PYTORCH_ALLOC_CONF": text, "CUDA_VISIBLE_DEVICES": ""}
-        return measured, _apart(["--predict", name, "--card", json.dumps(card), *options[:2]], without)
+        return measured, _apart(["--predict", name, "--gpu", json.dumps(gpu), *options[:2]], without)
 
     errors: dict[str, list[float]] = {peak: [] for peak in PEAKS}
     asked = [(name, setting) for name in names for setting in SETTINGS]
     with ThreadPoolExecutor(max((os.cpu_count() or 1) - 2, 1)) as pool:  # each process counts its own memory only
-        for (name, setting), (measured, foreseen) in zip(asked, pool.map(both, asked), strict=True):
-            if isinstance(measured, str) or isinstance(foreseen, str):
-                print(f"{name:12} {setting:10} {measured if isinstance(measured, str) else foreseen}", flush=True)
+        for (name, setting), (measured, estimated) in zip(asked, pool.map(both, asked), strict=True):
+            if isinstance(measured, str) or isinstance(estimated, str):
+                print(f"{name:12} {setting:10} {measured if isinstance(measured, str) else estimated}", flush=True)
                 continue
             cells = ""
             for peak in PEAKS:
-                error = foreseen[peak] / measured[peak] - 1
+                error = estimated[peak] / measured[peak] - 1
                 errors[peak].append(abs(error))
                 cells += f" {measured[peak]:>14,} {error:>+8.2%}"
-            low, high = foreseen["interval"]
+            low, high = estimated["interval"]
             print(f"{name:12} {setting:10}{cells}  {low <= measured['reserved'] <= high}", flush=True)
     for peak, found in errors.items():
         if found:
@@ -170,16 +170,16 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--predict", help=argparse.SUPPRESS)
-    parser.add_argument("--card", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--gpu", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.predict:
-        name, total, capability = options.card
-        card = Card(name=name, total_bytes=total, capability=tuple(capability), source="torch, on this machine")
-        print(json.dumps(predict(options.predict, options.rows, card)))
+        name, total, capability = options.gpu
+        gpu = GpuSpec(name=name, total_bytes=total, capability=tuple(capability), source="torch, on this machine")
+        print(json.dumps(predict(options.predict, options.rows, gpu)))
         return
     if not torch.cuda.is_available():
-        sys.exit("no CUDA card here, so there is nothing to compare with: run this where torch.cuda.is_available().")
+        sys.exit("no GPU here, so there is nothing to compare with: run this where torch.cuda.is_available().")
     if options.measure:
         print(json.dumps(measure(options.measure, options.rows, options.record)))
     else:

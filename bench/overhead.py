@@ -3,7 +3,7 @@
     python bench/overhead.py
 
 Each row is the time of a whole step with the plan less that without, over the number of tensors or calls; the op that a
-remake redoes is part of it. Best of many runs on one thread, so that a busy machine changes little.
+recompute redoes is part of it. Best of many runs on one thread, so that a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Short(nn.Module):
 
 
 @contextmanager
-def planned(model: nn.Module, remake: dict[str, str] | None = None, replay: list[str] | None = None) -> Any:
-    engine = Engine(model, actions_for(remake or {}, replay or []))
+def planned(model: nn.Module, recompute: dict[str, str] | None = None, replay: list[str] | None = None) -> Any:
+    engine = Engine(model, actions_for(recompute or {}, replay or []))
     engine.install()
     try:
         yield
@@ -109,7 +109,7 @@ def main() -> None:
     chain, numbers, identities, shorts = (
         model.train() for model in (Chain(), Numbers(), Calls(nn.Identity), Calls(Short))
     )
-    all_remade = {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}
+    all_recomputed = {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}
     all_noted = {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}
     all_replayed = [f"parts.{n}#0" for n in range(COUNT)]
     identity_hooks = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
@@ -118,8 +118,8 @@ def main() -> None:
     rows = [
         ("hooks that do nothing, a tensor", best(chain, identity_hooks) - plain, None),
         ("kept, a tensor", best(chain, planned(chain)) - plain, 5),
-        ("remade, a tensor (its op included)", best(chain, planned(chain, all_remade)) - plain, 15),
-        ("remade with a number, a tensor (two ops)", best(numbers, planned(numbers, all_noted)) - sums, None),
+        ("recomputed, a tensor (its op included)", best(chain, planned(chain, all_recomputed)) - plain, 15),
+        ("recomputed with a number, a tensor (two ops)", best(numbers, planned(numbers, all_noted)) - sums, None),
         ("seam, a module call", best(identities, planned(identities)) - calls, None),
         ("seam without gradients, a module call", best_without_gradients(identities), None),
         ("replayed, a call (its three ops included)", best(shorts, planned(shorts, None, all_replayed)) - seams, None),

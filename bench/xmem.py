@@ -1,4 +1,4 @@
-"""Predicted peaks beside measured ones: training runs of others on three CUDA cards, foreseen without any card.
+"""Predicted peaks beside measured ones: training runs of others on three GPUs, estimated without any GPU.
 
     python bench/xmem.py                       # all rows, some minutes on one core
     python bench/xmem.py --rows x053 x088      # these again; the other rows' predictions stay
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def predicted(asked: list[Row]) -> Iterator[Prediction]:
-    """Each row foreseen, with a bar that says how far it is."""
+    """Each row estimated, with a bar that says how far it is."""
     from tqdm import tqdm
 
     quiet()

@@ -26,7 +26,7 @@ settings.load_profile("same")
 
 
 def of_lines(notes: Iterable[str]) -> list[str]:
-    """Those about a line of code: of a card it is said, too, if torch is another than the one that was read."""
+    """Those about a line of code: of a GPU it is said, too, if torch is another than the one that was read."""
     return [note for note in notes if ".py:" in note]
 
 

@@ -27,7 +27,7 @@ ONE_OF_EACH = [
     errors.ReplayMismatch("blocks.0 (Block) gives other bits", OSError),
     errors.TorchMissing("lowtide.fit needs torch"),
     errors.PackageMissing("lowtide frontier --picture needs matplotlib"),
-    errors.Unforeseeable("train.py:3: it decides by the contents of a tensor"),
+    errors.DataDependentStepError("train.py:3: it decides by the contents of a tensor"),
     errors.StalePlan(
         "the plan is for another model.", differences=["batch: [8, 512] -> [4, 512]", "dtype: f32 -> bf16"]
     ),
@@ -136,9 +136,9 @@ def test_a_path_in_place_of_a_record_is_told_how_to_read_it() -> None:
         lambda: lowtide.apply(model, "plan.json"),  # type: ignore[arg-type]
         lambda: lowtide.verify(model, model, batch, "plan.json"),  # type: ignore[arg-type]
         lambda: lowtide.timeline(model, model, batch, plan="plan.json"),  # type: ignore[arg-type]
-        lambda: lowtide.foresee(model, model, batch, plan="plan.json"),  # type: ignore[call-overload]
-        lambda: lowtide.foresee(model, model, batch, plan="plan.json", device="T4"),  # type: ignore[call-overload]
-        lambda: lowtide.largest(model, model, batch, budget="1GiB", plan="plan.json"),  # type: ignore[arg-type]
+        lambda: lowtide.estimate(model, model, batch, plan="plan.json"),  # type: ignore[call-overload]
+        lambda: lowtide.estimate(model, model, batch, plan="plan.json", device="T4"),  # type: ignore[call-overload]
+        lambda: lowtide.largest_batch(model, model, batch, budget="1GiB", plan="plan.json"),  # type: ignore[arg-type]
     ]
     for call in wants_a_plan:
         with pytest.raises(errors.LowtideError, match=r"takes a Plan, found str; Plan\.from_json\(path\) reads one"):
@@ -162,4 +162,4 @@ def test_settings_that_make_no_sense_are_refused_before_anything_runs() -> None:
     with pytest.raises(errors.LowtideError, match="found 'row'"):
         lowtide.accumulate(step, batch, 2, weight="row")  # type: ignore[arg-type]
     with pytest.raises(errors.LowtideError, match="at least 1; found 0"):
-        lowtide.largest(model, step, batch, budget="1GiB", most=0)
+        lowtide.largest_batch(model, step, batch, budget="1GiB", most=0)

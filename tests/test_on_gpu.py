@@ -1,4 +1,4 @@
-"""Plans on a CUDA card: within the budget by the allocator's own count, and the same bits."""
+"""Plans on a GPU: within the budget by the allocator's own count, and the same bits."""
 
 import copy
 import warnings
@@ -23,7 +23,7 @@ from zoo import ZOO
 pytestmark = pytest.mark.gpu
 
 
-def on_card(model: nn.Module, batch: Any) -> Any:
+def on_gpu(model: nn.Module, batch: Any) -> Any:
     """The batch there, when the model is."""
     model.cuda()
     return tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, batch)
@@ -41,7 +41,7 @@ def between(profile: lowtide.Profile, share: float = 0.4) -> int:
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in ("autocast", "skipping")])
 def test_models_of_the_zoo(name: str, part: int) -> None:
     model, batch, step = ZOO[name]()
-    batch = on_card(model, batch)
+    batch = on_gpu(model, batch)
     _, plan, verdict = within(model, step, batch, part)
     assert not verdict.drifted
     assert verdict.measured_peak_bytes <= plan.budget_bytes
@@ -59,7 +59,7 @@ def test_random_networks(blocks: list[list[tuple[str, int, int]]], hasty: int, r
     torch.manual_seed(0)
     model = Network(blocks, hasty=hasty, residual=residual)
     with torch.device("cuda"):
-        x, step = on_card(model, torch.randn(2, 3, SIDE, SIDE)), step_of(model)
+        x, step = on_gpu(model, torch.randn(2, 3, SIDE, SIDE)), step_of(model)
         try:
             step(x)
         except RuntimeError:  # what is saved is changed in place
@@ -75,7 +75,7 @@ def test_random_networks(blocks: list[list[tuple[str, int, int]]], hasty: int, r
 def test_autocast_with_a_scaler_and_a_fused_optimizer(dtype: torch.dtype, fused: bool) -> None:
     case = build("gpt2")
     model = case.model
-    batch = on_card(model, case.batch)
+    batch = on_gpu(model, case.batch)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
 
@@ -131,7 +131,7 @@ def test_a_step_that_has_no_room_at_first() -> None:
         with lowtide.fit(model, step, x, budget=room) as fitted:
             found = step(x)
             assert torch.cuda.max_memory_allocated() <= torch.cuda.memory_reserved() + room
-        assert fitted.plan.remake or fitted.plan.replay
+        assert fitted.plan.recompute or fitted.plan.replay
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
@@ -141,7 +141,7 @@ def test_a_step_that_has_no_room_at_first() -> None:
 def test_a_convolutional_model_with_cudnns_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     case = build("resnet")
-    batch = on_card(case.model, case.batch)
+    batch = on_gpu(case.model, case.batch)
     case.model.to(memory_format=torch.channels_last)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -152,7 +152,7 @@ def test_a_convolutional_model_with_cudnns_benchmark(monkeypatch: pytest.MonkeyP
 
 def test_blocks_that_are_compiled() -> None:
     case = build("gpt2 fused")
-    batch = on_card(case.model, case.batch)
+    batch = on_gpu(case.model, case.batch)
     for block in case.model.transformer.h:  # type: ignore[union-attr]
         block.compile()
     with warnings.catch_warnings():
@@ -193,5 +193,5 @@ def test_a_script_that_nobody_edits(run_python: RunPython, tmp_path: Path) -> No
     fitted = run_python("-m", "lowtide", "run", "--budget", "75%", str(script))
     assert fitted.returncode == 0, fitted.stderr
     assert fitted.stdout.split() == plain.stdout.split()
-    foreseen = run_python("-m", "lowtide", "rehearse", "--device", "H200-141", str(script))
-    assert foreseen.returncode == 0, foreseen.stderr
+    estimated = run_python("-m", "lowtide", "estimate", "--device", "H200-141", str(script))
+    assert estimated.returncode == 0, estimated.stderr

@@ -239,7 +239,7 @@ def test_plans_say_that_no_gradient_is_to_be_written_in_place(words, tmp_path: P
         assert not without.allows_in_place
         plan = lowtide.plan(without, "100%")
         assert plan.in_place == {}
-        assert plan.larger is None or plan.larger.in_place == {}
+        assert plan.fallback is None or plan.fallback.in_place == {}
         assert "no gradients in place, as asked" in str(plan)
         assert Plan.from_json(plan.to_json()) == plan
         with lowtide.apply(model, plan) as applied:

@@ -113,7 +113,7 @@ ADDED_TO_A_NUMBER = [
     [("avg_pool", 0, 3), ("halved", 1, 2)],
     [("convolution", 2, 2), ("shifted", 1, 4), ("silu", 1, 0)],
 ]
-# Made on the way to what is remade in a replayed block, and then saved there itself.
+# Made on the way to what is recomputed in a replayed block, and then saved there itself.
 MADE_ON_THE_WAY = [
     [("attention", 2, 4), ("masked", 1, 0), ("masked", 1, 4)],
     [("attention", 1, 2), ("masked", 0, 1)],
@@ -141,7 +141,7 @@ SAVED_TWICE_AS_A_VIEW = [
         *[("masked", 2, 3), ("avg_pool", 1, 1), ("halved", 1, 1), ("convolution", 0, 1), ("pool layer", 2, 0)],
     ]
 ]
-# Remade with a number that was noted where it is made, and saved again where other numbers would be.
+# Recomputed with a number that was noted where it is made, and saved again where other numbers would be.
 NOTED_BEFORE = [
     [("attention", 0, 2), ("linear", 0, 0), ("halved", 0, 2), ("tilted", 1, 0)],
     [
@@ -192,7 +192,7 @@ def test_a_replay_that_begins_with_less_than_there_was_just_before() -> None:
     step, x = step_of(model), torch.randn(2, 3, SIDE, SIDE)
     profile = lowtide.rehearse(model, step, x)
     decisions = Decisions(
-        remake=frozenset(f"blocks.{block}#0:1" for block in range(3)), replay=frozenset({"blocks.2#0"})
+        recompute=frozenset(f"blocks.{block}#0:1" for block in range(3)), replay=frozenset({"blocks.2#0"})
     )
     plan = lowtide.plan(profile, "99%", solver=lambda *_: decisions)
     verdict = lowtide.verify(model, step, x, plan)

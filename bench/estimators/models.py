@@ -1,6 +1,6 @@
 """The models of the measured runs, on the meta device: every tensor's shape, none of its bytes.
 
-Transformers are rebuilt from the configurations that their model cards publish, CNNs are torchvision's. Their weights
+Transformers are rebuilt from the configurations that their model GPUs publish, CNNs are torchvision's. Their weights
 do not matter.
 """
 

@@ -15,10 +15,10 @@ MIB, GIB = 2**20, 2**30
 _INTRODUCTION = """\
 # Predicted peaks beside measured ones
 
-`lowtide.foresee(model, step, batch, device=...)` says what a training step reserves on a CUDA card, on a machine that
+`lowtide.estimate(model, step, batch, device=...)` says what a training step reserves on a GPU, on a machine that
 has none. Here it says so of training runs that somebody else measured, beside what four estimators said of the same
 runs: the artefact of [xMem](https://github.com/Stone-ResearchLife/xMem) (Middleware 2025, MIT licence), of which
-`bench/data/xmem_rows.json` has a sample drawn by hand for spread: 23 models, 3 cards, 80 runs that finished and 11 that
+`bench/data/xmem_rows.json` has a sample drawn by hand for spread: 23 models, 3 GPUs, 80 runs that finished and 11 that
 ran out of memory. `python bench/xmem.py` made this page and [prediction.json](prediction.json). {versions}
 
 **Measured** is the highest sample of NVML's used memory less the first one: the peak of *reserved* bytes, and the
@@ -30,13 +30,13 @@ of its absolute value.
 _BEHIND = """\
 ## What is behind a prediction
 
-- The runs' four iterations (2 x 2: `foresee` takes a step twice) with the models' own code under fake tensors, from
+- The runs' four iterations (2 x 2: `estimate` takes a step twice) with the models' own code under fake tensors, from
   `model.to(device)` on, in the order of the artefact's loops, with what their variables keep alive.
 - CUDA's behaviours: attention kernels, dropout masks of one byte, `foreach` optimizers, a cuBLAS workspace of 8,519,680
   bytes for each of two threads (torch's sources name each).
 - The caching allocator, simulated. Which address the driver gives a new segment decides between free blocks of equal
   size, and in some runs with that whether one more tensor of logits has room. Expected is the order that is seen in
-  memory snapshots of other programs (`memory/allocator/segment_addresses.py`), as `foresee` takes it.
+  memory snapshots of other programs (`memory/allocator/segment_addresses.py`), as `estimate` takes it.
 - Workspaces of cuDNN's convolutions depend on its heuristics and on what is free: torch goes through their list
   of algorithms until one runs whose workspace can be had (`aten/src/ATen/native/cudnn/Conv_v8.cpp`, `try_configs`).
   Repeats of a CNN differ by up to 21 %. None is expected, nor does xMem count any. Copies of what is not channels-last,
@@ -45,7 +45,7 @@ _BEHIND = """\
 - **Range** is the least and the most of five other orders of addresses, of those bounds, and for small batches of text
   of three other sequences of lengths.
 - No number is fitted to these rows: the allocator's constants and the cuBLAS workspace are from torch's sources, the
-  card's memory is the driver's own output, the driver's chunk is from the snapshots. Two choices between models were
+  GPU's memory is the driver's own output, the driver's chunk is from the snapshots. Two choices between models were
   made after these rows had been seen: to expect no cuDNN workspace, and to go by the snapshots' order of addresses. The
   second one has since been held against five more recordings, and stays.
 
@@ -64,7 +64,7 @@ in another way, which can move a row.
 
 
 _COLUMNS = " | ".join(
-    ("| row", "model, batch, optimizer", "card", "measured MiB", "predicted", "range", "Lowtide", *TOOLS, "")
+    ("| row", "model, batch, optimizer", "gpu", "measured MiB", "predicted", "range", "Lowtide", *TOOLS, "")
 ).rstrip()
 
 
@@ -117,7 +117,7 @@ def _summary(pairs: Sequence[Scored]) -> Iterator[str]:
         yield f"| {c.tool} | {c.stratum or 'all'} | {c.n_rows} | {c.median:.2%} | {c.worst:.1%} | {ours} |"
     yield ""
     yield (
-        "xMem runs the real step on a CPU and adds a term that was measured on the card; DNNMem's numbers have that "
+        "xMem runs the real step on a CPU and adds a term that was measured on the GPU; DNNMem's numbers have that "
         "term too. SchedTune is a regression. All four are as the artefact's authors ran them."
     )
     yield ""
@@ -133,7 +133,7 @@ def _finished(pairs: Sequence[Scored]) -> Iterator[str]:
         yield f"### {stratum[0].upper()}{stratum[1:]}"
         yield ""
         yield (
-            "| row | model, batch, optimizer | card | measured MiB | predicted | range | Lowtide | "
+            "| row | model, batch, optimizer | GPU | measured MiB | predicted | range | Lowtide | "
             + " | ".join(TOOLS)
             + " |"
         )
@@ -185,7 +185,7 @@ def _refused(pairs: Sequence[Scored]) -> Iterator[str]:
     yield "Measured is how far they came. The tools' columns: whether they said so."
     yield ""
     yield (
-        "| row | model, batch, optimizer | card | measured MiB | predicted | range | Lowtide | "
+        "| row | model, batch, optimizer | GPU | measured MiB | predicted | range | Lowtide | "
         + " | ".join(TOOLS)
         + " |"
     )
@@ -205,9 +205,9 @@ def _run(pair: Scored) -> str:
     assert found.most_bytes is not None
     same = found.least_bytes == found.most_bytes
     within = "" if same else f"{found.least_bytes // MIB:,} to {found.most_bytes // MIB:,}"
-    card = row.card.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    gpu = row.gpu.removeprefix("NVIDIA ").removeprefix("GeForce ")
     measured = f"{'> ' if row.oom else ''}{row.measured_bytes // MIB:,}"
-    return f"| {row.id} | {row.name} | {card} | {measured} | {found.reserved_bytes // MIB:,} | {within}"
+    return f"| {row.id} | {row.name} | {gpu} | {measured} | {found.reserved_bytes // MIB:,} | {within}"
 
 
 def _error(pair: Scored, tool: str) -> str:

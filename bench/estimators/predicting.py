@@ -1,4 +1,4 @@
-"""One run, foreseen on a card that is not there."""
+"""One run, estimated on a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from estimators.models import build
 from estimators.records import Prediction
 from estimators.rows import Row
 from estimators.training import Loop
-from lowtide.estimator.cuda.gpu_estimate import CardForesight
+from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.gpu_specs import Card
+from lowtide.memory.gpu_specs import GpuSpec
 
 CAPABILITY = {
     "NVIDIA GeForce RTX 4060": (8, 9),
@@ -21,25 +21,25 @@ CAPABILITY = {
 
 
 def predict(row: Row) -> Prediction:
-    """What the run reserves, whether it fits on its card, and how long it took to say so."""
+    """What the run reserves, whether it fits on its GPU, and how long it took to say so."""
     began = time.perf_counter()
     expected, *others_possible = row.lengths
-    foreseen = foresee(row, expected)
-    peaks = [*foreseen.interval, *(foresee(row, lengths).peak_reserved_bytes for lengths in others_possible)]
+    estimated = estimate(row, expected)
+    peaks = [*estimated.interval, *(estimate(row, lengths).peak_reserved_bytes for lengths in others_possible)]
     return Prediction(
         row=row.id,
-        reserved_bytes=foreseen.peak_reserved_bytes,
+        reserved_bytes=estimated.peak_reserved_bytes,
         least_bytes=min(peaks),
         most_bytes=max(peaks),
-        allocated_bytes=foreseen.peak_allocated_bytes,
-        verdict=foreseen.verdict,
+        allocated_bytes=estimated.peak_allocated_bytes,
+        verdict=estimated.verdict,
         seconds=time.perf_counter() - began,
     )
 
 
-def foresee(row: Row, lengths: tuple[int, ...]) -> CardForesight:
-    """The whole run on its card."""
+def estimate(row: Row, lengths: tuple[int, ...]) -> GpuMemoryEstimate:
+    """The whole run on its gpu."""
     model = build(row.model)
     loop = Loop(row, model, lengths)
-    card = Card(name=row.card, total_bytes=row.card_bytes, capability=CAPABILITY[row.card], source=row.source)
-    return lowtide.foresee(model, loop, None, device=card, optimizer=loop.optimizer, allocator=AllocatorConfig())
+    gpu = GpuSpec(name=row.gpu, total_bytes=row.gpu_bytes, capability=CAPABILITY[row.gpu], source=row.source)
+    return lowtide.estimate(model, loop, None, device=gpu, optimizer=loop.optimizer, allocator=AllocatorConfig())

@@ -13,13 +13,13 @@ class Prediction(Record):
 
     row: str
     reserved_bytes: int | None = None
-    """Peak of what the allocator takes from the card, with the addresses that a driver is expected to give."""
+    """Peak of what the allocator takes from the GPU, with the addresses that a driver is expected to give."""
     least_bytes: int | None = None
     most_bytes: int | None = None
     """The same at least and at most: with other addresses, and with the bounds of what is known only within bounds."""
     allocated_bytes: int | None = None
     verdict: str | None = None
-    """Whether it fits on the row's card: "fits", "does not fit" or "unknown"."""
+    """Whether it fits on the row's GPU: "fits", "does not fit" or "unknown"."""
     seconds: float = 0.0
     refusal: str | None = None
 

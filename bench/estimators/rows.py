@@ -42,7 +42,7 @@ class Limited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One training run of four iterations on a card."""
+    """One training run of four iterations on a GPU."""
 
     id: str
     source: str
@@ -53,8 +53,8 @@ class Row:
     batch: int
     optimizer: str
     zero_grad_mode: int | None
-    card: str
-    card_bytes: int
+    gpu: str
+    gpu_bytes: int
     oom: bool
     """It ended out of memory."""
     measured_bytes: int

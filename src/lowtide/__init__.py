@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.oom.explain_oom import explain_oom
     from lowtide.errors import (
         BudgetError,
+        DataDependentStepError,
         Infeasible,
         LowtideError,
         OverBudget,
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
         ReplayMismatch,
         StalePlan,
         TorchMissing,
-        Unforeseeable,
     )
-    from lowtide.estimator import Foresight, Largest, foresee, largest
-    from lowtide.estimator.cuda.gpu_estimate import CardForesight
+    from lowtide.estimator.batch_search import LargestBatch, largest_batch
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+    from lowtide.estimator.estimation import estimate
+    from lowtide.estimator.memory_estimate import MemoryEstimate
     from lowtide.levers.accumulation.accumulate import accumulate
     from lowtide.levers.accumulation.split_batch import micro_batches
     from lowtide.memory.measure import measure
@@ -46,14 +48,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Applied",
     "BudgetError",
-    "CardForesight",
+    "DataDependentStepError",
     "Fitted",
     "FittedSizes",
-    "Foresight",
     "Frontier",
+    "GpuMemoryEstimate",
     "Infeasible",
-    "Largest",
+    "LargestBatch",
     "LowtideError",
+    "MemoryEstimate",
     "OverBudget",
     "PackageMissing",
     "Plan",
@@ -64,19 +67,18 @@ __all__ = [
     "RunVerdict",
     "StalePlan",
     "TorchMissing",
-    "Unforeseeable",
     "Verdict",
     "Watch",
     "__version__",
     "accumulate",
     "apply",
+    "estimate",
     "explain_oom",
     "fit",
     "fitted",
-    "foresee",
     "frontier",
     "graph",
-    "largest",
+    "largest_batch",
     "loss_only",
     "measure",
     "micro_batches",
@@ -95,13 +97,13 @@ __all__ = [
 _HOMES = {
     "Applied": "lowtide.api.apply",
     "BudgetError": "lowtide.errors",
-    "CardForesight": "lowtide.estimator.cuda.gpu_estimate",
+    "GpuMemoryEstimate": "lowtide.estimator.cuda.gpu_estimate",
     "Fitted": "lowtide.api.fit",
     "FittedSizes": "lowtide.api.fit",
-    "Foresight": "lowtide.estimator",
+    "MemoryEstimate": "lowtide.estimator.memory_estimate",
     "Frontier": "lowtide.planner.budget_frontier",
     "Infeasible": "lowtide.errors",
-    "Largest": "lowtide.estimator",
+    "LargestBatch": "lowtide.estimator.batch_search",
     "LowtideError": "lowtide.errors",
     "OverBudget": "lowtide.errors",
     "PackageMissing": "lowtide.errors",
@@ -113,7 +115,7 @@ _HOMES = {
     "RunVerdict": "lowtide.script.within",
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
-    "Unforeseeable": "lowtide.errors",
+    "DataDependentStepError": "lowtide.errors",
     "Verdict": "lowtide.api.verify",
     "Watch": "lowtide.diagnostics.leaks.watcher",
     "accumulate": "lowtide.levers.accumulation.accumulate",
@@ -121,10 +123,10 @@ _HOMES = {
     "explain_oom": "lowtide.diagnostics.oom.explain_oom",
     "fit": "lowtide.api.fit",
     "fitted": "lowtide.api.fitted",
-    "foresee": "lowtide.estimator",
+    "estimate": "lowtide.estimator.estimation",
     "frontier": "lowtide.planner.budget_frontier",
     "graph": "lowtide.diagnostics.graph",
-    "largest": "lowtide.estimator",
+    "largest_batch": "lowtide.estimator.batch_search",
     "loss_only": "lowtide.api.release",
     "measure": "lowtide.memory.measure",
     "micro_batches": "lowtide.levers.accumulation.split_batch",

@@ -6,7 +6,7 @@
       OverBudget       RuntimeError   a measured peak stayed above the budget after every repair
       PackageMissing   ImportError    a package that only pictures or the demo need is absent
       RehearsalError   RuntimeError   the step could not be rehearsed
-        Unforeseeable                 the step decides by what is in a tensor, and it was to run without memory
+        DataDependentStepError                 the step decides by what is in a tensor, and it was to run without memory
       ReplayMismatch   RuntimeError   a part of the model, run again, was another one than before
       StalePlan        ValueError     a plan was made for another model, batch, device, dtype or torch
       TorchMissing     ImportError    torch is absent or too old
@@ -46,7 +46,7 @@ class RehearsalError(LowtideError, RuntimeError):
     """The step could not be rehearsed, so nothing is known about its memory."""
 
 
-class Unforeseeable(RehearsalError):
+class DataDependentStepError(RehearsalError):
     """The step decides something by what is in a tensor, and that can't be known without running it."""
 
 
@@ -142,5 +142,5 @@ def _as_budget(peak_bytes: int) -> str:
 
 
 # Users meet these as lowtide.Infeasible and so on: say so in tracebacks, and pickle them under the name that is kept.
-for _public in (LowtideError, *LowtideError.__subclasses__(), Unforeseeable):
+for _public in (LowtideError, *LowtideError.__subclasses__(), DataDependentStepError):
     _public.__module__ = "lowtide"

@@ -79,7 +79,7 @@ def test_is_cuda_is_asked_by_what_a_mode_of_functions_is_told() -> None:
     assert tensors.IS_CUDA in asked
 
 
-def test_a_context_for_a_card_does_nothing_without_what_sets_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_for_a_gpu_does_nothing_without_what_sets_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in privateuse1.CUDA_EXCHANGES:
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     with torch.cuda.device(0):

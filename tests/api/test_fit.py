@@ -224,7 +224,7 @@ def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(t
     asked.to_json(tmp_path / "plan.json")
     made = Plan.from_json(tmp_path / "plan.json")
     assert made == asked
-    assert made.larger.decisions == smallest_peak(profile)[0]
+    assert made.fallback.decisions == smallest_peak(profile)[0]
     torch.manual_seed(7)
     expected = [plain.step(batch) for batch in (planned.batch, larger, planned.batch)]
 
@@ -235,9 +235,9 @@ def test_a_batch_that_is_larger_than_the_planned_one_gets_the_most_saving_plan(t
         return memory.peak_bytes
 
     most_saving = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
-    assert most_saving.larger is None
-    assert peak(made, larger) == peak(most_saving, larger) < 0.95 * peak(replace(made, larger=None), larger)
-    assert peak(made, planned.batch) == peak(replace(made, larger=None), planned.batch)
+    assert most_saving.fallback is None
+    assert peak(made, larger) == peak(most_saving, larger) < 0.95 * peak(replace(made, fallback=None), larger)
+    assert peak(made, planned.batch) == peak(replace(made, fallback=None), planned.batch)
     torch.manual_seed(7)
     with lowtide.apply(planned.model, made) as applied:
         found = [planned.step(batch) for batch in (planned.batch, larger, planned.batch)]
@@ -258,7 +258,7 @@ def test_a_batch_that_is_longer_and_has_fewer_rows_is_no_larger_one():
 
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), torch.zeros(16, 32, 64))
     made = lowtide.plan(profile, "85%")
-    alone = replace(made, larger=None)
+    alone = replace(made, fallback=None)
     assert peak(made, 8, 64) == peak(alone, 8, 64)
     assert peak(made, 8, 65) < peak(alone, 8, 65)
 
@@ -380,7 +380,7 @@ def test_a_step_that_does_not_even_fit_while_it_is_rehearsed_is_refused_with_wha
 def test_a_model_that_fits_anyway_is_left_alone():
     case = build("gpt2")
     with lowtide.fit(case.model, case.step, case.batch, budget="100%") as fitted:
-        assert not fitted.plan.remake
+        assert not fitted.plan.recompute
         assert not fitted.plan.replay
         assert "everything is kept" in str(fitted)
 
@@ -446,7 +446,7 @@ def test_a_step_may_call_the_parts_of_a_model():
         return loss.detach()
 
     with lowtide.fit(model, step, batch, budget="75%") as fitted:
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
         assert fitted.verdict.identical
 
 
@@ -569,10 +569,10 @@ def test_what_no_two_plain_steps_agree_on_is_not_held_against_a_plan():
     step = noisy(model, lambda batch: model(batch).square().mean())
     with lowtide.fit(model, step, batch, budget="80%") as fitted:
         verdict = fitted.verdict
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
         assert verdict.identical
         assert verdict.differences["gradients"]
-        assert verdict.unsteady == ("gradients", "parameters")
+        assert verdict.nondeterministic == ("gradients", "parameters")
         assert not verdict.differences["loss"]
         assert "bit-identical to the plain step: loss and random numbers; it is not deterministic in its gradi" in str(
             fitted
@@ -582,7 +582,7 @@ def test_what_no_two_plain_steps_agree_on_is_not_held_against_a_plan():
 
 def test_copies_on_several_devices_are_refused():
     model = nn.DataParallel(nn.Linear(2, 2))
-    model.device_ids = [0, 1]  # as on a machine with two cards
+    model.device_ids = [0, 1]  # as on a machine with two GPUs
     with pytest.raises(lowtide.RehearsalError, match=r"on 2 devices.*CUDA_VISIBLE_DEVICES=0"):
         lowtide.fit(model, lambda batch: pytest.fail("the step ran"), torch.ones(2), budget="50%")
 

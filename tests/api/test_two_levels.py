@@ -35,7 +35,7 @@ def groups():
 
 def without_results(profile: Profile) -> Profile:
     """`profile`, if no call could be run forward for its result."""
-    return replace(profile, calls=tuple(replace(call, gives=None) for call in profile.calls))
+    return replace(profile, calls=tuple(replace(call, result_value=None) for call in profile.calls))
 
 
 def one_level(profile: Profile) -> list[Profile]:

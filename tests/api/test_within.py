@@ -86,7 +86,7 @@ def test_a_plain_loop_runs_within_its_budget_to_the_same_bits(capsys: pytest.Cap
     assert run.verdict.within_budget
     assert run.verdict.is_of_planned_size
     assert run.verdict.budget_bytes == run.plan.budget_bytes
-    assert run.plan.remake
+    assert run.plan.recompute
     text = str(run)
     assert text.startswith("Sequential: ")
     assert "peak measured: within the budget of" in text
@@ -403,8 +403,8 @@ def test_a_larger_batch_gets_a_plan_of_its_own(capsys: pytest.CaptureFixture[str
     _, run = under(loop, "85%")
     said = capsys.readouterr().err
     small, large = run.plans
-    assert small.given == ("[256, 64] float32",)
-    assert large.given == ("[400, 64] float32",)
+    assert small.input_shapes == ("[256, 64] float32",)
+    assert large.input_shapes == ("[400, 64] float32",)
     assert large is run.plan
     assert large.budget_bytes == small.budget_bytes
     assert run.verdict is not None

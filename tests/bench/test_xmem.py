@@ -25,7 +25,7 @@ def test_a_run_that_ended_out_of_memory_does_not_fit() -> None:
     found = predict(row)
     assert row.oom
     assert found.reserved_bytes is not None
-    assert found.reserved_bytes > row.card_bytes
+    assert found.reserved_bytes > row.gpu_bytes
     assert found.verdict == "does not fit"
 
 

@@ -1,4 +1,4 @@
-"""`lowtide rehearse --device`: what scripts for CUDA ask of torch, before their first forward and after it."""
+"""`lowtide estimate --device`: what scripts for CUDA ask of torch, before their first forward and after it."""
 
 import json
 import re
@@ -9,16 +9,16 @@ import torch
 
 from lowtide import cli
 
-Rehearse = Callable[..., tuple[int, str, str]]
+Estimate = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def rehearse(tmp_path, capfd: pytest.CaptureFixture[str]) -> Rehearse:
+def estimate(tmp_path, capfd: pytest.CaptureFixture[str]) -> Estimate:
     def command(text: str, *options: str, args: tuple[str, ...] = ()) -> tuple[int, str, str]:
         path = tmp_path / "train.py"
         path.write_text(text, encoding="utf-8")
         capfd.readouterr()
-        code = cli.main(("rehearse", "--device", "RTX 3060", *options, str(path), *args))
+        code = cli.main(("estimate", "--device", "RTX 3060", *options, str(path), *args))
         torch.set_default_device(None)
         return (code, *capfd.readouterr())
 
@@ -109,8 +109,8 @@ for step in range(3):
 """
 
 
-def test_what_scripts_for_cuda_ask_of_torch_works_before_the_first_forward_and_after(rehearse: Rehearse) -> None:
-    code, out, err = rehearse(IDIOMS)
+def test_what_scripts_for_cuda_ask_of_torch_works_before_the_first_forward_and_after(estimate: Estimate) -> None:
+    code, out, err = estimate(IDIOMS)
     assert code == 0, err
     assert "it fits" in out
 
@@ -122,11 +122,11 @@ def test_what_scripts_for_cuda_ask_of_torch_works_before_the_first_forward_and_a
         ("torch.cuda.graph(None)", "torch.cuda.graph: a CUDA graph records kernels"),
         ("torch.cuda.MemPool()", "torch.cuda.MemPool: what is allocated past torch's own allocator"),
         ("torch.cuda.FloatStorage(3)", "torch.cuda.FloatStorage: storages of old"),
-        ("torch.cuda.comm.broadcast(torch.ones(3), [0])", "torch.cuda.comm.broadcast: a rehearsal is for one card"),
+        ("torch.cuda.comm.broadcast(torch.ones(3), [0])", "torch.cuda.comm.broadcast: a rehearsal is for one GPU"),
     ],
 )
-def test_what_a_card_that_is_not_there_can_not_do_is_refused_by_name(rehearse: Rehearse, asked: str, said: str) -> None:
-    code, _, err = rehearse(f"import torch\nassert not isinstance(1, torch.cuda.CUDAGraph)\n{asked}\n")
+def test_what_a_gpu_that_is_not_there_can_not_do_is_refused_by_name(estimate: Estimate, asked: str, said: str) -> None:
+    code, _, err = estimate(f"import torch\nassert not isinstance(1, torch.cuda.CUDAGraph)\n{asked}\n")
     assert code == 2
     assert said in err
     assert "Traceback" not in err
@@ -164,27 +164,27 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTMCell", "attention"])
-def test_a_layer_with_kernels_of_its_own_is_on_the_card_where_a_script_stays_on_the_cpu(
-    rehearse: Rehearse, kind: str
+def test_a_layer_with_kernels_of_its_own_is_on_the_gpu_where_a_script_stays_on_the_cpu(
+    estimate: Estimate, kind: str
 ) -> None:
     found = []
     for device in ("cpu", "cuda"):
-        code, out, err = rehearse(RECURRENT, "--json", "-", args=(kind, device))
+        code, out, err = estimate(RECURRENT, "--json", "-", args=(kind, device))
         assert code == 0, err
         found.append(json.loads(out)[0]["peak_requested_bytes"])
     assert found[0] == found[1]
 
 
-def test_recurrent_layers_fit_by_one_gpus_measurement_and_not_where_that_is_too_little(rehearse: Rehearse) -> None:
+def test_recurrent_layers_fit_by_one_gpus_measurement_and_not_where_that_is_too_little(estimate: Estimate) -> None:
     for strict, code in (((), 0), (("--strict",), 1)):
-        found, out, _ = rehearse(RECURRENT, *strict, args=("LSTM", "cuda"))
+        found, out, _ = estimate(RECURRENT, *strict, args=("LSTM", "cuda"))
         assert found == code
         assert "it fits, by one GPU's measurement of what is not known exactly" in out
         assert "counted as measured on one GPU, an H200 with cuDNN 9.19" in out
-    code, out, _ = rehearse(RECURRENT.replace("randn(7, 64", "randn(7, 2000000"), args=("LSTM", "cuda"))
+    code, out, _ = estimate(RECURRENT.replace("randn(7, 64", "randn(7, 2000000"), args=("LSTM", "cuda"))
     assert code == 1
     assert "it does not fit" in out
-    plain, _, _ = rehearse(RECURRENT, "--strict", args=("attention", "cuda"))
+    plain, _, _ = estimate(RECURRENT, "--strict", args=("attention", "cuda"))
     assert plain == 0  # all of it is known
 
 
@@ -227,9 +227,9 @@ for name in ORDER:
 
 @pytest.mark.parametrize("order", [("plain", "sequential"), ("sequential", "plain"), ("whole",)])
 def test_a_loop_without_an_optimizer_is_rehearsed_and_prints_the_allocators_peaks(
-    rehearse: Rehearse, order: tuple[str, ...]
+    estimate: Estimate, order: tuple[str, ...]
 ) -> None:
-    code, out, err = rehearse(PEAKS.replace("ORDER", repr(order)), "--json", "-")
+    code, out, err = estimate(PEAKS.replace("ORDER", repr(order)), "--json", "-")
     assert code == 0, err
     printed = {name: int(peak) for name, peak in re.findall(r"^(\w+) (\d+) \d+$", err, re.MULTILINE)}
     assert [*printed] == [*order]
@@ -238,15 +238,15 @@ def test_a_loop_without_an_optimizer_is_rehearsed_and_prints_the_allocators_peak
     assert json.loads(out)[0]["peak_allocated_bytes"] == max(printed.values())
 
 
-def test_what_had_no_optimizer_is_said(rehearse: Rehearse) -> None:
+def test_what_had_no_optimizer_is_said(estimate: Estimate) -> None:
     text = "import torch\nmodel = torch.nn.Linear(64, 64)\nfor _ in range({}):\n    model(torch.randn(8, 64)).sum(){}"
     for n_passes, said in ((1, "1 forward and backward pass,"), (3, "3 forward and backward passes,")):
-        code, out, _ = rehearse(text.format(n_passes, ".backward()"))
+        code, out, _ = estimate(text.format(n_passes, ".backward()"))
         assert code == 0
         assert f"at the peak of {said} for no optimizer stepped" in out
-    code, out, _ = rehearse(text.format(1000, ".backward()"))
+    code, out, _ = estimate(text.format(1000, ".backward()"))
     assert "32 forward and backward passes" in out  # and no more of a loop that may be long
-    code, _, err = rehearse(text.format(3, ""))
+    code, _, err = estimate(text.format(3, ""))
     assert code == 2
     assert "no optimizer stepped" in err
 
@@ -278,11 +278,11 @@ finally:
 """
 
 
-def test_a_script_for_several_gpus_is_rehearsed_with_the_buckets_of_its_gradients(rehearse: Rehearse, tmp_path) -> None:
+def test_a_script_for_several_gpus_is_rehearsed_with_the_buckets_of_its_gradients(estimate: Estimate, tmp_path) -> None:
     found = []
     for number, args in enumerate((("alone",), ("wrapped",), ("wrapped", "view"))):
         group = (str(tmp_path / f"group{number}"),) if number else ()
-        code, out, err = rehearse(DISTRIBUTED, "--json", "-", args=(*args[:1], *group, *args[1:]))
+        code, out, err = estimate(DISTRIBUTED, "--json", "-", args=(*args[:1], *group, *args[1:]))
         assert code == 0, err
         found.append(json.loads(out)[0]["peak_requested_bytes"])
     gradients = 4 * (256 * 1024 + 1024 + 1024 * 2 + 1024 * 256 + 256)

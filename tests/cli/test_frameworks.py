@@ -70,12 +70,12 @@ def test_a_framework_s_loop_trains_to_the_same_bits_within_a_budget(
 
 
 @pytest.mark.parametrize("use_cpu", [True, False])
-def test_the_trainer_is_rehearsed_for_a_card(use_cpu: bool, tmp_path: Path, run_python: RunPython) -> None:
+def test_the_trainer_is_rehearsed_for_a_gpu(use_cpu: bool, tmp_path: Path, run_python: RunPython) -> None:
     """It begins a sum of losses where the model is, and compares the device of each loss with that."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     script = tmp_path / "train.py"
     text = TRAINER.replace("use_cpu=True", f"use_cpu={use_cpu}").replace("{out}", str(tmp_path / "out"))
     script.write_text(text, encoding="utf-8")
-    done = run_python("-m", "lowtide", "rehearse", "--device", "L4", str(script))
+    done = run_python("-m", "lowtide", "estimate", "--device", "L4", str(script))
     assert done.returncode == 0, done.stderr
     assert "on L4, with 22 GiB: it fits" in done.stdout

@@ -36,12 +36,14 @@ def test_a_plan_is_shown(files: tuple[str, str], capsys: pytest.CaptureFixture[s
 def test_blocks_of_which_the_same_is_decided_are_shown_as_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    remake = {f"h.{i}.{part}#0:{n}": "MulBackward0" for i in range(8) for part, n in (("ln", 0), ("ln", 1), ("act", 0))}
-    larger = Decided(remake={}, replay=tuple(f"h.{i}#0" for i in range(8)))
-    replace(SMALL, remake=remake, replay=("h.3.attn#0",), larger=larger).to_json(tmp_path / "plan.json")
+    recompute = {
+        f"h.{i}.{part}#0:{n}": "MulBackward0" for i in range(8) for part, n in (("ln", 0), ("ln", 1), ("act", 0))
+    }
+    larger = Decided(recompute={}, replay=tuple(f"h.{i}#0" for i in range(8)))
+    replace(SMALL, recompute=recompute, replay=("h.3.attn#0",), fallback=larger).to_json(tmp_path / "plan.json")
     cli.main(["plan", "show", str(tmp_path / "plan.json")])
     assert capsys.readouterr().out.splitlines()[-4:] == [
-        "  h.{0-7}: remake act, ln (2)",
+        "  h.{0-7}: recompute act, ln (2)",
         "  h.3: replay attn",
         "on larger batches:",
         "  h.{0-7}: replay itself",
@@ -60,8 +62,8 @@ def test_equal_plans_do_not_differ(files: tuple[str, str], capsys: pytest.Captur
 
 def test_plans_that_differ_only_for_larger_batches_are_not_the_same(files: tuple[str, str], tmp_path: Path) -> None:
     other = str(tmp_path / "other.json")
-    replace(SMALL, larger=None).to_json(other)
-    assert SMALL.larger is not None
+    replace(SMALL, fallback=None).to_json(other)
+    assert SMALL.fallback is not None
     assert compare(SMALL, Plan.from_json(other)).larger
     assert "on larger batches" in show_diff(SMALL, Plan.from_json(other))
     assert compare(SMALL, Plan.from_json(files[0])).same
@@ -75,8 +77,8 @@ def test_the_difference_of_two_plans(files: tuple[str, str], capsys: pytest.Capt
     assert cli.main(["plan", "diff", "--json", *files]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["numbers"]["budget_bytes"] == [SMALL.budget_bytes, LARGE.budget_bytes]
-    only_small = {f"remake {address}" for address in SMALL.remake.keys() - LARGE.remake.keys()}
-    assert {line for line in found["only_first"] if line.startswith("remake")} == only_small
+    only_small = {f"recompute {address}" for address in SMALL.recompute.keys() - LARGE.recompute.keys()}
+    assert {line for line in found["only_first"] if line.startswith("recompute")} == only_small
     assert found["fingerprint"] == []
 
 

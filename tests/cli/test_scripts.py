@@ -93,7 +93,7 @@ def test_a_script_within_a_budget_trains_to_the_same_bits(
     assert (within.code, within.out) == (0, plain)
     assert "peak predicted (budget " in within.err
     assert within.err.count("within the budget") == 1
-    assert Plan.from_json(saved).remake
+    assert Plan.from_json(saved).recompute
 
     again = run("run", "--plan", saved, train)
     assert (again.code, again.out) == (0, plain)
@@ -401,9 +401,9 @@ def test_modules_that_save_something_else_in_each_step_are_left_alone(
         assert "does not save what the rehearsed one did" not in done.err
         assert ("left alone, as it saves something else in each step: 4.rnn" in done.err) == ("--budget" in within)
     plan = Plan.from_json(saved)
-    assert plan.left_alone == ("4.rnn",)
-    assert plan.remake
-    assert not any(address.startswith("4.rnn") for address in plan.remake)
+    assert plan.excluded_modules == ("4.rnn",)
+    assert plan.recompute
+    assert not any(address.startswith("4.rnn") for address in plan.recompute)
 
 
 NO_TWO_ALIKE = TRAIN.replace("x = torch.randn(", "x = torch.randn(*[1] * step, ").replace("default=5", "default=30")
@@ -539,7 +539,7 @@ def test_a_plan_that_had_smaller_batches_only_is_saved_and_that_is_said(
     assert done.code == 0
     assert "in 20 steps under the plan no batch was of the size it is for: the largest measured" in done.err
     assert "within the budget" not in done.err
-    assert Plan.from_json(saved).remake
+    assert Plan.from_json(saved).recompute
 
 
 BLOCK_OF_ITS_OWN = """
@@ -564,7 +564,7 @@ def test_a_script_that_compiles_its_blocks_trains_to_the_same_bits(
     done = run("run", "--budget", "75%", train)
     assert (done.code, done.out) == (0, run_python(train).stdout)
     uncompiled = kind == "nn.Sequential" and how == "model[i].compile("  # of those torch compiles users' parts only
-    assert ("remade " if uncompiled else "replayed {") in done.err
+    assert ("recomputed " if uncompiled else "replayed {") in done.err
     assert "within the budget" in done.err
 
 
@@ -718,7 +718,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "60%"), ("rehearse", "--device", "T4")])
+@pytest.mark.parametrize("command", [("rehearse",), ("run", "--budget", "60%"), ("estimate", "--device", "T4")])
 def test_a_model_inside_of_a_reentrant_checkpoint_is_said(
     command: tuple[str, ...], script: Callable[[str], str], run: Run
 ) -> None:
@@ -768,7 +768,7 @@ def test_a_script_that_is_interrupted_says_where(
 def test_an_option_of_ours_behind_the_script_is_the_script_s_and_said(
     own: str, script: Callable[[str], str], run: Run
 ) -> None:
-    done = run("rehearse", script(f"raise SystemExit(3)  # {own}\n"), "--device", "L4")
+    done = run("estimate", "--device", "T4", script(f"raise SystemExit(3)  # {own}\n"), "--device", "L4")
     assert done.code == 2
     assert ("--device stands after" in done.err) is not bool(own)
 
@@ -1135,13 +1135,13 @@ def test_a_prompt_of_no_module_is_trained_through_a_frozen_model(
     assert (done.code, done.out) == (0, alone), done.err
     assert done.err.count("within the budget") == 1
     plan = Plan.from_json(saved)
-    assert plan.remake or plan.replay
+    assert plan.recompute or plan.replay
     again = run("run", "--plan", saved, text)
     assert (again.code, again.out) == (0, alone), again.err
     assert again.err.count("within the budget") == 1
-    card = run("rehearse", "--device", "T4", text)
-    assert card.code == 0, card.err
-    assert "it fits" in card.out
+    gpu = run("estimate", "--device", "T4", text)
+    assert gpu.code == 0, gpu.err
+    assert "it fits" in gpu.out
 
 
 LAZY = """
@@ -1263,7 +1263,7 @@ def test_what_is_advised_for_a_wrong_plan_file_makes_one(
 def test_a_cheap_plan_redoes_no_matrix_product(script: Callable[[str], str], run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert run("plan", "make", "--budget", "92%", "--cheap", "-o", str(plan), script(TRAIN)).code == 0
-    assert Plan.from_json(plan).remake
+    assert Plan.from_json(plan).recompute
     assert Plan.from_json(plan).predicted.extra_flops == 0
 
 

@@ -26,7 +26,7 @@ from lowtide.state import reachable_objects as keeping
 from models import build, same, state
 
 WHERE: list[dict[str, Any]] = [{}, {"device": "A100-40"}]
-"""On the machine at hand, and on a card that is not there."""
+"""On the machine at hand, and on a GPU that is not there."""
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -58,9 +58,9 @@ def test_everything_is_as_it_was(before: str, fails: bool, where: dict[str, Any]
 
     if fails:
         with pytest.raises(KeyError, match="the second step fails"):
-            lowtide.foresee(case.model, step, case.batch, **where)
+            lowtide.estimate(case.model, step, case.batch, **where)
     else:
-        lowtide.foresee(case.model, step, case.batch, **where)
+        lowtide.estimate(case.model, step, case.batch, **where)
     assert steps == 0  # it is the step's, so it is put back as well
     assert same(known, state(case))
     assert all(p.grad is g for p, g in zip(case.model.parameters(), gradients, strict=True))
@@ -76,7 +76,7 @@ def test_everything_is_as_it_was(before: str, fails: bool, where: dict[str, Any]
 def test_no_fake_tensor_is_left(where: dict[str, Any]) -> None:
     case = build("gpt2")
     before = {id(fake) for fake in fakes()}  # some other test's
-    lowtide.foresee(case.model, case.step, case.batch, **where)
+    lowtide.estimate(case.model, case.step, case.batch, **where)
     assert [fake for fake in fakes() if id(fake) not in before] == []
 
 
@@ -88,7 +88,7 @@ def fakes() -> list[FakeTensor]:
 @pytest.mark.parametrize("where", WHERE)
 def test_the_next_real_step_gives_the_same_bits(where: dict[str, Any]) -> None:
     one, other = build("gpt2"), build("gpt2")
-    lowtide.foresee(one.model, one.step, one.batch, **where)
+    lowtide.estimate(one.model, one.step, one.batch, **where)
     torch.manual_seed(3)
     first = one.step(one.batch)
     torch.manual_seed(3)
@@ -108,7 +108,7 @@ def test_a_schedulers_optimizer_is_not_listened_to_any_longer(where: dict[str, A
         scheduler.step()
 
     hooks = list(_global_optimizer_pre_hooks.values())
-    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    lowtide.estimate(model, step, torch.ones(2, 8), **where)
     assert list(_global_optimizer_pre_hooks.values()) == hooks
 
 
@@ -131,14 +131,14 @@ def test_parameters_whose_data_the_step_exchanges(device) -> None:
             p.data = was
 
     settings = {} if device is None else {"device": device}
-    foreseen = lowtide.foresee(model, step, torch.randn(4, 64), **settings)
-    assert foreseen.static.parameters == 2 * (64 * 64 + 64) * 4
+    estimated = lowtide.estimate(model, step, torch.randn(4, 64), **settings)
+    assert estimated.static.parameters == 2 * (64 * 64 + 64) * 4
     after = [*model.parameters(), *slow.parameters()]
     assert equal(after, before)
     assert {type(p) for p in after} == {nn.Parameter}
     if device is None:
         measured = lowtide.timeline(model, step, torch.randn(4, 64)).peak_bytes
-        assert foreseen.timeline.peak_bytes == pytest.approx(measured, rel=0.02)
+        assert estimated.timeline.peak_bytes == pytest.approx(measured, rel=0.02)
 
 
 class Reader:
@@ -169,7 +169,7 @@ def test_objects_with_slots_hold_what_they_held(where: dict[str, Any]) -> None:
         meter.last = reader.last = reader.other = loss
         reader.numbers.append(2)
 
-    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    lowtide.estimate(model, step, torch.ones(2, 8), **where)
     assert meter == Meter()
     assert reader.numbers == [1]
     assert not hasattr(reader, "last")
@@ -201,7 +201,7 @@ def test_generators_of_random_numbers_draw_what_they_would_have_drawn(where: dic
         model(batch).sum().backward()
 
     states = drawing.getstate(), new.bit_generator.state, old.get_state()[2], own.get_state()
-    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    lowtide.estimate(model, step, torch.ones(2, 8), **where)
     assert (drawing.getstate(), new.bit_generator.state, old.get_state()[2]) == states[:3]
     assert torch.equal(own.get_state(), states[3])
     assert drawing.count == 0
@@ -223,7 +223,7 @@ def test_sets_and_variables_hold_what_they_held(where: dict[str, Any]) -> None:
         later = known
         del known
 
-    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    lowtide.estimate(model, step, torch.ones(2, 8), **where)
     assert (seen, last, known) == ({1}, [0], 1)
     assert step.__closure__ is not None
     variables = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))
@@ -238,7 +238,7 @@ def test_sets_and_variables_hold_what_they_held(where: dict[str, Any]) -> None:
         del known
 
     with pytest.raises(NameError):
-        lowtide.foresee(model, fails, torch.ones(2, 8), **where)
+        lowtide.estimate(model, fails, torch.ones(2, 8), **where)
     assert (last, known, later) == ([0], 1, 0)
 
 
@@ -255,7 +255,7 @@ def test_arrays_have_the_contents_that_they_had(where: dict[str, Any]) -> None:
         objects[1]["loss"] = objects[0]
         objects[0].backward()
 
-    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    lowtide.estimate(model, step, torch.ones(2, 8), **where)
     assert np.isnan(mean).all()
     assert not part.any()
     assert objects.tolist() == [None, {}]
@@ -308,16 +308,16 @@ def test_caches_of_a_models_own_code(where: dict[str, Any]) -> None:
 
     MASKS.clear()
     causal.cache_clear()
-    lowtide.foresee(model, step, x, **where)
+    lowtide.estimate(model, step, x, **where)
     assert MASKS == {}
     assert type(causal(4)) is torch.Tensor
     assert type(step(x)) is torch.Tensor
     known = MASKS[4], causal(4)
-    lowtide.foresee(model, step, x, **where)
+    lowtide.estimate(model, step, x, **where)
     assert (MASKS[4], causal(4)) == known
     place(0)
     before = place(0), place.cache_info().currsize
-    lowtide.foresee(model, lambda batch: (place(1), step(batch)), x, **where)
+    lowtide.estimate(model, lambda batch: (place(1), step(batch)), x, **where)
     assert (place(0), place.cache_info().currsize) == (before[0], 2)  # there is no fake tensor in it
 
 
@@ -333,7 +333,7 @@ def test_what_nobody_can_find_raises_when_it_is_used(where: dict[str, Any], monk
         importlib.import_module("hidden").left.append(out.detach())
         out.sum().backward()
 
-    lowtide.foresee(model, step, torch.randn(4, 8), **where)
+    lowtide.estimate(model, step, torch.randn(4, 8), **where)
     with pytest.raises(Exception, match=r"[Ff]ake"):
         _ = model(torch.randn(4, 8)) + module.left[0]
 
@@ -376,7 +376,7 @@ def test_containers_with_constructors_and_methods_of_their_own(where: dict[str, 
         output["loss"] = output.loss = loss
         output["other"] = loss
 
-    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    lowtide.estimate(model, step, torch.ones(2, 8), **where)
     assert (meters, [*losses], vars(losses)) == ({}, [], {"name": "losses"})
     assert ({**output}, vars(output)) == ({"loss": 0}, {"loss": 0})
 
@@ -399,7 +399,7 @@ def test_classes_functions_and_defaults_hold_what_they_held(where: dict[str, Any
         Trainer.count += 1
         Trainer.other = loss  # type: ignore[attr-defined]
 
-    lowtide.foresee(model, step, torch.ones(2, 8), **where)
+    lowtide.estimate(model, step, torch.ones(2, 8), **where)
     assert step.__kwdefaults__ == {"log": []}
     assert vars(step) == {}
     assert (Trainer.last, Trainer.count, hasattr(Trainer, "other")) == (None, 0, False)
@@ -426,12 +426,12 @@ def in_threads(*work: Callable[[], object]) -> list[BaseException]:
 def test_several_at_once_wait_for_each_other_and_leave_nothing_behind() -> None:
     run, rebuild = torch.autograd._engine_run_backward, torch._utils._rebuild_tensor  # type: ignore[attr-defined]
 
-    def foresee() -> None:
+    def estimate() -> None:
         case = build("gpt2")
         for _ in range(3):
-            lowtide.foresee(case.model, case.step, case.batch)
+            lowtide.estimate(case.model, case.step, case.batch)
 
-    assert in_threads(foresee, foresee, foresee) == []
+    assert in_threads(estimate, estimate, estimate) == []
     assert torch.autograd._engine_run_backward is run  # type: ignore[attr-defined]
     assert torch._utils._rebuild_tensor is rebuild
 
@@ -449,13 +449,13 @@ def test_another_thread_trains_meanwhile(where: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    def foresee() -> None:
+    def estimate() -> None:
         try:
             for _ in range(3):
-                lowtide.foresee(case.model, case.step, case.batch, **where)
+                lowtide.estimate(case.model, case.step, case.batch, **where)
         finally:
             done.set()
 
-    assert in_threads(train, foresee) == []
+    assert in_threads(train, estimate) == []
     assert {type(number) for number in numbers} == {float}
     assert len({*numbers}) == 1

@@ -56,9 +56,9 @@ def test_a_step_needs_what_it_is_measured_to_need(name: str) -> None:
         STEPS[name](model[0] * 0.9).sum().backward()
         model.zero_grad()
 
-    foreseen, measured = (f(model, step, torch.ones(1)) for f in (lowtide.foresee, lowtide.timeline))
-    assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
-    assert foreseen.unknown == ()
+    estimated, measured = (f(model, step, torch.ones(1)) for f in (lowtide.estimate, lowtide.timeline))
+    assert estimated.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
+    assert estimated.unknown == ()
 
 
 def test_a_gradient_of_zeros_that_has_no_memory_is_not_read() -> None:
@@ -68,4 +68,4 @@ def test_a_gradient_of_zeros_that_has_no_memory_is_not_read() -> None:
         torch.sgn(model[0] * 1).abs().sum().backward()
         model.zero_grad()
 
-    assert lowtide.foresee(model, step, torch.ones(1)).peak_bytes > 0
+    assert lowtide.estimate(model, step, torch.ones(1)).peak_bytes > 0

@@ -25,12 +25,12 @@ class Attention(nn.Module):
 
 
 def operators(model: nn.Module, batch: object, device: str, **options: object) -> set[str]:
-    foreseen = lowtide.foresee(model, lambda mask: model(mask, **options).sum().backward(), batch, device=device)
-    return {event.op for event in foreseen.whole if type(event) is Allocate}
+    estimated = lowtide.estimate(model, lambda mask: model(mask, **options).sum().backward(), batch, device=device)
+    return {event.op for event in estimated.whole if type(event) is Allocate}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head", "masked", "card", "kernel"),
+    ("dtype", "head", "masked", "gpu", "kernel"),
     [
         (torch.bfloat16, 64, False, "A100-40", "flash"),
         (torch.bfloat16, 64, False, "H100-80", "cudnn"),
@@ -45,9 +45,9 @@ def operators(model: nn.Module, batch: object, device: str, **options: object) -
         (torch.float64, 64, False, "A100-40", "math"),
     ],
 )
-def test_the_kernel_of_attention(dtype: torch.dtype, head: int, masked: bool, card: str, kernel: str) -> None:
+def test_the_kernel_of_attention(dtype: torch.dtype, head: int, masked: bool, gpu: str, kernel: str) -> None:
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool) if masked else None
-    found = operators(Attention(dtype, head), mask, card)
+    found = operators(Attention(dtype, head), mask, gpu)
     fused = {name for name in found if "scaled_dot_product" in name and "backward" not in name}
     assert fused == (set() if kernel == "math" else {f"aten::_scaled_dot_product_{kernel}_attention"})
 
@@ -63,8 +63,8 @@ def test_scores_are_never_held_but_by_the_math_kernel() -> None:
     largest = {}
     for dtype in (torch.float32, torch.float64):
         model = Attention(dtype)
-        foreseen = lowtide.foresee(model, lambda _, m=model: m().sum().backward(), None, device="A100-40")
-        tensors = [e for e in foreseen.whole if type(e) is Allocate and e.op.startswith("aten::")]
+        estimated = lowtide.estimate(model, lambda _, m=model: m().sum().backward(), None, device="A100-40")
+        tensors = [e for e in estimated.whole if type(e) is Allocate and e.op.startswith("aten::")]
         largest[dtype] = max(event.bytes // dtype.itemsize for event in tensors)
     assert largest[torch.float32] < scores == largest[torch.float64]
 
@@ -91,18 +91,18 @@ class Normed(nn.Module):
 )
 def test_what_a_layer_saves_beside_its_result(layer: nn.Module, saved: int) -> None:
     model = Normed(layer)
-    foreseen = lowtide.foresee(model, lambda _: model().sum().backward(), None, device="A100-40")
-    forward = next(phase for phase in foreseen.timeline.phases if phase.name == "forward")
+    estimated = lowtide.estimate(model, lambda _: model().sum().backward(), None, device="A100-40")
+    forward = next(phase for phase in estimated.timeline.phases if phase.name == "forward")
     assert forward.peak_bytes == 512 * 128 * 4 + saved + 4  # the result, what is saved, the sum
 
 
 def test_two_workspaces_of_cublas_that_stay() -> None:
     model = nn.Linear(8, 8)
-    for card, n_bytes in (("A100-40", 8_519_680), ("H100-80", 32 * 2**20)):
-        foreseen = lowtide.foresee(model, lambda x: model(x).sum().backward(), torch.ones(4, 8), device=card)
-        found = [event for event in foreseen.whole if type(event) is Allocate and event.op == "cublas::workspace"]
+    for gpu, n_bytes in (("A100-40", 8_519_680), ("H100-80", 32 * 2**20)):
+        estimated = lowtide.estimate(model, lambda x: model(x).sum().backward(), torch.ones(4, 8), device=gpu)
+        found = [event for event in estimated.whole if type(event) is Allocate and event.op == "cublas::workspace"]
         assert [event.bytes for event in found] == [n_bytes] * 2
-        freed = {event.block for event in foreseen.whole if type(event) is not Allocate and hasattr(event, "bytes")}
+        freed = {event.block for event in estimated.whole if type(event) is not Allocate and hasattr(event, "bytes")}
         assert not freed & {event.block for event in found}
 
 
@@ -120,10 +120,12 @@ def test_autocast_casts_weights_once_and_keeps_them(device: str) -> None:
         assert loss.dtype is torch.float32
         loss.backward()
 
-    foreseen = lowtide.foresee(weight, step, torch.randn(16, 256), device="A100-40")
-    casts = [e for e in foreseen.whole if type(e) is Allocate and e.op == "aten::_to_copy" and e.bytes == 256 * 256 * 2]
+    estimated = lowtide.estimate(weight, step, torch.randn(16, 256), device="A100-40")
+    casts = [
+        e for e in estimated.whole if type(e) is Allocate and e.op == "aten::_to_copy" and e.bytes == 256 * 256 * 2
+    ]
     assert len(casts) == 2  # one a step
-    assert any("autocast for the CPU" in line for line in foreseen.assumed) == (device == "cpu")
+    assert any("autocast for the CPU" in line for line in estimated.assumed) == (device == "cpu")
 
 
 def test_autocast_casts_what_a_script_has_on_the_cpu() -> None:
@@ -135,9 +137,9 @@ def test_autocast_casts_what_a_script_has_on_the_cpu() -> None:
         assert out.dtype is torch.bfloat16
         out.float().sum().backward()
 
-    foreseen = lowtide.foresee(model, step, torch.ones(1), device="A100-40")
-    casts = [e.bytes for e in foreseen.whole if type(e) is Allocate and e.op == "aten::_to_copy"]
-    assert casts.count(2 * 3 * 64 * 4) == 2  # on the card, once a step
+    estimated = lowtide.estimate(model, step, torch.ones(1), device="A100-40")
+    casts = [e.bytes for e in estimated.whole if type(e) is Allocate and e.op == "aten::_to_copy"]
+    assert casts.count(2 * 3 * 64 * 4) == 2  # on the GPU, once a step
     assert casts.count(2 * 3 * 64 * 2) == 2  # and then in half of the bytes
 
 
@@ -145,19 +147,19 @@ def test_a_convolution_has_bounds_and_a_depthwise_one_needs_nothing() -> None:
     x = torch.randn(2, 16, 8, 8)
     for groups, expected in ((1, True), (16, False)):
         model = nn.Conv2d(16, 16, 3, padding=1, groups=groups)
-        foreseen = lowtide.foresee(model, lambda x, m=model: m(x).sum().backward(), x, device="RTX 3060")
-        assert any(line.startswith("aten::convolution") for line in foreseen.unknown) == expected
-        low, high = foreseen.interval
-        assert low <= foreseen.peak_reserved_bytes <= high
+        estimated = lowtide.estimate(model, lambda x, m=model: m(x).sum().backward(), x, device="RTX 3060")
+        assert any(line.startswith("aten::convolution") for line in estimated.unknown) == expected
+        low, high = estimated.interval
+        assert low <= estimated.peak_reserved_bytes <= high
 
 
 def test_what_matters_and_is_not_known_makes_no_promise() -> None:
-    """On a card that is between the bounds the answer is neither yes nor no."""
+    """On a GPU that is between the bounds the answer is neither yes nor no."""
     model = nn.Conv2d(64, 64, 3, padding=1)
     x = torch.randn(64, 64, 64, 64)
 
     def verdict(device):
-        return lowtide.foresee(model, lambda x: model(x).sum().backward(), x, device=device)
+        return lowtide.estimate(model, lambda x: model(x).sum().backward(), x, device=device)
 
     low, high = verdict("cuda:24GiB").interval
     assert low < high
@@ -169,12 +171,12 @@ def test_what_matters_and_is_not_known_makes_no_promise() -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_one_operator(kind: type[nn.RNNBase]) -> None:
     model = kind(32, 64, num_layers=2, batch_first=True, bidirectional=True)
-    foreseen = lowtide.foresee(model, lambda x: model(x)[0].sum().backward(), torch.randn(4, 50, 32), device="L4")
-    operators = {event.op for event in foreseen.whole if type(event) is Allocate}
+    estimated = lowtide.estimate(model, lambda x: model(x)[0].sum().backward(), torch.randn(4, 50, 32), device="L4")
+    operators = {event.op for event in estimated.whole if type(event) is Allocate}
     assert not operators & {"aten::mm", "aten::addmm", "aten::sigmoid", "aten::tanh"}  # of which the CPU composes it
     assert operators >= {"aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"}
     assert not any("empty" in name for name in operators)  # which is how it is stood in for
-    assert foreseen.static.parameters == sum(p.numel() * 4 for p in model.parameters())
+    assert estimated.static.parameters == sum(p.numel() * 4 for p in model.parameters())
 
 
 def test_what_a_norm_keeps_has_its_name() -> None:
@@ -194,10 +196,10 @@ def test_a_step_of_a_gru_by_itself_keeps_five_numbers_a_unit() -> None:
         assert state is not None
         state.sum().backward()
 
-    foreseen = lowtide.foresee(model, step, x, device="L4")
-    kept = [e.bytes for e in foreseen.whole if type(e) is Allocate and e.op == "aten::_thnn_fused_gru_cell"]
+    estimated = lowtide.estimate(model, step, x, device="L4")
+    kept = [e.bytes for e in estimated.whole if type(e) is Allocate and e.op == "aten::_thnn_fused_gru_cell"]
     assert sorted(kept) == 6 * [128 * 64 * 4] + 6 * [128 * 5 * 64 * 4]
-    assert sum(e.bytes for e in foreseen.timeline.stream if type(e) is Allocate) > 3 * 128 * 6 * 64 * 4
+    assert sum(e.bytes for e in estimated.timeline.stream if type(e) is Allocate) > 3 * 128 * 6 * 64 * 4
 
 
 def test_every_behaviour_has_a_source_and_every_kernel_is_an_operator_of_torch() -> None:

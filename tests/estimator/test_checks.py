@@ -25,14 +25,14 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-def foreseen(model, ask, **options):
+def estimated(model, ask, **options):
     def step(batch):
         found = model(batch)
         loss = found.square().mean()
         ask(found > 0, loss.item())
         loss.backward()
 
-    return lowtide.foresee(model, step, BATCH, **options)
+    return lowtide.estimate(model, step, BATCH, **options)
 
 
 def negated(q, n):
@@ -99,7 +99,7 @@ PASSING = [negated, asserted, compared, over_lines, told, each, otherwise, of_di
 @pytest.mark.parametrize("device", [None, "T4"])
 @pytest.mark.parametrize("ask", PASSING, ids=lambda ask: ask.__name__)
 def test_a_check_passes_and_its_line_is_noted(model, ask, device):
-    notes = [note for note in foreseen(model, ask, device=device).assumed if "a check is taken to pass" in note]
+    notes = [note for note in estimated(model, ask, device=device).assumed if "a check is taken to pass" in note]
     first = ask.__code__.co_firstlineno
     n_lines = max(line for *_, line in ask.__code__.co_lines() if line) - first
     assert notes
@@ -208,8 +208,8 @@ def inside_of_a_module(q, n):
     ids=lambda ask: ask.__name__,
 )
 def test_all_else_is_decided_by_nobody_knows_what(model, ask):
-    with pytest.raises(lowtide.Unforeseeable, match=r"test_checks.py:\d+: it (decides by|compares)"):
-        foreseen(model, ask)
+    with pytest.raises(lowtide.DataDependentStepError, match=r"test_checks.py:\d+: it (decides by|compares)"):
+        estimated(model, ask)
 
 
 def is_nan(q, n):
@@ -287,7 +287,7 @@ MORE = "the way that saves or copies something is taken, as the one that needs m
 )
 @pytest.mark.parametrize("device", [None, "T4"])
 def test_of_ways_that_need_the_same_memory_one_is_taken_and_training_goes_on(model, ask, said, device, capsys):
-    found = of_lines(foreseen(model, ask, device=device).assumed)
+    found = of_lines(estimated(model, ask, device=device).assumed)
     notes = [note.partition(".py:")[2].partition(": ") for note in found]
     notes = [(int(line), why) for line, _, why in notes if "a number from a tensor" not in why]
     assert [why for _, why in sorted(notes)] == said
@@ -298,8 +298,8 @@ def test_of_ways_that_need_the_same_memory_one_is_taken_and_training_goes_on(mod
 def test_code_without_a_source_is_refused(model):
     names = {}
     exec("def ask(q, n):\n    assert q.all()\n", names)
-    with pytest.raises(lowtide.Unforeseeable):
-        foreseen(model, names["ask"])
+    with pytest.raises(lowtide.DataDependentStepError):
+        estimated(model, names["ask"])
 
 
 @pytest.mark.parametrize("device", [None, "T4"])
@@ -311,7 +311,7 @@ def test_known_tensors_are_compared(model, device):
         assert not torch.allclose(ones, ones + 1)
         (torch.ones(2) if torch.allclose(ones, ones + 1e-9) else torch.ones(3)).view(2)
 
-    assert not any("check" in note for note in foreseen(model, ask, device=device).assumed)
+    assert not any("check" in note for note in estimated(model, ask, device=device).assumed)
 
 
 def test_a_check_that_fails_for_what_is_known_fails(model):
@@ -319,7 +319,7 @@ def test_a_check_that_fails_for_what_is_known_fails(model):
         assert (BATCH.long() > 10**6).all(), "known"
 
     with pytest.raises(AssertionError, match="known"):
-        foreseen(model, ask)
+        estimated(model, ask)
 
 
 @pytest.mark.parametrize("device", [None, "T4"])
@@ -330,7 +330,7 @@ def test_an_assignment_gives_as_many_pairs_as_any_costs(model, device):
             assert (len(rows), len(columns)) == (4, 4)
             assert q[torch.as_tensor(rows), torch.as_tensor(columns)].shape == (4,)
 
-    notes = foreseen(model, ask, device=device).assumed
+    notes = estimated(model, ask, device=device).assumed
     assert any("the numbers of an array" in note for note in notes)
 
 
@@ -341,12 +341,12 @@ def test_the_largest_of_numbers_is_one_that_nobody_knows(model):
         for found in (max(0.5, n), max(n, 0.5), min(n, 1e9), min(-1e9, n), max([3.0, n, 2.0]), math.exp(min(n, 20))):
             seen.append(f"{found:.1f}")
         best = max(0.5, n)
-        with pytest.raises(lowtide.Unforeseeable):
+        with pytest.raises(lowtide.DataDependentStepError):
             bool(best > 0.4)
         raise KeyError(*seen)
 
     with pytest.raises(KeyError) as caught:
-        foreseen(model, ask)
+        estimated(model, ask)
     assert caught.value.args == ("1.0",) * 5 + ("2.7",)
 
 
@@ -358,7 +358,7 @@ def test_an_optimizer_may_compare_tensors_that_nobody_knows():
         model(batch).square().mean().backward()
         optimizer.step()
 
-    found = lowtide.foresee(model, step, torch.randn(8, 256), optimizer=optimizer)
+    found = lowtide.estimate(model, step, torch.randn(8, 256), optimizer=optimizer)
     assert any("an optimizer compares" in note for note in found.assumed)
 
 
@@ -393,4 +393,4 @@ def test_a_detector_needs_what_it_is_measured_to_need() -> None:
 
     batch = torch.randn(2, 3, 128, 128), objects
     measured = lowtide.timeline(detector, step, batch).peak_bytes
-    assert lowtide.foresee(detector, step, batch).timeline.peak_bytes == pytest.approx(measured, rel=0.01)
+    assert lowtide.estimate(detector, step, batch).timeline.peak_bytes == pytest.approx(measured, rel=0.01)

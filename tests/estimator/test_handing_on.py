@@ -19,7 +19,7 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"device": "RTX 3060"}], ids=["here", "card"])
+@pytest.mark.parametrize("options", [{}, {"device": "RTX 3060"}], ids=["here", "gpu"])
 def test_the_second_gradient_is_added_to_the_first(options: dict[str, str]) -> None:
     model = nn.Sequential(nn.Linear(64, 64), Residual(), Residual())
 
@@ -27,6 +27,6 @@ def test_the_second_gradient_is_added_to_the_first(options: dict[str, str]) -> N
         model(batch).sum().backward()
         model.zero_grad()
 
-    foreseen = lowtide.foresee(model, step, torch.randn(512, 64), **options)
-    sums = [e for e in foreseen.timeline.stream if isinstance(e, Allocate) and e.op == "aten::add"]
+    estimated = lowtide.estimate(model, step, torch.randn(512, 64), **options)
+    sums = [e for e in estimated.timeline.stream if isinstance(e, Allocate) and e.op == "aten::add"]
     assert len(sums) == 2 + 1  # those of forward, and one in backward: the gradient of a sum has no memory to add to

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.estimator.cuda.gpu_estimate import CardForesight
+from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.memory.events import Allocate, Free
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -34,15 +34,15 @@ class Attention(nn.Module):
         return tensor.transpose(1, 2) if self.rows_first else tensor
 
 
-def foreseen(model: nn.Module, batch: object, card: str, step: Callable[[Any], Any] | None = None) -> CardForesight:
-    return lowtide.foresee(model, step or (lambda x: _weighted(model(x)).backward()), batch, device=card)
+def estimated(model: nn.Module, batch: object, gpu: str, step: Callable[[Any], Any] | None = None) -> GpuMemoryEstimate:
+    return lowtide.estimate(model, step or (lambda x: _weighted(model(x)).backward()), batch, device=gpu)
 
 
 def _weighted(out: Tensor) -> Tensor:
     return (out * out).sum()  # whose gradient is contiguous
 
 
-def blocks(found: CardForesight, op: str) -> list[int]:
+def blocks(found: GpuMemoryEstimate, op: str) -> list[int]:
     """Sizes of all that an operator allocates in the second step, in its order."""
     events = [event for event in found.whole if type(event) is Allocate and event.op == op]
     return [event.bytes for event in events[len(events) // 2 :]]
@@ -52,9 +52,9 @@ EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 FLASH = "aten::_scaled_dot_product_flash_attention"
 
 
-def masked(dtype: torch.dtype, shape: tuple[int, ...], card: str) -> CardForesight:
+def masked(dtype: torch.dtype, shape: tuple[int, ...], gpu: str) -> GpuMemoryEstimate:
     mask = torch.zeros(shape[0], shape[1], shape[2], shape[2], dtype=dtype)
-    return foreseen(Attention(dtype, shape), mask, card)
+    return estimated(Attention(dtype, shape), mask, gpu)
 
 
 def test_efficient_attention_in_single_precision() -> None:
@@ -75,7 +75,7 @@ def test_the_product_is_gone_before_the_workspace_comes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head", "card", "sizes"),
+    ("dtype", "head", "gpu", "sizes"),
     [
         (HALF, 64, "A100-40", {8 * 4 * (64 * 64 * 4 + 16)}),
         (
@@ -88,9 +88,9 @@ def test_the_product_is_gone_before_the_workspace_comes() -> None:
         (HALF, 256, "A100-40", {8 * (2 * 4 * (128 * 64 * 4 + 16) + 2 * 4 * 64 * 256 * 4)}),
     ],
 )
-def test_efficient_attention_in_half_precision(dtype: torch.dtype, head: int, card: str, sizes: set[int]) -> None:
+def test_efficient_attention_in_half_precision(dtype: torch.dtype, head: int, gpu: str, sizes: set[int]) -> None:
     """Delta is one number a row; keys and values have staging areas, a part each, unless they stay in registers."""
-    found = masked(dtype, (2, 4, 256, head), card)
+    found = masked(dtype, (2, 4, 256, head), gpu)
     *_, delta, workspace = blocks(found, EFFICIENT + "_backward")
     assert delta == 2 * 4 * 256 * 4
     assert workspace in sizes
@@ -99,7 +99,7 @@ def test_efficient_attention_in_half_precision(dtype: torch.dtype, head: int, ca
 
 
 def test_flash_attention_pads_rows_and_heads() -> None:
-    found = foreseen(Attention(HALF, (2, 4, 250, 72)), None, "A100-40")
+    found = estimated(Attention(HALF, (2, 4, 250, 72)), None, "A100-40")
     result = 2 * 4 * 250 * 72 * 2
     assert blocks(found, FLASH)[:2] == [result, 2 * 4 * 250 * 4]
     inside = [2 * 4 * 256 * 4, 2 * 4 * 256 * 96 * 4]  # rows to 128, heads to 32, in single precision
@@ -111,20 +111,20 @@ def test_flash_attention_copies_what_has_its_heads_first() -> None:
     model.rows_first = False
     model.query.data, model.key.data = (t.data.transpose(1, 2).contiguous() for t in (model.query, model.key))
     result = 2 * 4 * 128 * 64 * 2
-    assert blocks(foreseen(model, None, "A100-40"), FLASH + "_backward")[:5] == [
+    assert blocks(estimated(model, None, "A100-40"), FLASH + "_backward")[:5] == [
         *[result] * 4,
         4 * 2 * 128 * 4,
     ]  # the result
 
 
 def test_shared_keys_get_a_gradient_for_each_head() -> None:
-    found = foreseen(Attention(HALF, (1, 8, 128, 64), (1, 2, 128, 64)), None, "A100-40")
+    found = estimated(Attention(HALF, (1, 8, 128, 64), (1, 2, 128, 64)), None, "A100-40")
     assert blocks(found, FLASH + "_backward")[-2:] == [8 * 128 * 64 * 2] * 2
 
 
 def test_few_rows_split_many_keys() -> None:
     """64 rows and 4096 keys: 8 to 16 parts of 256, by how many multiprocessors there are."""
-    found = foreseen(Attention(HALF, (1, 1, 64, 64), (1, 1, 4096, 64)), None, "A100-40")
+    found = estimated(Attention(HALF, (1, 1, 64, 64), (1, 1, 4096, 64)), None, "A100-40")
     assert blocks(found, FLASH)[-2:] == [16 * 64 * 4, 16 * 64 * 64 * 4]
     bounds = {(b.least, b.bytes, b.most) for b in found.bounds.values()}
     assert (8 * 64 * 64 * 4, 16 * 64 * 64 * 4, 16 * 64 * 64 * 4) in bounds
@@ -136,14 +136,14 @@ EMBEDDING = "aten::embedding_dense_backward"
 @pytest.mark.parametrize(("n", "padding", "sorts"), [(3072, None, False), (3072, 0, False), (3073, None, True)])
 def test_few_indices_are_not_sorted(n: int, padding: int | None, sorts: bool) -> None:
     model = nn.Embedding(5000, 16, padding_idx=padding)
-    found = blocks(foreseen(model, torch.zeros(n, dtype=torch.int64), "L4"), EMBEDDING)
+    found = blocks(estimated(model, torch.zeros(n, dtype=torch.int64), "L4"), EMBEDDING)
     assert (len(found) > 1) == sorts
     assert found[0] == 5000 * 16 * 4
 
 
 def test_many_indices_take_lists_and_a_row_for_each_partial_sum() -> None:
     n, table, width = 4000, 1000, 64
-    found = blocks(foreseen(nn.Embedding(table, width), torch.zeros(n, dtype=torch.int64), "L4"), EMBEDDING)
+    found = blocks(estimated(nn.Embedding(table, width), torch.zeros(n, dtype=torch.int64), "L4"), EMBEDDING)
     each = 8 * n
     partial = n // 10 + table
     lists = [each, each, each, 2 * each, each, 8, each, 8 * table, 8 * table, 8, 8 * partial]
@@ -153,14 +153,14 @@ def test_many_indices_take_lists_and_a_row_for_each_partial_sum() -> None:
 @pytest.mark.parametrize(("dtype", "more"), [(SINGLE, 0), (HALF, 2 * 64 * 4)])
 def test_few_rows_are_added_up_in_one_pass(dtype: torch.dtype, more: int) -> None:
     model = nn.Embedding(2, 64, dtype=dtype)
-    found = blocks(foreseen(model, torch.zeros(4000, dtype=torch.int64), "L4"), EMBEDDING)
+    found = blocks(estimated(model, torch.zeros(4000, dtype=torch.int64), "L4"), EMBEDDING)
     assert found[-2:] == [8 * 402, 8 * 402 + more]
 
 
 def test_indexing_sorts_what_it_adds_up() -> None:
     model = nn.Linear(64, 50)
     index = torch.zeros(100, dtype=torch.int64)
-    found = foreseen(model, index, "L4", lambda i: model.weight[i].sum().backward())
+    found = estimated(model, index, "L4", lambda i: model.weight[i].sum().backward())
     values = 100 * 64 * 4  # the sum's gradient is one number, broadcast
     assert blocks(found, "aten::index_put")[-6:] == [800, values, 800, 800, 800, 1600]
 
@@ -177,18 +177,18 @@ def test_convolutions_keep_the_layout_that_they_are_given(last: bool) -> None:
         assert out.is_contiguous(memory_format=layout)
         assert gradient.is_contiguous(memory_format=layout)
 
-    foreseen(model, x, "L4", step)
+    estimated(model, x, "L4", step)
 
 
 def test_what_only_cudnn_knows_is_said_and_not_promised() -> None:
     recurrent = nn.LSTM(8, 8)
-    found = foreseen(recurrent, torch.randn(4, 2, 8), "L4", lambda x: recurrent(x)[0].sum().backward())
+    found = estimated(recurrent, torch.randn(4, 2, 8), "L4", lambda x: recurrent(x)[0].sum().backward())
     assert found.verdict == "unknown"
     assert any("cuDNN's reserve" in line for line in found.unknown)
     normed = nn.BatchNorm2d(4)
     x = torch.randn(2, 4, 8, 8)
     for layout, known in ((torch.contiguous_format, True), (torch.channels_last, False)):
-        found = foreseen(normed, x.to(memory_format=layout), "L4")
+        found = estimated(normed, x.to(memory_format=layout), "L4")
         assert (found.verdict == "fits") == known
 
 
@@ -204,14 +204,14 @@ class Turned(nn.Module):
         return self.layer(self.weight.permute(self.order))
 
 
-def turned(layer: Callable[..., Tensor], shape: tuple[int, ...], order: tuple[int, ...]) -> CardForesight:
+def turned(layer: Callable[..., Tensor], shape: tuple[int, ...], order: tuple[int, ...]) -> GpuMemoryEstimate:
     model = Turned(layer, shape, order)
-    return foreseen(model, None, "L4", lambda _: _weighted(model()).backward())
+    return estimated(model, None, "L4", lambda _: _weighted(model()).backward())
 
 
 def test_layer_norm_copies_its_input_before_there_is_a_result() -> None:
     model = Turned(nn.LayerNorm(8), (2, 8, 16), (0, 2, 1))
-    found = foreseen(model, None, "L4", lambda _: _weighted(model()).backward())
+    found = estimated(model, None, "L4", lambda _: _weighted(model()).backward())
     whole, row, width = 2 * 8 * 16 * 4, 2 * 16 * 4, 8 * 4
     assert blocks(found, "aten::native_layer_norm") == [whole, whole, row, row]
     assert blocks(found, "aten::native_layer_norm_backward") == [whole, whole, width, width]
@@ -224,7 +224,7 @@ def test_layer_norm_copies_its_input_before_there_is_a_result() -> None:
 
 def test_layer_norm_of_many_short_rows_sums_up_in_parts() -> None:
     rows, width = 2**16 + 1, 16
-    found = foreseen(nn.LayerNorm(width), torch.randn(rows, width), "L4")
+    found = estimated(nn.LayerNorm(width), torch.randn(rows, width), "L4")
     inside = blocks(found, "aten::native_layer_norm_backward")[-2:]
     assert inside == [-(-rows // 32) * width * 4] * 2
     assert {(b.least, b.most) for b in found.bounds.values() if b.bytes == inside[0]} == {(0, inside[0])}
@@ -238,7 +238,7 @@ def test_the_gradient_of_a_layer_norm_is_contiguous() -> None:
         (gradient,) = torch.autograd.grad(out, x, torch.ones_like(x).transpose(1, 2))
         assert gradient.transpose(1, 2).is_contiguous()
 
-    foreseen(model, torch.randn(2, 8, 16, requires_grad=True), "L4", step)
+    estimated(model, torch.randn(2, 8, 16, requires_grad=True), "L4", step)
 
 
 def test_softmax_multiplies_the_gradient_with_its_result() -> None:
@@ -254,7 +254,7 @@ def test_softmax_multiplies_the_gradient_with_its_result() -> None:
 
 
 def test_group_norm_keeps_two_numbers_a_channel_aside() -> None:
-    found = foreseen(nn.GroupNorm(2, 8), torch.randn(4, 8, 5, 5, requires_grad=True), "L4")
+    found = estimated(nn.GroupNorm(2, 8), torch.randn(4, 8, 5, 5, requires_grad=True), "L4")
     whole, channel, group, weight = 4 * 8 * 25 * 4, 4 * 8 * 4, 4 * 2 * 4, 8 * 4
     assert blocks(found, "aten::native_group_norm") == [whole, group, group, channel, channel]
     inside = [channel, channel, group, group, channel]
@@ -288,13 +288,13 @@ def test_a_gradient_in_another_layout_than_the_batch_is_copied_and_gets_its_layo
         assert gradient.is_contiguous()
 
     whole = 2 * 4 * 64 * 4
-    assert blocks(foreseen(model, x, "L4", step), "aten::native_batch_norm_backward")[:2] == [whole, whole]
+    assert blocks(estimated(model, x, "L4", step), "aten::native_batch_norm_backward")[:2] == [whole, whole]
 
 
 def test_convolutions_copy_their_input_first() -> None:
     model = nn.Conv2d(4, 8, 3)
     x = torch.randn(2, 8, 8, 4, requires_grad=True)
-    found = foreseen(model, x, "L4", lambda x: _weighted(model(x.permute(0, 3, 2, 1))).backward())
+    found = estimated(model, x, "L4", lambda x: _weighted(model(x.permute(0, 3, 2, 1))).backward())
     given, result = 2 * 4 * 64 * 4, 2 * 8 * 36 * 4
     assert blocks(found, "aten::convolution")[:2] == [given, result]
     assert blocks(found, "aten::convolution_backward")[:2] == [given, given]
@@ -305,7 +305,7 @@ def test_factors_of_repeated_numbers_are_copied(repeated: bool, copied: int) -> 
     """The gradient of a sum is one number, for both products of a linear layer."""
     model = nn.Linear(8, 16, bias=False)
     x = torch.randn(4, 8, requires_grad=True)
-    found = foreseen(model, x, "L4", lambda x: (model(x).sum() if repeated else _weighted(model(x))).backward())
+    found = estimated(model, x, "L4", lambda x: (model(x).sum() if repeated else _weighted(model(x))).backward())
     assert blocks(found, "aten::mm").count(4 * 16 * 4) == 1 + copied
 
 
@@ -329,7 +329,7 @@ def test_batch_norms_that_cudnn_does_not_do_take_gradients_as_they_lie(
         out = F.batch_norm(x, norm.running_mean, norm.running_var, *weights, training)
         torch.autograd.grad(out, x, torch.ones_like(out, memory_format=torch.channels_last))
 
-    found = blocks(foreseen(norm, x, "L4", step), "aten::native_batch_norm_backward")
+    found = blocks(estimated(norm, x, "L4", step), "aten::native_batch_norm_backward")
     assert found.count(x.numel() * x.element_size()) == 1 + copied
 
 
@@ -340,7 +340,7 @@ def test_a_batch_of_rows_and_its_gradient_are_normalized_as_they_lie() -> None:
         (gradient,) = torch.autograd.grad(model(x.t()), x, torch.ones(8, 4))
         assert gradient.is_contiguous()
 
-    assert blocks(foreseen(model, x, "L4", step), "aten::native_batch_norm_backward").count(8 * 4 * 4) == 1
+    assert blocks(estimated(model, x, "L4", step), "aten::native_batch_norm_backward").count(8 * 4 * 4) == 1
 
 
 def test_attention_copies_a_gradient_that_has_its_heads_first_before_there_are_others() -> None:
@@ -351,7 +351,7 @@ def test_attention_copies_a_gradient_that_has_its_heads_first_before_there_are_o
         query = model.query.transpose(1, 2)
         (F.scaled_dot_product_attention(query, query, query, mask) * weights).sum().backward()
 
-    found = foreseen(model, torch.zeros(1, 2, 128, 128), "L4", step)
+    found = estimated(model, torch.zeros(1, 2, 128, 128), "L4", step)
     op, whole = f"{EFFICIENT}_backward", 2 * 128 * 64 * 4
     taken = [event.block for event in found.whole if isinstance(event, Allocate) and event.op == op]
     freed = [event.block for event in found.whole if isinstance(event, Free)]

@@ -90,9 +90,9 @@ def test_a_step_has_the_measured_peak(name: str, accumulate: bool) -> None:
             model.zero_grad()
 
     x = torch.rand(64, 64)
-    foreseen, measured = lowtide.foresee(model, step, x).timeline, lowtide.timeline(model, step, x)
-    assert abs(foreseen.peak_bytes - measured.peak_bytes) <= 128  # single numbers
-    assert abs(foreseen.curve[-1] - measured.curve[-1]) <= 128
+    estimated, measured = lowtide.estimate(model, step, x).timeline, lowtide.timeline(model, step, x)
+    assert abs(estimated.peak_bytes - measured.peak_bytes) <= 128  # single numbers
+    assert abs(estimated.curve[-1] - measured.curve[-1]) <= 128
 
 
 def test_blocks_are_freed_once_and_only_what_lives_is_alive() -> None:
@@ -102,7 +102,7 @@ def test_blocks_are_freed_once_and_only_what_lives_is_alive() -> None:
         model(x).sum().backward()
         model.zero_grad()
 
-    timeline = lowtide.foresee(model, step, torch.rand(64, 64)).timeline
+    timeline = lowtide.estimate(model, step, torch.rand(64, 64)).timeline
     assert timeline.curve[-1] == 0
     assert min(timeline.curve) >= 0
     freed = [event.block for event in timeline.stream if type(event).__name__ == "Free"]
@@ -132,5 +132,5 @@ def test_memory_of_arrays_is_not_torchs(name: str) -> None:
         model(ARRAYS[name]()).square().sum().backward()
         model.zero_grad()
 
-    foreseen, measured = lowtide.foresee(model, step, None).timeline, lowtide.timeline(model, step, None)
-    assert foreseen.peak_bytes == measured.peak_bytes
+    estimated, measured = lowtide.estimate(model, step, None).timeline, lowtide.timeline(model, step, None)
+    assert estimated.peak_bytes == measured.peak_bytes

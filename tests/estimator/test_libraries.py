@@ -1,4 +1,4 @@
-"""What cuBLAS and cuDNN take, beside what they took on a card: data/cudnn_h200.json."""
+"""What cuBLAS and cuDNN take, beside what they took on a GPU: data/cudnn_h200.json."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ from lowtide.estimator.cuda.ops import convolution
 from lowtide.estimator.cuda.ops import matmul as products
 from lowtide.estimator.cuda.ops.rnn import MANY, reserve_bytes, workspace_bytes
 from lowtide.memory.events import Allocate
-from lowtide.memory.gpu_specs import parse_card
+from lowtide.memory.gpu_specs import parse_gpu
 
 MEASURED = json.loads((Path(__file__).parent / "data" / "cudnn_h200.json").read_text())["rows"]
 BYTES = {"torch.float32": 4, "torch.float16": 2, "torch.bfloat16": 2}
@@ -62,11 +62,11 @@ def test_no_workspace_of_a_convolution_was_above_its_bound() -> None:
     assert most > 19  # so it is not the sizes alone
 
 
-def foreseen(model: nn.Module, batch: torch.Tensor, device: str = "H100-80") -> lowtide.estimator.Foresight:
+def estimated(model: nn.Module, batch: torch.Tensor, device: str = "H100-80") -> lowtide.MemoryEstimate:
     def step(x: torch.Tensor) -> None:
         model(x).float().square().mean().backward()
 
-    return lowtide.foresee(model, step, batch, device=device)
+    return lowtide.estimate(model, step, batch, device=device)
 
 
 @pytest.mark.parametrize(("is_shared", "n"), [(True, 0), (False, 1)])
@@ -76,7 +76,7 @@ def test_cublaslt_has_a_workspace_of_its_own_before_torch_2_13(
 ) -> None:
     monkeypatch.setattr(products, "_IS_SHARED", is_shared)
     model = nn.Sequential(*(nn.Linear(32, 32, bias=bias) for _ in range(2)))
-    events = foreseen(model, torch.randn(8, 32)).whole
+    events = estimated(model, torch.randn(8, 32)).whole
     taken = [e.bytes for e in events if type(e) is Allocate and e.op == products.LT_WORKSPACE]
     assert taken == [2**20] * (n if bias else 0)
 
@@ -94,16 +94,16 @@ def test_no_fused_attention_takes_a_mask_whose_rows_do_not_lie_together(transpos
             bias = self.bias.mT if transposed else self.bias
             return nn.functional.scaled_dot_product_attention(x, x, x, bias)
 
-    events = foreseen(Biased(), torch.randn(2, 4, 16, 8, requires_grad=True)).timeline.stream
+    events = estimated(Biased(), torch.randn(2, 4, 16, 8, requires_grad=True)).timeline.stream
     ops = {e.op for e in events if type(e) is Allocate}
     assert ("aten::_scaled_dot_product_efficient_attention" in ops) == (kernel == "efficient")
 
 
-@pytest.mark.parametrize(("card", "kernel", "copied"), [("H100-80", 3, True), ("H100-80", 1, False), ("L4", 3, False)])
-def test_hopper_takes_copies_for_convolutions_in_tf32(card: str, kernel: int, copied: bool) -> None:
+@pytest.mark.parametrize(("gpu", "kernel", "copied"), [("H100-80", 3, True), ("H100-80", 1, False), ("L4", 3, False)])
+def test_hopper_takes_copies_for_convolutions_in_tf32(gpu: str, kernel: int, copied: bool) -> None:
     conv = nn.Conv2d(64, 64, kernel, padding=kernel // 2, bias=False)
     x = torch.randn(4, 64, 32, 32)
-    events = foreseen(conv, x, card).timeline.stream
+    events = estimated(conv, x, gpu).timeline.stream
     taken = [e.bytes for e in events if type(e) is Allocate and e.op == "aten::convolution"]
     assert (2 * x.nbytes + conv.weight.nbytes in taken) == copied
-    assert parse_card(card).capability is not None
+    assert parse_gpu(gpu).capability is not None

@@ -21,5 +21,5 @@ def test_a_loss_needs_what_it_is_measured_to_need(name: str, reduction: str) -> 
         model.zero_grad()
 
     batch = torch.randn(128, 500)
-    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
-    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
+    estimated, measured = lowtide.estimate(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)

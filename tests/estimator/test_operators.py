@@ -119,7 +119,7 @@ def test_what_operators_take_is_what_they_are_known_to_take(
     known = Trials()
     scratch = Scratch("cpu", known)
 
-    def foreseen(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    def estimated(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         sizes, extra = scratch.of(func, args, kwargs, tensors, made)
@@ -129,11 +129,11 @@ def test_what_operators_take_is_what_they_are_known_to_take(
     worked = [(call, *found) for call, found in zip(tried, measured, strict=True) if found[0] is not None]
     assert len(worked) > 500
     for call, out, _ in worked:
-        foreseen(*call, out)
+        estimated(*call, out)
     known.learn()
     wrong = [
         f"{call[0]}: {n_bytes} bytes, not {guess}"
         for call, out, n_bytes in worked
-        if abs((guess := foreseen(*call, out)) - n_bytes) > LEAST
+        if abs((guess := estimated(*call, out)) - n_bytes) > LEAST
     ]
     assert wrong == []

@@ -1,4 +1,4 @@
-"""What a recorded run needs where the driver's addresses decide, and on cards around that."""
+"""What a recorded run needs where the driver's addresses decide, and on GPUs around that."""
 
 import random
 
@@ -6,7 +6,7 @@ from lowtide.estimator.cuda.gpu_estimate import Outcome
 from lowtide.estimator.cuda.ops.op_record import Inside
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, EventStream, Free
-from lowtide.memory.gpu_specs import Card, context_bytes
+from lowtide.memory.gpu_specs import GpuSpec, context_bytes
 
 MIB = 2**20
 
@@ -28,8 +28,8 @@ def stream(*changes: tuple[str, int]) -> EventStream:
 TIE = stream(("A", 64), ("y", 32), ("A", 0), ("a", 32), ("y", 0), ("c", 32), ("a", 0), ("d", 64))
 
 
-def card(n_bytes: int) -> Card:
-    return Card(name="a card", total_bytes=n_bytes, capability=(8, 6), source="this test")
+def gpu(n_bytes: int) -> GpuSpec:
+    return GpuSpec(name="a GPU", total_bytes=n_bytes, capability=(8, 6), source="this test")
 
 
 def outcome(bounds: dict[int, Inside] | None = None, config: AllocatorConfig | None = None) -> Outcome:
@@ -48,21 +48,21 @@ def test_expandable_segments_have_no_ties() -> None:
 
 
 def test_what_depends_on_addresses_is_neither_promised_nor_denied() -> None:
-    least, most = context_bytes(card(0))
-    verdicts = [outcome().on(card(n_bytes)) for n_bytes in (95 * MIB + least, 96 * MIB + most, 160 * MIB + most)]
+    least, most = context_bytes(gpu(0))
+    verdicts = [outcome().on(gpu(n_bytes)) for n_bytes in (95 * MIB + least, 96 * MIB + most, 160 * MIB + most)]
     assert verdicts == ["does not fit", "unknown", "fits"]
 
 
 def test_bounds_of_blocks_widen_the_interval() -> None:
     wide = outcome({ord("d"): Inside(64 * MIB, 0, 96 * MIB)})
     assert wide.needs()[1] == (96 * MIB, 192 * MIB)
-    _, context = context_bytes(card(0))
+    _, context = context_bytes(gpu(0))
     # less than was reserved is enough, as what is cached can be given back; but not less than its segment and d
-    assert [wide.on(card(n_bytes * MIB + context)) for n_bytes in (192, 160, 159)] == ["fits", "fits", "unknown"]
+    assert [wide.on(gpu(n_bytes * MIB + context)) for n_bytes in (192, 160, 159)] == ["fits", "fits", "unknown"]
 
 
 def test_a_share_of_the_memory_counts_as_all_of_it() -> None:
-    big = card(2**30)
+    big = gpu(2**30)
     assert outcome().on(big) == "fits"
     verdicts = [
         outcome(config=AllocatorConfig(per_process_memory_fraction=share * MIB / 2**30)).on(big) for share in (160, 95)
@@ -88,4 +88,4 @@ def test_what_takes_less_can_need_more() -> None:
     found = Outcome(EventStream(tuple(events), "cuda"), bounds, AllocatorConfig(), is_bounded=True)
     most = max(found._without_end("most", order).peak_reserved_bytes for order in range(len(found._orders)))
     assert most < found.needs()[1][1]
-    assert found.on(card(most + context_bytes(card(0))[1])) == "unknown"
+    assert found.on(gpu(most + context_bytes(gpu(0))[1])) == "unknown"

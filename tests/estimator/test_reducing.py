@@ -1,4 +1,4 @@
-"""A model that DistributedDataParallel wraps is foreseen with its buckets: bytes are those of real steps."""
+"""A model that DistributedDataParallel wraps is estimated with its buckets: bytes are those of real steps."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,12 +50,12 @@ CASES: list[tuple[dict[str, Any], bool, int]] = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("settings", "set_to_none", "passes"), CASES)
-def test_a_wrapped_step_is_foreseen_to_the_byte(group: None, settings, set_to_none: bool, passes: int) -> None:
+def test_a_wrapped_step_is_estimated_to_the_byte(group: None, settings, set_to_none: bool, passes: int) -> None:
     model, optimizer, step = build(settings, set_to_none=set_to_none, passes=passes)
     x = torch.randn(128, 256)
     reducer, sent = model.reducer, torch.distributed.distributed_c10d._get_default_group()
     before = sent._get_sequence_number_for_group()
-    first = lowtide.foresee(model, step, x, optimizer=optimizer)
+    first = lowtide.estimate(model, step, x, optimizer=optimizer)
     assert model.reducer is reducer
     assert not model._has_rebuilt_buckets
     assert sent._get_sequence_number_for_group() == before, "something was sent"
@@ -78,15 +78,15 @@ def test_a_wrapped_step_is_foreseen_to_the_byte(group: None, settings, set_to_no
     # C++ has a few numbers besides. In the first of these steps it makes its buckets anew, and `measure` does not see
     # that the old ones go; where gradients are views of them, it does.
     assert first.peak_bytes == pytest.approx(peaks[0 if views else 1], abs=64)
-    then = lowtide.foresee(model, step, x, optimizer=optimizer)
+    then = lowtide.estimate(model, step, x, optimizer=optimizer)
     assert then.peak_bytes == pytest.approx(peaks[-1], abs=64)
     step(x)  # the true reducer goes on
 
 
-def test_buckets_are_gradients_on_a_card_as_well(group: None) -> None:
+def test_buckets_are_gradients_on_a_gpu_as_well(group: None) -> None:
     model, optimizer, step = build({}, set_to_none=True, passes=1)
     x = torch.randn(128, 256)
-    wrapped = lowtide.foresee(model, step, x, device="RTX 3060", optimizer=optimizer)
+    wrapped = lowtide.estimate(model, step, x, device="RTX 3060", optimizer=optimizer)
     size = sum(p.nbytes for p in model.parameters())
     assert wrapped.static.gradients == size
     assert wrapped.fits

@@ -135,8 +135,8 @@ def test_an_operator_of_others_is_listed_and_not_tried() -> None:
         (model(batch) + squared(batch)).sum().backward()
         model.zero_grad()
 
-    foreseen = lowtide.foresee(model, step, t(8, 64))
-    assert foreseen.unknown == ("lowtide_tests.squared.default: scratch memory, beside arguments of 2048 bytes",)
+    estimated = lowtide.estimate(model, step, t(8, 64))
+    assert estimated.unknown == ("lowtide_tests.squared.default: scratch memory, beside arguments of 2048 bytes",)
     assert calls == []
 
 

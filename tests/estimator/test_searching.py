@@ -25,11 +25,11 @@ def test_a_search_goes_on_as_long_as_it_may(options: dict[str, object]) -> None:
         optimizer.step(closure)
 
     batch = torch.randn(64, 50)
-    foreseen = lowtide.foresee(model, step, batch)
+    estimated = lowtide.estimate(model, step, batch)
     step(batch)
     measured = lowtide.timeline(model, step, batch)
     if "line_search_fn" in options:  # each iteration may run the closure several times, and so there are fewer
-        assert foreseen.timeline.peak_bytes >= measured.peak_bytes
+        assert estimated.timeline.peak_bytes >= measured.peak_bytes
     else:
-        assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
-    assert any("LBFGS" in line for line in foreseen.assumed)
+        assert estimated.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    assert any("LBFGS" in line for line in estimated.assumed)

@@ -1,4 +1,4 @@
-"""Sparse gradients: their indices and values are memory, here by the CPU's own allocator and on a card."""
+"""Sparse gradients: their indices and values are memory, here by the CPU's own allocator and on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDICES, VALUES = LINES * 8, LINES * WIDTH * 4
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
-@pytest.mark.parametrize("options", [{}, {"device": "L4"}], ids=["here", "card"])
+@pytest.mark.parametrize("options", [{}, {"device": "L4"}], ids=["here", "gpu"])
 def test_a_sparse_gradient_is_its_values_and_the_indices_of_the_batch(options: dict[str, str]) -> None:
     model = nn.Embedding(ROWS, WIDTH, sparse=True)
 
@@ -24,17 +24,19 @@ def test_a_sparse_gradient_is_its_values_and_the_indices_of_the_batch(options: d
         model(batch).square().sum().backward()
 
     batch = torch.randint(0, ROWS, (4, LINES // 4))
-    foreseen = lowtide.foresee(model, step, batch, **options)
-    assert foreseen.static.inputs == INDICES  # which the gradient has as its own
-    assert foreseen.static.gradients == VALUES
-    assert foreseen.static.parameters == ROWS * WIDTH * 4
+    estimated = lowtide.estimate(model, step, batch, **options)
+    assert estimated.static.inputs == INDICES  # which the gradient has as its own
+    assert estimated.static.gradients == VALUES
+    assert estimated.static.parameters == ROWS * WIDTH * 4
     assert model.weight.grad is None
 
 
 def test_a_gradient_that_is_broadcast_is_copied() -> None:
     model = nn.Embedding(ROWS, WIDTH, sparse=True)
-    foreseen = lowtide.foresee(model, lambda batch: model(batch).sum().backward(), torch.zeros(LINES, dtype=torch.long))
-    assert foreseen.static.gradients == INDICES + VALUES
+    estimated = lowtide.estimate(
+        model, lambda batch: model(batch).sum().backward(), torch.zeros(LINES, dtype=torch.long)
+    )
+    assert estimated.static.gradients == INDICES + VALUES
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -48,13 +50,13 @@ def test_a_product_with_a_sparse_matrix_makes_no_dense_one(layout: torch.layout)
         torch.sparse.mm(adjacency, model(batch)).sum().backward()
         model.zero_grad()
 
-    foreseen, measured = lowtide.foresee(model, step, x), lowtide.timeline(model, step, x)
+    estimated, measured = lowtide.estimate(model, step, x), lowtide.timeline(model, step, x)
     is_exact = layout is torch.sparse_coo
-    assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001 if is_exact else 0.2)
-    assert ("mm" in str(foreseen.unknown)) is not is_exact  # what is taken inside of CSR
+    assert estimated.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001 if is_exact else 0.2)
+    assert ("mm" in str(estimated.unknown)) is not is_exact  # what is taken inside of CSR
     if layout is torch.sparse_coo:
-        on_card = lowtide.foresee(model, step, x, device="L4")
-        assert max(e.bytes for e in on_card.timeline.stream if type(e) is Allocate and "workspace" not in e.op) < n * n
+        on_gpu = lowtide.estimate(model, step, x, device="L4")
+        assert max(e.bytes for e in on_gpu.timeline.stream if type(e) is Allocate and "workspace" not in e.op) < n * n
 
 
 def optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -77,12 +79,12 @@ def test_a_step_of_a_sparse_optimizer_has_the_measured_peak(name: str) -> None:
 
     batch = torch.randperm(ROWS)[:LINES]
     step(batch)
-    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
-    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, abs=128)
+    estimated, measured = lowtide.estimate(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, abs=128)
     state = sum(
         t.nbytes for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t) and t.dim()
     )
-    assert lowtide.foresee(model, step, batch, device="L4").static.optimizer == state
+    assert lowtide.estimate(model, step, batch, device="L4").static.optimizer == state
 
 
 @pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adagrad"])
@@ -100,9 +102,9 @@ def test_indices_of_the_batch_that_are_the_same_are_one_row_where_they_are_added
 
     batch = torch.randint(7, (50_000,)), torch.randint(5, (500, 40))
     step(batch)
-    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
-    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
-    at_last = (timeline.phases[-1].peak_bytes for timeline in (foreseen, measured))
+    estimated, measured = lowtide.estimate(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
+    at_last = (timeline.phases[-1].peak_bytes for timeline in (estimated, measured))
     assert next(at_last) == pytest.approx(next(at_last), rel=0.001)
 
 
@@ -113,8 +115,8 @@ def test_two_sparse_gradients_of_a_weight_are_added_up() -> None:
         model.zero_grad()
         (model(batch).square().sum() + model(batch + 1).square().sum()).backward()
 
-    foreseen = lowtide.foresee(model, step, torch.zeros(LINES, dtype=torch.long))
-    assert foreseen.static.gradients == 2 * (INDICES + VALUES)
+    estimated = lowtide.estimate(model, step, torch.zeros(LINES, dtype=torch.long))
+    assert estimated.static.gradients == 2 * (INDICES + VALUES)
 
 
 def test_a_gradient_that_grows_in_place_is_said_to_stay_as_it_was() -> None:
@@ -125,8 +127,8 @@ def test_a_gradient_that_grows_in_place_is_said_to_stay_as_it_was() -> None:
         for part in batch.chunk(2):
             model(part).square().sum().backward()
 
-    foreseen = lowtide.foresee(model, step, torch.zeros(LINES, dtype=torch.long))
-    assert any("stay as large as it was" in line for line in foreseen.assumed)
+    estimated = lowtide.estimate(model, step, torch.zeros(LINES, dtype=torch.long))
+    assert any("stay as large as it was" in line for line in estimated.assumed)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
@@ -145,9 +147,9 @@ def test_bags_of_embeddings_have_the_measured_peak(
         model.zero_grad()
 
     batch = torch.randint(1, ROWS, (LINES, 10)).to(dtype)
-    foreseen, measured = lowtide.foresee(model, step, batch), lowtide.timeline(model, step, batch)
-    assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
-    assert len(foreseen.assumed) == (padding == 0 and is_sparse)
+    estimated, measured = lowtide.estimate(model, step, batch), lowtide.timeline(model, step, batch)
+    assert estimated.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
+    assert len(estimated.assumed) == (padding == 0 and is_sparse)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
@@ -160,9 +162,9 @@ def test_a_bag_with_weights_that_learn_has_the_measured_peak(is_sparse: bool) ->
         model.zero_grad()
 
     batch = torch.randint(0, ROWS, (LINES * 10,))
-    foreseen, measured = lowtide.foresee(model, step, batch), lowtide.timeline(model, step, batch)
-    assert foreseen.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
-    assert lowtide.foresee(model, step, batch, device="L4").fits
+    estimated, measured = lowtide.estimate(model, step, batch), lowtide.timeline(model, step, batch)
+    assert estimated.timeline.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
+    assert lowtide.estimate(model, step, batch, device="L4").fits
 
 
 @pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adagrad"])
@@ -177,8 +179,8 @@ def test_a_step_with_sparse_bags_has_the_measured_peak(name: str) -> None:
 
     batch = torch.randperm(ROWS)[:LINES].view(-1, 10)
     step(batch)
-    foreseen, measured = lowtide.foresee(model, step, batch).timeline, lowtide.timeline(model, step, batch)
-    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-2)
+    estimated, measured = lowtide.estimate(model, step, batch).timeline, lowtide.timeline(model, step, batch)
+    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-2)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -201,12 +203,12 @@ def test_a_sparse_buffer_is_all_of_its_elements(layout: torch.layout) -> None:
         model(batch).square().mean().backward()
         model.zero_grad()
 
-    foreseen, profile = lowtide.foresee(model, step, x), lowtide.rehearse(model, step, x)
-    assert foreseen.static == profile.static
+    estimated, profile = lowtide.estimate(model, step, x), lowtide.rehearse(model, step, x)
+    assert estimated.static == profile.static
     if layout is torch.sparse_coo:
-        assert foreseen.peak_bytes == profile.measured_plain_peak_bytes
-        assert lowtide.foresee(model, step, x, device="L4").static.buffers == profile.static.buffers
+        assert estimated.peak_bytes == profile.measured_plain_peak_bytes
+        assert lowtide.estimate(model, step, x, device="L4").static.buffers == profile.static.buffers
     else:
-        assert "mm" in str(foreseen.unknown)
+        assert "mm" in str(estimated.unknown)
         with pytest.raises(lowtide.RehearsalError, match="to_sparse_coo"):
-            lowtide.foresee(model, step, x, device="L4")
+            lowtide.estimate(model, step, x, device="L4")

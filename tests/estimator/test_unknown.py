@@ -23,14 +23,14 @@ def model() -> nn.Module:
 
 
 def asked(model, ask, device=None):
-    """Have a step ask of what the model gives, on the CPU or on a card."""
+    """Have a step ask of what the model gives, on the CPU or on a GPU."""
 
     def step(batch):
         out = model(batch)
         ask(out.detach().cpu())
         out.square().mean().backward()
 
-    return lowtide.foresee(model, step, BATCH, device=device)
+    return lowtide.estimate(model, step, BATCH, device=device)
 
 
 @pytest.mark.parametrize("device", [None, "T4"])
@@ -94,7 +94,9 @@ def test_what_is_decided_by_an_array_is_refused_with_its_line(model, decide):
         if found:
             out.clone()
 
-    with pytest.raises(lowtide.Unforeseeable, match=r"test_unknown\.py:\d+: it decides by a number from a tensor"):
+    with pytest.raises(
+        lowtide.DataDependentStepError, match=r"test_unknown\.py:\d+: it decides by a number from a tensor"
+    ):
         asked(model, ask)
 
 
@@ -110,7 +112,7 @@ def test_what_is_decided_by_an_array_is_refused_with_its_line(model, decide):
     ],
 )
 def test_arrays_whose_sizes_depend_on_what_nobody_knows_are_refused(model, ask, why):
-    with pytest.raises(lowtide.Unforeseeable, match=why):
+    with pytest.raises(lowtide.DataDependentStepError, match=why):
         asked(model, lambda out: ask(out.numpy()))
 
 
@@ -125,7 +127,7 @@ def test_arrays_whose_sizes_depend_on_what_nobody_knows_are_refused(model, ask, 
     ],
 )
 def test_a_tensor_of_such_an_array_is_unknown(model, tensor_of):
-    with pytest.raises(lowtide.Unforeseeable, match="it decides by the contents of a tensor"):
+    with pytest.raises(lowtide.DataDependentStepError, match="it decides by the contents of a tensor"):
         asked(model, lambda out: tensor_of(out.numpy() * 2).sum() > 3 and None)
 
 
@@ -136,9 +138,9 @@ def test_whole_numbers_may_be_told_and_counted(model):
         n += int(count.item())
         told = f"{int(count)} " + "%d of %d" % (count.item(), n) + " {:d}".format(int(count.item()))  # noqa: UP031, UP032
         assert told == "1 1 of 2 1"
-        with pytest.raises(lowtide.Unforeseeable):
+        with pytest.raises(lowtide.DataDependentStepError):
             n = int(count)
-        with pytest.raises(lowtide.Unforeseeable):
+        with pytest.raises(lowtide.DataDependentStepError):
             out[: int(count.item())].sum()
 
     assert all("taken as 1" in note for note in asked(model, ask).assumed)
@@ -149,5 +151,5 @@ def test_the_mean_of_unknown_numbers_is_unknown(model):
         losses = [out.sum().item() for _ in range(2)]
         return bool(statistics.mean(losses) > 2)
 
-    with pytest.raises(lowtide.Unforeseeable, match="decides by a number"):
+    with pytest.raises(lowtide.DataDependentStepError, match="decides by a number"):
         asked(model, ask)

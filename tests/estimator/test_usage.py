@@ -49,7 +49,7 @@ def test_levels_and_peaks_follow_the_events() -> None:
     assert usage.level("reserved_bytes.all.current") == 2 * MIB
 
 
-def test_an_emptied_cache_counts_in_what_is_foreseen() -> None:
+def test_an_emptied_cache_counts_in_what_is_estimated() -> None:
     events = (Allocate(0, 30 * MIB, 0, ""), Free(0, 30 * MIB), Allocate(1, 40 * MIB, 0, ""))
     assert simulate(EventStream(events)).peak_reserved_bytes == 70 * MIB
     emptied = (*events[:2], Mark(ALLOCATOR, EMPTY_CACHE), events[2])

@@ -6,6 +6,7 @@ Prints one line for each read that ends in anything but an answer or an error of
 """
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -86,7 +87,7 @@ def in_tree(tree: Any, draw: random.Random) -> None:
             elif what < 0.4 and isinstance(at, list):
                 at += [at[key]] * draw.choice((1, 50))
             else:
-                at[key] = draw.choice(INSTEAD)
+                at[key] = copy.deepcopy(draw.choice(INSTEAD))
             return
         at = at[key]
 

@@ -107,9 +107,9 @@ def test_a_name_in_a_plan_that_stands_for_very_many(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "block",
     [
-        {"remake": {"mlp:0": "GeluBackward0"}},
-        {"remake": {"mlp#0": "GeluBackward0"}},
-        {"remake": {"mlp#0:0": "GeluBackward0+noted x"}},
+        {"recompute": {"mlp:0": "GeluBackward0"}},
+        {"recompute": {"mlp#0": "GeluBackward0"}},
+        {"recompute": {"mlp#0:0": "GeluBackward0+noted x"}},
         {"replay": ["mlp"]},
         {"advance": ["mlp#\N{SUPERSCRIPT TWO}"]},
         {"offload": ["mlp#0:" + "1" * 5000]},
@@ -117,8 +117,8 @@ def test_a_name_in_a_plan_that_stands_for_very_many(name: str, tmp_path: Path) -
 )
 def test_a_damaged_name_in_a_plan(block: dict[str, object]) -> None:
     text = json.loads(plan(chain(3), "80%").to_json())
-    for more in ({"decisions": {"h.0": block}}, {"larger": {"decisions": {"h.0": block}}}):
-        with pytest.raises(LowtideError, match=r"not a Plan of format 1: .* is no "):
+    for more in ({"decisions": {"h.0": block}}, {"fallback": {"decisions": {"h.0": block}}}):
+        with pytest.raises(LowtideError, match=r"not a Plan of format 2: .* is no "):
             Plan.from_json(json.dumps({**text, **more}))
 
 

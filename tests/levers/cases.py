@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.levers import put_on
 from lowtide.levers.lever import Settings
-from lowtide.planner.records import Pulled
+from lowtide.planner.records import AppliedLever
 
 transformers.logging.set_verbosity_error()
 
@@ -84,7 +84,9 @@ def pulled(
 ) -> Iterator[Any]:
     """The levers of these names on `model`."""
     told: Settings = settings
-    with put_on(model, [Pulled(name=n, what="", exact=True, settings=dict(told)) for n in names], optimizer) as on:
+    with put_on(
+        model, [AppliedLever(name=n, what="", exact=True, settings=dict(told)) for n in names], optimizer
+    ) as on:
         yield on
 
 

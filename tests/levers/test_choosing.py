@@ -8,8 +8,8 @@ from lowtide.levers.selection import does_not_pay
 @pytest.mark.parametrize(
     ("saved_ms", "why"),
     [
-        (8.0, "it takes 12 ms a step, and saves 8 ms of remakes and replays"),
-        (-7.56, "it takes 12 ms a step, and saves nothing of remakes and replays"),
+        (8.0, "it takes 12 ms a step, and saves 8 ms of recomputes and replays"),
+        (-7.56, "it takes 12 ms a step, and saves nothing of recomputes and replays"),
     ],
 )
 def test_what_a_lever_takes_and_saves(saved_ms: float, why: str) -> None:

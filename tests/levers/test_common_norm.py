@@ -137,7 +137,7 @@ def test_fit_uses_it_and_plans_for_both_passes() -> None:
         assert lever.what.endswith("gradients are computed twice, first for their norm")
         assert "computed twice" in str(fitted)
         assert lever.extra_ms > 0  # a backward more
-        assert fitted.plan.remake or fitted.plan.replay
+        assert fitted.plan.recompute or fitted.plan.replay
         assert fitted.verdict.identical
         assert fitted.verdict.measured_peak_bytes == fitted.plan.predicted.peak_bytes <= budget < plain_bytes
         text = fitted.plan.to_json()

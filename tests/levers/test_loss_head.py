@@ -12,7 +12,7 @@ from comparing import equal
 from levers.cases import LENGTH, LOGITS_BYTES, VOCABULARY, Batch, batch_of, close, model_of, pulled, run, untouched
 from lowtide.levers.lever import NoUse, Site
 from lowtide.levers.selection import rehearsed
-from lowtide.planner.records import Pulled
+from lowtide.planner.records import AppliedLever
 
 pytestmark = pytest.mark.loss_head
 
@@ -161,7 +161,7 @@ def test_fit_with_the_users_word() -> None:
     assert equal(before, dict(model.named_parameters()))
 
 
-def test_a_plan_with_it_is_foreseen_and_shown_with_it() -> None:
+def test_a_plan_with_it_is_estimated_and_shown_with_it() -> None:
     model, batch = model_of("gpt2"), batch_of()
 
     def step(batch: Batch) -> None:
@@ -172,23 +172,23 @@ def test_a_plan_with_it_is_foreseen_and_shown_with_it() -> None:
     fitted.remove()
     assert [lever.name for lever in fitted.plan.levers] == ["loss head"]
     planned = fitted.plan.predicted.peak_bytes
-    foreseen = lowtide.foresee(model, step, batch, plan=fitted.plan)
+    estimated = lowtide.estimate(model, step, batch, plan=fitted.plan)
     measured = lowtide.timeline(model, step, batch, plan=fitted.plan)
-    assert foreseen.peak_bytes == pytest.approx(planned, rel=0.002)
-    assert foreseen.static.total + measured.peak_bytes == pytest.approx(planned, rel=0.002)
-    on_card = [lowtide.foresee(model, step, batch, plan=plan, device="T4") for plan in (fitted.plan, None)]
-    assert on_card[1].peak_bytes - on_card[0].peak_bytes > LOGITS_BYTES
+    assert estimated.peak_bytes == pytest.approx(planned, rel=0.002)
+    assert estimated.static.total + measured.peak_bytes == pytest.approx(planned, rel=0.002)
+    on_gpu = [lowtide.estimate(model, step, batch, plan=plan, device="T4") for plan in (fitted.plan, None)]
+    assert on_gpu[1].peak_bytes - on_gpu[0].peak_bytes > LOGITS_BYTES
     assert not hasattr(model.lm_head, "_forward_hooks") or not model.lm_head._forward_hooks
 
 
-def test_with_remakes_replays_and_steps_in_backward_beside_it() -> None:
+def test_with_recomputes_replays_and_steps_in_backward_beside_it() -> None:
     model, batch = model_of("gpt2", n_layer=1, resid_pdrop=0.1), batch_of()
     step = _step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     profile = lowtide.rehearse(model, step, batch)
     levers = ["loss head", "step in backward"]
     with lowtide.fit(model, step, batch, budget="35%", profile=profile, levers=levers) as fitted:
         assert [lever.name for lever in fitted.plan.levers] == levers
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
         assert fitted.verdict.identical
         assert fitted.verdict.within_budget
 
@@ -209,7 +209,9 @@ def test_a_step_that_fails_with_it_leaves_nothing_behind() -> None:
     known = {name: p.detach().clone() for name, p in model.named_parameters()}
     states = [{key: value.clone() for key, value in entry.items()} for entry in optimizer.state.values()]
     with pytest.raises(NoUse, match="the step fails with it: RuntimeError"):
-        rehearsed(Site(model, twice, batch, optimizer), (Pulled(name="loss head", what="", exact=False, settings={}),))
+        rehearsed(
+            Site(model, twice, batch, optimizer), (AppliedLever(name="loss head", what="", exact=False, settings={}),)
+        )
     assert untouched(model)
     assert equal(known, dict(model.named_parameters()))
     assert all(p.grad is None for p in model.parameters())

@@ -120,7 +120,7 @@ def test_fit_pulls_it_without_a_word_where_it_saves() -> None:
     with lowtide.fit(model, step, batch, budget=budget, profile=profile) as fitted:
         (lever,) = fitted.plan.levers
         assert (lever.name, lever.exact, lever.bytes, lever.extra_ms) == ("outputs", True, LOGITS_BYTES, 0)
-        assert not fitted.plan.remake
+        assert not fitted.plan.recompute
         assert not fitted.plan.replay
         assert fitted.verdict.measured_peak_bytes <= budget
         assert fitted.verdict.identical
@@ -132,7 +132,7 @@ def test_fit_pulls_it_without_a_word_where_it_saves() -> None:
     assert untouched(model)
     with lowtide.fit(model, step, batch, budget=budget, profile=profile, levers=()) as fitted:
         assert not fitted.plan.levers
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
 
 
 def test_fit_leaves_small_outputs_alone() -> None:
@@ -143,7 +143,7 @@ def test_fit_leaves_small_outputs_alone() -> None:
     model = transformers.BertForSequenceClassification(config).train()
     batch = {"input_ids": batch_of()["input_ids"], "labels": torch.zeros(ROWS, dtype=torch.long)}
     with lowtide.fit(model, _holding(model), batch, budget="90%") as fitted:
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
         assert not fitted.plan.levers
         assert run(model, batch).outputs.logits.shape == (ROWS, 2)
 
@@ -152,7 +152,7 @@ def test_a_plan_file_brings_its_levers_along(tmp_path: Any) -> None:
     model, batch = model_of("gpt2", n_layer=1), batch_of()
     with lowtide.fit(model, _holding(model), batch, budget="50%") as fitted:
         assert fitted.plan.levers
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
         fitted.plan.to_json(tmp_path / "plan.json")
     plan = lowtide.Plan.from_json(tmp_path / "plan.json")
     other = model_of("gpt2", n_layer=1)

@@ -144,7 +144,7 @@ def test_the_cache_is_emptied_and_the_request_tried_again() -> None:
     assert (allocator.n_retries, allocator.reserved, allocator.peak_reserved) == (1, 38 * MIB, 38 * MIB)
 
 
-def test_a_segment_in_use_stays_and_that_is_what_runs_a_card_out_of_memory() -> None:
+def test_a_segment_in_use_stays_and_that_is_what_runs_a_gpu_out_of_memory() -> None:
     allocator = CachingAllocator(capacity=40 * MIB)
     large = allocator.malloc(30 * MIB)
     allocator.free(large)

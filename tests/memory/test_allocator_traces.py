@@ -1,4 +1,4 @@
-"""What real cards did, replayed, and event streams through the simulated allocator."""
+"""What real GPUs did, replayed, and event streams through the simulated allocator."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", TRACES, ids=name_of)
-def test_recorded_requests_reserve_what_they_reserved_on_the_card(path: Path) -> None:
+def test_recorded_requests_reserve_what_they_reserved_on_the_gpu(path: Path) -> None:
     check(Trace.read(path), as_recorded=True)
 
 
@@ -42,7 +42,7 @@ def check(trace: Trace, *, as_recorded: bool) -> None:
 
 
 def _recorded_curve(trace: Trace) -> list[int]:
-    """The reserved bytes on the card after each allocation."""
+    """The reserved bytes on the GPU after each allocation."""
     changes = dict(trace.expected["reserved_after_segment_event"])
     level = trace.expected["initial_reserved"]
     curve = []

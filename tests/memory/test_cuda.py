@@ -105,13 +105,13 @@ def test_without_a_device_it_is_said() -> None:
 
 
 @pytest.fixture
-def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were one, as far as a recorder asks before it records."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
 
 
-@pytest.mark.usefixtures("a_card")
+@pytest.mark.usefixtures("a_gpu")
 def test_another_allocator_than_torchs_own_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_there() -> bool:
         raise RuntimeError(
@@ -126,7 +126,7 @@ def test_another_allocator_than_torchs_own_is_said(monkeypatch: pytest.MonkeyPat
         pass
 
 
-@pytest.mark.usefixtures("a_card")
+@pytest.mark.usefixtures("a_gpu")
 def test_memory_that_no_allocator_keeps_account_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     with pytest.raises(RehearsalError, match="PYTORCH_NO_CUDA_MEMORY_CACHING is set"), CudaRecorder("cuda:0"):

@@ -34,7 +34,7 @@ def test_curve_and_peak() -> None:
 
 def test_blocks_know_their_lives() -> None:
     blocks = Timeline(STREAM, LABELS).blocks
-    assert [(b.born, b.dies) for b in blocks.values()] == [(0, 7), (2, 9), (4, None), (8, None)]
+    assert [(b.allocated_at, b.freed_at) for b in blocks.values()] == [(0, 7), (2, 9), (4, None), (8, None)]
     assert blocks[1] == Block(1, 50, 0x2000, "aten::relu", 2, 9, LABELS[1])
     assert [b.category for b in blocks.values()] == ["temporaries", "activations", "temporaries", "gradients"]
     assert [b.name for b in blocks.values()] == [

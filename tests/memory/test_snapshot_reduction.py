@@ -1,4 +1,4 @@
-"""Snapshots reduced to allocator traces: what the simulation did, recorded as if by a card, and replayed."""
+"""Snapshots reduced to allocator traces: what the simulation did, recorded as if by a GPU, and replayed."""
 
 import json
 from typing import Any

@@ -114,7 +114,7 @@ def test_a_step_measured_on_cpu_becomes_a_snapshot(tmp_path: Path) -> None:
     assert any("0.weight" in share.name for share in summary.origins)
 
 
-def test_timelines_and_foresights_are_written_and_read_by_themselves(tmp_path: Path) -> None:
+def test_timelines_and_estimates_are_written_and_read_by_themselves(tmp_path: Path) -> None:
     import lowtide
 
     file = tmp_path / "step.pickle"
@@ -131,12 +131,12 @@ def test_timelines_and_foresights_are_written_and_read_by_themselves(tmp_path: P
 
     step(torch.randn(32, 64))
     model(torch.randn(32, 64)).sum().backward()  # gradients that the step drops
-    foresight = lowtide.foresee(model, step, torch.randn(32, 64))
-    foresight.to_snapshot(file)
-    assert Timeline.from_snapshot(file).peak_bytes == foresight.peak_bytes
-    on_card = lowtide.foresee(model, step, torch.randn(32, 64), device="T4")
-    on_card.to_snapshot(file)
-    assert summarize(Snapshot.read(file)).peak_bytes == on_card.peak_requested_bytes
+    estimate = lowtide.estimate(model, step, torch.randn(32, 64))
+    estimate.to_snapshot(file)
+    assert Timeline.from_snapshot(file).peak_bytes == estimate.peak_bytes
+    on_gpu = lowtide.estimate(model, step, torch.randn(32, 64), device="T4")
+    on_gpu.to_snapshot(file)
+    assert summarize(Snapshot.read(file)).peak_bytes == on_gpu.peak_requested_bytes
     with pytest.raises(LowtideError):
         Timeline.from_snapshot(tmp_path / "none.pickle")
 

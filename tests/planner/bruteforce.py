@@ -22,7 +22,7 @@ def trimmed(profile: Profile, seed: int, most: int = 7) -> Profile:
     edits = [("offload", 0)] * (1 + len(profile.slots) // 4)
     edits += [("replay", call) for call in range(len(profile.calls))]
     edits += [("advance", call) for call in range(len(profile.calls))]
-    edits += [("remake", value) for value in range(len(profile.values))]
+    edits += [("recompute", value) for value in range(len(profile.values))]
     choose.shuffle(edits)
     for kind, which in edits:
         if n_decisions(profile) <= most:
@@ -30,12 +30,12 @@ def trimmed(profile: Profile, seed: int, most: int = 7) -> Profile:
         calls, values, rate = list(profile.calls), list(profile.values), profile.offload_bytes_per_ms
         if kind == "offload":
             rate = None
-        elif kind == "remake":
+        elif kind == "recompute":
             values[which] = replace(values[which], recipe=None)
         elif kind == "replay":
             calls[which] = replace(calls[which], refused="enough")
         else:
-            calls[which] = replace(calls[which], gives=None)
+            calls[which] = replace(calls[which], result_value=None)
         profile = replace(profile, calls=tuple(calls), values=tuple(values), offload_bytes_per_ms=rate)
     return profile
 
@@ -50,14 +50,14 @@ def _decisions(profile: Profile) -> Iterator[Decisions]:
     questions = [(kind, name) for kind, names in enumerate(_questions(profile)) for name in names]
     for flags in itertools.product((False, True), repeat=len(questions)):
         chosen = [question for question, flag in zip(questions, flags, strict=True) if flag]
-        remake, replay, advance, offload = (frozenset(name for kind, name in chosen if kind == k) for k in range(4))
-        yield Decisions(remake=remake, replay=replay, advance=advance, offload=offload)
+        recompute, replay, advance, offload = (frozenset(name for kind, name in chosen if kind == k) for k in range(4))
+        yield Decisions(recompute=recompute, replay=replay, advance=advance, offload=offload)
 
 
 def _questions(profile: Profile) -> tuple[list[str], list[str], list[str], list[str]]:
-    """What can be remade, what calls may run again, which for their result alone, and what can be offloaded."""
+    """What can be recomputed, what calls may run again, which for their result alone, and what can be offloaded."""
     index = Simulator(profile).index
-    addresses = sorted({index.addresses[row] for row in index.slot_address[index.slot_remakeable]})
+    addresses = sorted({index.addresses[row] for row in index.slot_address[index.slot_recomputable]})
     replays = [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls]
     advances = [id_ for id_, calls in zip(index.ids, index.advances_of_id, strict=True) if calls]
     held = sorted({index.addresses[row] for row in index.slot_address}) if index.can_offload else []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lowtide.planner.records import Call, Decisions, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.planner.simulate.simulator import Simulator
-from planner.reference_fates import remakeable
+from planner.reference_fates import recomputable
 
 FINGERPRINT = Fingerprint(torch="2.13.0", model="model", batch="x [2, 3] float32", device="cpu")
 
@@ -60,7 +60,7 @@ class Tape:
         for place, value in enumerate(inputs):
             self._slot(value, f"{id_}@{place}", is_input=True)
         if state:
-            self.storages.append(Storage(bytes=state, born=at, dies=at, label=id_))
+            self.storages.append(Storage(bytes=state, allocated_at=at, freed_at=at, label=id_))
             self.values.append(Value(storage=len(self.storages) - 1, bytes=state, node=""))
             slot = self._slot(len(self.values) - 1, f"{id_}@{len(inputs)}", is_input=True)
             self.slots[slot] = replace(self.slots[slot], is_state=True)
@@ -75,7 +75,7 @@ class Tape:
         saves: Sequence[int] = (),
         saves_result: bool = False,
         recipe: str | None = None,
-        needs: Sequence[int] | None = None,
+        operands: Sequence[int] | None = None,
         inside: int | None = None,
         ms: float = 1.0,
         flops: int = 0,
@@ -98,7 +98,7 @@ class Tape:
             storage = len(self.storages)
             label = f"op{op.position}"
             self.storages.append(
-                Storage(bytes=size, born=op.position, dies=op.position + 1, label=label, category=category)
+                Storage(bytes=size, allocated_at=op.position, freed_at=op.position + 1, label=label, category=category)
             )
         else:
             known = self.values[inside].storage
@@ -111,7 +111,7 @@ class Tape:
                 bytes=size,
                 node="OpBackward0",
                 recipe=recipe,
-                needs=tuple(dict.fromkeys(args if needs is None else needs)),
+                operands=tuple(dict.fromkeys(args if operands is None else operands)),
                 cost_ms=ms,
                 flops=flops,
                 expensive=expensive,
@@ -131,7 +131,9 @@ class Tape:
     def _in_use(self, value: int) -> None:
         storage = self.values[value].storage
         assert storage is not None
-        self.storages[storage] = replace(self.storages[storage], dies=max(self.storages[storage].dies, self.now))
+        self.storages[storage] = replace(
+            self.storages[storage], freed_at=max(self.storages[storage].freed_at, self.now)
+        )
 
     def _slot(self, value: int, address: str, *, is_input: bool = False) -> int:
         storage = self.values[value].storage
@@ -160,7 +162,7 @@ class Tape:
                 new_index[index] = len(storages)
                 storages.append(storage)
             else:
-                for position in range(storage.born, storage.dies):
+                for position in range(storage.allocated_at, storage.freed_at):
                     base[position] += storage.bytes
         return Profile(
             fingerprint=FINGERPRINT,
@@ -181,7 +183,8 @@ class Tape:
 
 
 def chain(blocks: int, *, inner: int = 3, x: int = 10, h: int = 40, refused: str | None = None) -> Profile:
-    """A chain of blocks: each saves its input (`x` bytes, no recipe) and `inner` cheap remakes of it (`h` bytes each).
+    """A chain of blocks: each saves its input (`x` bytes, no recipe) and `inner` cheap recomputes of it (`h` bytes
+    each).
 
     Block b takes `inner + 1` positions: it makes h1 from x, h2 from h1, ..., and then the next x. Every op saves what
     it takes.
@@ -246,7 +249,9 @@ def random_profile(seed: int, n_ops: int) -> Profile:
     slots = (
         replace(slot, release=None) if not slot.is_input and detail.random() < 0.05 else slot for slot in profile.slots
     )
-    storages = (replace(storage, dies=storage.dies + detail.choice([0, 0, 0, 3, 9])) for storage in profile.storages)
+    storages = (
+        replace(storage, freed_at=storage.freed_at + detail.choice([0, 0, 0, 3, 9])) for storage in profile.storages
+    )
     calls = (
         replace(call, begins_at=detail.choice([None, profile.base_bytes[call.enter - 1] // 2])) if call.enter else call
         for call in profile.calls
@@ -273,7 +278,7 @@ def _body(tape: Tape, shape: Random, detail: Random, live: list[int], n_ops: int
                 _body(tape, shape, detail, live, inside, child)
             if detail.random() < 0.5:
                 tape.calls[number] = replace(
-                    tape.calls[number], gives=live[-1], advance_ms=cost + 1.0, advance_flops=int(cost) + 1
+                    tape.calls[number], result_value=live[-1], advance_ms=cost + 1.0, advance_flops=int(cost) + 1
                 )
             continue
         n_ops -= 1
@@ -285,7 +290,7 @@ def _body(tape: Tape, shape: Random, detail: Random, live: list[int], n_ops: int
                 saves=[value for value in args if shape.random() < 0.6],
                 saves_result=shape.random() < 0.2,
                 recipe=detail.choice(["mul", "mul", None]),
-                needs=[value for value in args if detail.random() < 0.8],
+                operands=[value for value in args if detail.random() < 0.8],
                 inside=args[0] if shape.random() < 0.1 else None,
                 ms=detail.choice([0.0, 0.5, 1.0, 3.0]),
                 flops=detail.randint(0, 3),
@@ -304,10 +309,10 @@ def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:
 
 
 def random_decisions(profile: Profile, seed: int) -> Decisions:
-    """Remakes, replays and advances that the profile allows."""
+    """Recomputes, replays and advances that the profile allows."""
     choose = Random(seed)
     share = choose.choice([0.2, 0.6, 0.95])
-    values = remakeable(profile)
+    values = recomputable(profile)
     can = sorted({slot.address for slot in profile.slots if slot.storage is not None and slot.value in values})
     index = Simulator(profile).index
     replay = [id_ for id_, calls in zip(index.ids, index.calls_of_id, strict=True) if calls and choose.random() < 0.4]
@@ -315,7 +320,7 @@ def random_decisions(profile: Profile, seed: int) -> Decisions:
         id_ for id_, calls in zip(index.ids, index.advances_of_id, strict=True) if calls and choose.random() < 0.4
     ]
     return Decisions(
-        remake=frozenset(a for a in can if choose.random() < share),
+        recompute=frozenset(a for a in can if choose.random() < share),
         replay=frozenset(replay),
         advance=frozenset(advance),
         offload=frozenset(a for a in index.addresses if index.can_offload and choose.random() < share / 2),

@@ -30,13 +30,15 @@ class Step(Fates):
     # --- who waits
 
     def readers(self, value: int) -> list[tuple[str, int]]:
-        """The remakes and replays that need `value`."""
-        remakes = [("value", v) for v, fate in self.fate.items() if fate == "remake" and value in self.operands(v)[0]]
+        """The recomputes and replays that need `value`."""
+        recomputes = [
+            ("value", v) for v, fate in self.fate.items() if fate == "recompute" and value in self.operands(v)[0]
+        ]
         for made in self.fate:
             call = self.advances(made)
             if call is not None and value in self.inputs(call):
-                remakes.append(("value", made))
-        return remakes + [("call", call) for call in self.replayed if value in self.inputs(call)]
+                recomputes.append(("value", made))
+        return recomputes + [("call", call) for call in self.replayed if value in self.inputs(call)]
 
     def is_read(self, value: int, position: int) -> bool:
         """Whether a saved tensor of it is not let go of yet."""
@@ -107,7 +109,7 @@ class Step(Fates):
             self.result["value", value] = self.bytes_of(value)
             peak = max(self.forward_again(call, {self.storage_of(value)}), default=0)
             self.scratch["value", value] = max(0, peak - self.bytes_of(value))
-        if fate == "remake":
+        if fate == "recompute":
             self.result["value", value] = self.profile.values[value].bytes
             operands, on_the_way = self.operands(value)
             for operand in sorted(operands):
@@ -121,23 +123,24 @@ class Step(Fates):
             self.scratch["value", value] = max(0, most - ahead)
 
     def on_the_way(self, value: int, again: set[int]) -> tuple[int, int]:
-        """Bytes of what a remake passes through: at most when one of `again` is asked for; at most beyond its result.
+        """Bytes of what a recompute passes through: at most when one of `again` is asked for; at most beyond its
+        result.
 
         With a stack of what is missing, as the engine has one.
         """
         operands, passing = self.operands(value)
-        values, needs = self.profile.values, {v: self.needs(v) for v in (value, *passing)}
+        values, direct = self.profile.values, {v: self.direct_operands(v) for v in (value, *passing)}
         there: set[int] = set()
 
         def is_held(v: int) -> bool:
             """A view that is there holds what it was made from."""
-            readers = [reader for reader in needs if v in needs[reader]]
+            readers = [reader for reader in direct if v in direct[reader]]
             return any(r not in there or (r != value and not values[r].bytes and is_held(r)) for r in readers)
 
         pending, ahead, most = [value], 0, 0
         while pending:
             top = pending[-1]
-            missing = [] if top in operands else [need for need in needs[top] if need not in there]
+            missing = [] if top in operands else [need for need in direct[top] if need not in there]
             pending += missing
             if missing:
                 continue
@@ -184,7 +187,7 @@ class Step(Fates):
         return max((self.result[reader] + self.later(*reader, position) for reader in readers), default=0)
 
     def running(self, position: int) -> int:
-        """The most that a remake or replay allocates at `position`, on top of all results: one runs after the other."""
+        """The most that a recompute or replay allocates at `position`, on top of all results: they run one by one."""
         now = [(node, scratch) for node, scratch in self.scratch.items() if self.made[node] == position]
         return self.waiting[position] + max((scratch - self.later(*node, position) for node, scratch in now), default=0)
 
@@ -194,8 +197,8 @@ class Step(Fates):
         return not read and not self.is_wanted("value", value, position + 1)
 
     def is_made_alone(self, value: int) -> bool:
-        """Remade, or advanced to."""
-        return self.fate[value] == "remake" or self.advances(value) is not None
+        """Recomputed, or advanced to."""
+        return self.fate[value] == "recompute" or self.advances(value) is not None
 
     def forward_again(self, call: int, left: set[int | None]) -> list[int]:
         """What a forward of `call` allocates, position by position, if it leaves the storages in `left`.
@@ -214,7 +217,7 @@ class Step(Fates):
             there = [
                 storage.bytes
                 for index, storage in enumerate(self.profile.storages)
-                if enter <= storage.born <= position and (position < storage.dies or index in left)
+                if enter <= storage.allocated_at <= position and (position < storage.freed_at or index in left)
             ]
             found.append(self.profile.calls[call].state_bytes + base[position] - level + sum(there))
         return found
@@ -233,7 +236,7 @@ class Step(Fates):
                 packed.append((when, self.storage_of(slot.value), call.enter + 1 if slot.is_input else call.exit))
         found: dict[int, int] = {}
         for _, storage, position in sorted(packed, key=lambda each: each[0]):
-            found.setdefault(storage, min(self.profile.storages[storage].dies, position))
+            found.setdefault(storage, min(self.profile.storages[storage].freed_at, position))
         return found
 
     def travellers(self, storage: int | None) -> list[int]:
@@ -265,18 +268,18 @@ class Step(Fates):
         return found
 
     def held(self, position: int, brief: set[int]) -> int:
-        """Bytes of storages, remade values but the `brief` ones, and what replays have left, at `position`."""
+        """Bytes of storages, recomputed values but the `brief` ones, and what replays have left, at `position`."""
         total = 0
         trips = self.trips()
         backward = min(self.profile.phases["backward"], self.end - 1)
         next_trip = dict(itertools.pairwise(trips))
         for index, storage in enumerate(self.profile.storages):
-            until = storage.dies
+            until = storage.freed_at
             if index in trips:  # it has left when the next one leaves
                 until = max(until, trips[next_trip[index]] if index in next_trip else backward)
             inside = [v for v, value in enumerate(self.profile.values) if value.storage == index]
             holding = [v for v in inside if self.is_kept(v) or self.fate[v] == "pass"]
-            if storage.born <= position and (
+            if storage.allocated_at <= position and (
                 position < until
                 or any(self.is_wanted("value", v, position) for v in holding)
                 or self.is_given(index, position)

@@ -81,12 +81,12 @@ def test_branch_and_bound_beats_greedy_searches_on_a_transformer() -> None:
 @settings(max_examples=30)
 @given(profiles(max_ops=20), st.integers(30, 99))
 @example(random_profile(69, 19), 60)  # only run forward again for its result
-def test_inputs_are_remade_only_where_their_call_runs_again(profile: Profile, percent: int) -> None:
+def test_inputs_are_recomputed_only_where_their_call_runs_again(profile: Profile, percent: int) -> None:
     try:
         made = plan(profile, f"{percent}%")
     except Infeasible:
         return
-    assert {address.partition("@")[0] for address in made.remake if "@" in address} <= {*made.replay, *made.advance}
+    assert {address.partition("@")[0] for address in made.recompute if "@" in address} <= {*made.replay, *made.advance}
 
 
 def test_a_measured_plain_peak_within_the_budget_asks_for_nothing() -> None:

@@ -16,7 +16,7 @@ from planner.profiles import chain
 
 PLAN = replace(
     plan(chain(3), "80%"),
-    remake={
+    recompute={
         **{f"net.h.{i}.mlp.act#0:0": "GeluBackward0" for i in range(12)},
         **{f"net.h.{i}.ln#0:1": "NativeLayerNormBackward0" for i in (0, 1, 2, 5)},
         "net.h.3#0@0": "AddBackward0",
@@ -28,26 +28,26 @@ PLAN = replace(
 
 
 def test_alike_blocks_are_written_once():
-    assert fold(PLAN.remake, PLAN.replay) == {
-        "": {"remake": {"#0:4": "ViewBackward0", "net.head#0:0": "MulBackward0"}},
+    assert fold(PLAN.recompute, PLAN.replay) == {
+        "": {"recompute": {"#0:4": "ViewBackward0", "net.head#0:0": "MulBackward0"}},
         "net.h.2": {"replay": ["#0"]},
-        "net.h.3": {"remake": {"#0@0": "AddBackward0"}},
+        "net.h.3": {"recompute": {"#0@0": "AddBackward0"}},
         "net.h.10": {"replay": ["attn#0", "attn#1"]},
-        "net.h.{0-2,5}": {"remake": {"ln#0:1": "NativeLayerNormBackward0"}},
-        "net.h.{0-11}": {"remake": {"mlp.act#0:0": "GeluBackward0"}},
+        "net.h.{0-2,5}": {"recompute": {"ln#0:1": "NativeLayerNormBackward0"}},
+        "net.h.{0-11}": {"recompute": {"mlp.act#0:0": "GeluBackward0"}},
     }
 
 
 def test_a_plan_file_reads_back_as_the_plan(tmp_path: Path):
     text = PLAN.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == PLAN == Plan.from_json(text)
-    assert json.loads(text)["decisions"]["net.h.{0-11}"] == {"remake": {"mlp.act#0:0": "GeluBackward0"}}
-    assert not {"remake", "replay"} & json.loads(text).keys()
+    assert json.loads(text)["decisions"]["net.h.{0-11}"] == {"recompute": {"mlp.act#0:0": "GeluBackward0"}}
+    assert not {"recompute", "replay"} & json.loads(text).keys()
 
 
 def test_an_edited_file_is_read_as_edited():
     text = PLAN.to_json().replace("net.h.{0-2,5}", "net.h.{7,9-10}")
-    moved = [address for address in Plan.from_json(text).remake if ".ln" in address]
+    moved = [address for address in Plan.from_json(text).recompute if ".ln" in address]
     assert moved == ["net.h.10.ln#0:1", "net.h.7.ln#0:1", "net.h.9.ln#0:1"]
 
 
@@ -61,16 +61,16 @@ paths = st.lists(components, max_size=4).map(".".join)
     st.sets(st.builds("{}#{}".format, paths, st.integers(0, 1))),
     st.sets(st.builds("{}#{}".format, paths, st.integers(0, 1))),
 )  # fmt: skip
-def test_nothing_is_lost_by_folding(remake: dict[str, str], replay: set[str], advance: set[str]):
-    lists = tuple(tuple(sorted(found)) for found in (replay, advance, remake.keys()))
-    assert unfold(fold(remake, *lists)) == (remake, *lists)
+def test_nothing_is_lost_by_folding(recompute: dict[str, str], replay: set[str], advance: set[str]):
+    lists = tuple(tuple(sorted(found)) for found in (replay, advance, recompute.keys()))
+    assert unfold(fold(recompute, *lists)) == (recompute, *lists)
 
 
 @given(st.sets(st.integers(0, 30), min_size=1))
 def test_ranges_name_their_numbers(numbers: set[int]):
-    remake = {f"h.{n}.act#0:0": "MulBackward0" for n in numbers}
-    assert list(fold(remake, ())) == [f"h.{ranges(numbers)}"]
-    assert unfold(fold(remake, ()))[0] == remake
+    recompute = {f"h.{n}.act#0:0": "MulBackward0" for n in numbers}
+    assert list(fold(recompute, ())) == [f"h.{ranges(numbers)}"]
+    assert unfold(fold(recompute, ()))[0] == recompute
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_ranges_name_their_numbers(numbers: set[int]):
     [
         (None, "Expected `object`, got `null`"),
         (3, "Expected `object`, got `int`"),
-        ({"h.0": {"recompute": []}}, "'h.0' has recompute; it can have remake, replay, advance, offload"),
-        ({"h.0": {"remake": ["act#0:0"]}}, "'h.0' must have an object of nodes by address as remake"),
+        ({"h.0": {"forget": []}}, "'h.0' has forget; it can have recompute, replay, advance, offload"),
+        ({"h.0": {"recompute": ["act#0:0"]}}, "'h.0' must have an object of nodes by address as recompute"),
         ({"h.0": {"replay": {"act#0": ""}}}, "a list of calls as replay"),
         ({"h.{}": {"replay": [3]}}, "Expected `str`, got `int`"),
         ({"h.{-}": {"replay": ["a#0"]}}, "'h.{-}' is no block"),
@@ -88,6 +88,6 @@ def test_ranges_name_their_numbers(numbers: set[int]):
 )
 def test_nonsense_is_refused(decisions: object, says: str):
     text = json.dumps({**json.loads(PLAN.to_json()), "decisions": decisions})
-    with pytest.raises(LowtideError, match="not a Plan of format 1") as caught:
+    with pytest.raises(LowtideError, match="not a Plan of format 2") as caught:
         Plan.from_json(text)
     assert says in str(caught.value)

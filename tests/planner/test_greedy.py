@@ -17,13 +17,13 @@ class Counting(Search):
 
 
 def test_what_to_keep_of_a_long_chain_is_found_without_trying_everything() -> None:
-    """400 remakes of 40 bytes, one from the other, wait for the last of them. To keep the middle one halves that."""
+    """400 recomputes of 40 bytes, one from the other, wait for the last of them. To keep the middle one halves that."""
     simulator = Simulator(chain(1, inner=400))
     search = Counting(Moves(simulator))
-    everything = search.moves.remade(expensive=False)
+    everything = search.moves.recomputed(expensive=False)
     assert search.sweep(everything).peak > 400 * 40
     some = search.reduced(everything, 202 * 40)
-    kept = [simulator.index.addresses[n] for n in (everything.remake & ~some.remake).nonzero()[0]]
+    kept = [simulator.index.addresses[n] for n in (everything.recompute & ~some.recompute).nonzero()[0]]
     assert len(kept) == 1
     assert abs(int(kept[0].split(":")[1]) - 200) <= 2
     assert search.swept < 100

@@ -15,9 +15,9 @@ from planner import reference
 from planner.profiles import Tape, chain, profiles, random_decisions
 
 
-def usage(profile: Profile, remake: list[str] | None = None, replay: list[str] | None = None) -> list[int]:
+def usage(profile: Profile, recompute: list[str] | None = None, replay: list[str] | None = None) -> list[int]:
     simulator = Simulator(profile)
-    decisions = Decisions(remake=frozenset(remake or ()), replay=frozenset(replay or ()))
+    decisions = Decisions(recompute=frozenset(recompute or ()), replay=frozenset(replay or ()))
     return [int(level) for level in simulator.sweep(simulator.choice(decisions)).usage]
 
 
@@ -39,8 +39,8 @@ def test_keeping_everything_peaks_at_the_loss(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8])
-def test_remaking_all_insides_leaves_the_chain_and_one_block(blocks: int) -> None:
-    prediction = predict(chain(blocks, inner=1), Decisions(remake=inner(*range(blocks))))
+def test_recomputing_all_insides_leaves_the_chain_and_one_block(blocks: int) -> None:
+    prediction = predict(chain(blocks, inner=1), Decisions(recompute=inner(*range(blocks))))
     assert prediction.peak_bytes == 10 * (blocks + 1) + 40
     assert prediction.held_bytes == 10 * (blocks + 1)
     assert prediction.extra_ms == blocks
@@ -48,7 +48,7 @@ def test_remaking_all_insides_leaves_the_chain_and_one_block(blocks: int) -> Non
 
 def test_dropping_early_blocks_saves_what_dropping_late_ones_does_not() -> None:
     profile = chain(4, inner=1)
-    early, late = (predict(profile, Decisions(remake=inner(*blocks))) for blocks in ((0, 1), (2, 3)))
+    early, late = (predict(profile, Decisions(recompute=inner(*blocks))) for blocks in ((0, 1), (2, 3)))
     assert early.held_bytes == late.held_bytes == 5 * 10 + 2 * 40
     assert early.extra_ms == late.extra_ms
     assert early.peak_bytes == 5 * 10 + 2 * 40 + 1  # at the loss
@@ -79,19 +79,19 @@ def test_the_peak_is_told_by_category() -> None:
         y = tape.op(20, x, saves=[x], recipe="gelu", scratch=3)
         logits = tape.op(100, y, saves=[y], category="loss head", spike=500)
         tape.op(1, logits, saves=[logits])
-    prediction = predict(tape.profile(), Decisions(remake=frozenset({"model#0:1"})))
+    prediction = predict(tape.profile(), Decisions(recompute=frozenset({"model#0:1"})))
     assert {name: size for name, size in prediction.parts.items() if size} == {
         "parameters": 5,
         "activations": 30,
         "loss head": 100,
         "temporaries": 500,
     }
-    at_remake = predict(replace(tape.profile(), base_bytes=(0,) * 9), Decisions(remake=frozenset({"model#0:1"})))
-    assert at_remake.parts["remade"] == 0
-    assert at_remake.peak_bytes == 5 + 130
+    at_recompute = predict(replace(tape.profile(), base_bytes=(0,) * 9), Decisions(recompute=frozenset({"model#0:1"})))
+    assert at_recompute.parts["recomputed"] == 0
+    assert at_recompute.peak_bytes == 5 + 130
 
 
-# --- remakes
+# --- recomputes
 
 
 def two_readers(first_saved: bool = True) -> Tape:
@@ -116,34 +116,34 @@ def test_a_chain_holds_what_it_begins_with_while_its_end_is_there() -> None:
         tape.op(1, z, saves=[z])
         tape.op(1, y, saves=[y])
         tape.op(1, x, saves=[x])
-    remade = usage(tape.profile(), ["model#0:0", "model#0:1", "model#0:2"])
+    recomputed = usage(tape.profile(), ["model#0:0", "model#0:1", "model#0:2"])
     # y waits for z, and x for both readers of z: whoever claims z could ask for it again.
-    assert remade[-8:-4] == [10, 30, 10 + 20 + 30, 10 + 30]
+    assert recomputed[-8:-4] == [10, 30, 10 + 20 + 30, 10 + 30]
 
 
 def test_a_value_is_kept_if_one_of_its_slots_is() -> None:
     profile = two_readers().profile()
     for addresses in (["model#0:1"], ["model#0:2"]):
         assert usage(profile, addresses) == usage(profile)
-    assert predict(profile, Decisions(remake=frozenset({"model#0:1"}))).extra_ms == 0
+    assert predict(profile, Decisions(recompute=frozenset({"model#0:1"}))).extra_ms == 0
 
 
-def test_a_value_is_remade_once_and_waits_for_all_its_readers() -> None:
+def test_a_value_is_recomputed_once_and_waits_for_all_its_readers() -> None:
     profile = two_readers().profile()
     assert usage(profile, ["model#0:1", "model#0:2"]) == [10, 30, 31, 32, 30, 30, 10, 0, 0]
-    assert predict(profile, Decisions(remake=frozenset({"model#0:1", "model#0:2"}))).extra_ms == 2.0
+    assert predict(profile, Decisions(recompute=frozenset({"model#0:1", "model#0:2"}))).extra_ms == 2.0
 
 
 def test_what_is_never_read_costs_nothing_to_drop() -> None:
     profile = two_readers().profile()
     unread = replace(profile, slots=tuple(replace(slot, need=None) for slot in profile.slots))
-    prediction = predict(unread, Decisions(remake=frozenset({"model#0:1", "model#0:2"})))
+    prediction = predict(unread, Decisions(recompute=frozenset({"model#0:1", "model#0:2"})))
     assert prediction.extra_ms == 0
     assert prediction.held_bytes == 10
 
 
 def test_a_kept_operand_is_held_until_what_is_made_from_it_is_let_go() -> None:
-    """X is saved by a later op, so that its own reader is done first: the remake of y holds it on."""
+    """X is saved by a later op, so that its own reader is done first: the recompute of y holds it on."""
     tape = Tape()
     with tape.call("model#0"):
         x = tape.op(10)
@@ -156,7 +156,7 @@ def test_a_kept_operand_is_held_until_what_is_made_from_it_is_let_go() -> None:
     assert usage(profile, ["model#0:0"]) == [10, 30, 31, 12, 10, 30, 0, 0, 0]
 
 
-def test_a_value_that_nobody_saves_is_scratch_memory_of_the_remake() -> None:
+def test_a_value_that_nobody_saves_is_scratch_memory_of_the_recompute() -> None:
     tape = Tape()
     with tape.call("model#0"):
         x = tape.op(10)
@@ -164,19 +164,19 @@ def test_a_value_that_nobody_saves_is_scratch_memory_of_the_remake() -> None:
         y = tape.op(20, passing, recipe="gelu", ms=2.0, scratch=4)
         tape.op(1, y, saves=[y])
     assert usage(tape.profile(), ["model#0:1"])[4] == 10 + 20 + 50 + 4
-    assert predict(tape.profile(), Decisions(remake=frozenset({"model#0:1"}))).extra_ms == 3.0
+    assert predict(tape.profile(), Decisions(recompute=frozenset({"model#0:1"}))).extra_ms == 3.0
 
 
-def test_a_chain_of_remakes_lets_go_as_it_is_read_backwards() -> None:
+def test_a_chain_of_recomputes_lets_go_as_it_is_read_backwards() -> None:
     """h1 -> h2 -> h3, 40 bytes each and all from x: the first read needs all three, then each frees one."""
     profile = chain(1, inner=3)
     addresses = [f"blocks.0#0:{ordinal}" for ordinal in (1, 2, 3)]
     assert usage(profile, addresses)[7:11] == [10 + 120, 10 + 80, 10 + 40, 10]
-    assert predict(profile, Decisions(remake=frozenset(addresses))).extra_ms == 3
+    assert predict(profile, Decisions(recompute=frozenset(addresses))).extra_ms == 3
 
 
 @pytest.mark.parametrize(("scratch", "most"), [((5, 40, 3), 3), ((5, 50, 3), 10), ((0, 0, 9), 9)])
-def test_remakes_at_one_position_run_one_after_the_other(scratch: tuple[int, int, int], most: int) -> None:
+def test_recomputes_at_one_position_run_one_after_the_other(scratch: tuple[int, int, int], most: int) -> None:
     """h1 -> h2 -> h3, 40 bytes each, all made again for the first read: h3 is not there yet when h2 is made."""
     tape = Tape()
     with tape.call("model#0"):
@@ -189,7 +189,7 @@ def test_remakes_at_one_position_run_one_after_the_other(scratch: tuple[int, int
 
 @pytest.mark.parametrize(("w_first", "most"), [(True, 10 + 20 + 20 + 50 + 4), (False, 10 + 50 + 20 + 30)])
 def test_what_passes_waits_for_operands_that_are_made_after_it(w_first: bool, most: int) -> None:
-    """Y needs `passing` and w, which is remade with 30 bytes of scratch memory."""
+    """Y needs `passing` and w, which is recomputed with 30 bytes of scratch memory."""
     tape = Tape()
     with tape.call("model#0"):
         x = tape.op(10)
@@ -213,7 +213,7 @@ def test_of_a_chain_that_passes_two_are_there_at_once(n: int) -> None:
         tape.op(1, y, saves=[y])
     profile = tape.profile()
     assert usage(profile, ["model#0:1"])[n + 3] == 10 + 50 + 50
-    assert predict(profile, Decisions(remake=frozenset({"model#0:1"}))).extra_ms == n + 1
+    assert predict(profile, Decisions(recompute=frozenset({"model#0:1"}))).extra_ms == n + 1
 
 
 def test_a_value_that_nobody_saves_is_made_once_for_all_that_need_it() -> None:
@@ -228,7 +228,7 @@ def test_a_value_that_nobody_saves_is_made_once_for_all_that_need_it() -> None:
         tape.op(1, z, saves=[z])
     profile = tape.profile()
     assert usage(profile, ["model#0:1", "model#0:2"])[6:9] == [10 + 50 + 30, 10 + 50 + 20, 10]
-    assert predict(profile, Decisions(remake=frozenset({"model#0:1", "model#0:2"}))).extra_ms == 5.0
+    assert predict(profile, Decisions(recompute=frozenset({"model#0:1", "model#0:2"}))).extra_ms == 5.0
 
 
 # --- replays
@@ -270,8 +270,8 @@ def test_a_replay_allocates_all_that_its_forward_had_beyond_what_was_there() -> 
     assert usage(after, replay=["blocks.0#0"])[12] == 10 + 180 + 5
 
 
-def test_inside_a_replay_a_remake_is_not_caught() -> None:
-    """With h2 remade from h1, the replay has to leave h1 alone."""
+def test_inside_a_replay_a_recompute_is_not_caught() -> None:
+    """With h2 recomputed from h1, the replay has to leave h1 alone."""
     tape = Tape()
     with tape.call("model#0", refused="the model itself"):
         x = tape.op(10)
@@ -280,9 +280,11 @@ def test_inside_a_replay_a_remake_is_not_caught() -> None:
             h2 = tape.op(40, h1, saves=[h1], recipe="gelu", ms=1.0)
             x = tape.op(10, h2, saves=[h2])
     profile = tape.profile()
-    # The forward again: h1 (caught), h2 and the next x at once are 80 bytes; then h2 is remade, in less.
+    # The forward again: h1 (caught), h2 and the next x at once are 80 bytes; then h2 is recomputed, in less.
     assert usage(profile, ["block#0:2"], ["block#0"])[4:8] == [10 + 80, 10 + 30, 10, 0]
-    assert predict(profile, Decisions(remake=frozenset({"block#0:2"}), replay=frozenset({"block#0"}))).extra_ms == 6.0
+    assert (
+        predict(profile, Decisions(recompute=frozenset({"block#0:2"}), replay=frozenset({"block#0"}))).extra_ms == 6.0
+    )
 
 
 def test_a_saved_tensor_that_is_the_calls_input_follows_the_input() -> None:
@@ -295,9 +297,9 @@ def test_a_saved_tensor_that_is_the_calls_input_follows_the_input() -> None:
             tape.op(1, h, saves=[h])
     profile = tape.profile()
     assert predict(profile, Decisions(replay=frozenset({"block#0"}))).held_bytes == 15
-    remade = predict(profile, Decisions(remake=frozenset({"block#0@0"}), replay=frozenset({"block#0"})))
-    assert remade.held_bytes == 5
-    assert remade.extra_ms == 6.0
+    recomputed = predict(profile, Decisions(recompute=frozenset({"block#0@0"}), replay=frozenset({"block#0"})))
+    assert recomputed.held_bytes == 5
+    assert recomputed.extra_ms == 6.0
 
 
 def nested(groups: int = 3, blocks: int = 2, *, state: int = 0) -> Profile:
@@ -347,7 +349,7 @@ def with_results(profile: Profile, *blocks: int) -> Profile:
     entries = {slot.call: slot.value for slot in profile.slots if slot.is_input}
     calls = list(profile.calls)
     for block in blocks:
-        calls[block + 1] = replace(calls[block + 1], gives=entries[block + 2], advance_ms=6.0, advance_flops=10)
+        calls[block + 1] = replace(calls[block + 1], result_value=entries[block + 2], advance_ms=6.0, advance_flops=10)
     return replace(profile, calls=tuple(calls))
 
 
@@ -387,7 +389,7 @@ def test_what_is_kept_inside_of_a_call_is_not_advanced() -> None:
             y = tape.op(20, x, saves_result=True)
         tape.op(1, y, saves=[y])
     profile = tape.profile()
-    calls = (profile.calls[0], replace(profile.calls[1], gives=1, advance_ms=3.0))
+    calls = (profile.calls[0], replace(profile.calls[1], result_value=1, advance_ms=3.0))
     profile = replace(profile, calls=calls)
     alone = predict(profile, Decisions(advance=frozenset({"block#0"})))
     assert (alone.held_bytes, alone.extra_ms) == (20, 0.0)
@@ -418,8 +420,8 @@ def test_what_is_offloaded_is_gone_from_the_next_one_on_until_the_one_before_is_
 @pytest.mark.parametrize(
     ("decisions", "message"),
     [
-        (Decisions(remake=frozenset({"nowhere#0:0"})), "no slot of this profile has the address 'nowhere#0:0'"),
-        (Decisions(remake=frozenset({"model#0:0"})), "model#0:0 has no recipe"),
+        (Decisions(recompute=frozenset({"nowhere#0:0"})), "no slot of this profile has the address 'nowhere#0:0'"),
+        (Decisions(recompute=frozenset({"model#0:0"})), "model#0:0 has no recipe"),
         (Decisions(replay=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
         (Decisions(replay=frozenset({"model#0"})), "model#0 may not be replayed: the model itself"),
         (Decisions(advance=frozenset({"nowhere#0"})), "no call of this profile has the id 'nowhere#0'"),
@@ -440,7 +442,7 @@ def test_a_decision_holds_for_every_call_of_the_model() -> None:
             x = tape.op(10)
             y = tape.op(20, x, saves=[x], recipe="gelu", ms=2.0)
             tape.op(1, y, saves=[y])
-    prediction = predict(tape.profile(), Decisions(remake=frozenset({"model#0:1"})))
+    prediction = predict(tape.profile(), Decisions(recompute=frozenset({"model#0:1"})))
     assert prediction.extra_ms == 4.0
     assert prediction.held_bytes == 20
 
@@ -450,14 +452,14 @@ def test_a_decision_holds_for_every_call_of_the_model() -> None:
     [
         lambda p: replace(p, base_bytes=()),
         lambda p: replace(p, gradient_bytes=p.gradient_bytes[1:]),
-        lambda p: replace(p, values=(replace(p.values[0], needs=(3,)), *p.values[1:])),
+        lambda p: replace(p, values=(replace(p.values[0], operands=(3,)), *p.values[1:])),
         lambda p: replace(p, values=(replace(p.values[0], storage=99), *p.values[1:])),
         lambda p: replace(p, slots=(replace(p.slots[0], value=99), *p.slots[1:])),
         lambda p: replace(p, slots=(replace(p.slots[0], storage=99), *p.slots[1:])),
         lambda p: replace(p, slots=(*p.slots[:-1], replace(p.slots[-1], need=99))),
         lambda p: replace(p, calls=(replace(p.calls[0], parent=0), *p.calls[1:])),
         lambda p: replace(p, calls=(replace(p.calls[0], exit=99), *p.calls[1:])),
-        lambda p: replace(p, storages=(replace(p.storages[0], born=-1), *p.storages[1:])),
+        lambda p: replace(p, storages=(replace(p.storages[0], allocated_at=-1), *p.storages[1:])),
     ],
 )
 def test_a_profile_that_contradicts_itself_is_refused(broken: object) -> None:
@@ -498,8 +500,8 @@ def test_what_is_made_of_a_tensor_holds_a_replay_around_the_one_that_saves_it_to
     assert levels[6:] == [10 + 20 + 30, 10 + 20 + 30 + 40, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("born", "is_foreign"), [(0, True), (1, False), (2, False), (3, True)])
-def test_a_replay_brings_back_what_is_born_from_its_beginning_to_its_end(born: int, is_foreign: bool) -> None:
+@pytest.mark.parametrize(("allocated_at", "is_foreign"), [(0, True), (1, False), (2, False), (3, True)])
+def test_a_replay_brings_back_what_is_born_from_its_beginning_to_its_end(allocated_at: int, is_foreign: bool) -> None:
     """At the call's end already the next operator may begin, and it belongs to that."""
     tape = Tape()
     with tape.call("model#0"):
@@ -513,7 +515,7 @@ def test_a_replay_brings_back_what_is_born_from_its_beginning_to_its_end(born: i
     (slot,) = (slot for slot in profile.slots if slot.value == y)
     assert slot.storage is not None
     storages = list(profile.storages)
-    storages[slot.storage] = replace(storages[slot.storage], born=born)
+    storages[slot.storage] = replace(storages[slot.storage], allocated_at=allocated_at)
     simulator = Simulator(replace(profile, storages=tuple(storages)))
     fates = fates_of(simulator.index, simulator.choice(Decisions(replay=frozenset({"block#0"}))))
     assert fates.elsewhere == ([(y, 1)] if is_foreign else [])
@@ -529,7 +531,7 @@ def test_a_replay_may_hold_what_its_input_is_made_of() -> None:
         with tape.call("block#0", given):
             tape.op(1, f, saves=[f])
     profile = tape.profile()
-    decisions = Decisions(remake=frozenset({"block#0@0"}), replay=frozenset({"block#0"}))
+    decisions = Decisions(recompute=frozenset({"block#0@0"}), replay=frozenset({"block#0"}))
     simulator = Simulator(profile)
     levels = simulator.sweep(simulator.choice(decisions)).usage.tolist()
     assert levels == reference.Step(profile, decisions).usage() == [20, 30, 21, 20 + 10 + 1, 0, 0, 0]
@@ -557,4 +559,4 @@ def test_the_simulator_sees_what_a_walk_through_the_step_sees(profile: Profile, 
 @given(profiles())
 def test_the_plain_step_costs_nothing_more(profile: Profile) -> None:
     prediction = predict(profile, Decisions())
-    assert (prediction.extra_ms, prediction.extra_flops, prediction.parts["remade"]) == (0, 0, 0)
+    assert (prediction.extra_ms, prediction.extra_flops, prediction.parts["recomputed"]) == (0, 0, 0)

@@ -41,7 +41,7 @@ def test_early_blocks_are_dropped_and_late_ones_kept() -> None:
     assert plain_peak(profile) == 70 + 240 + 1
     for dropped in range(6):
         made = plan(profile, 311 - 40 * dropped)
-        assert set(made.remake) == {f"blocks.{block}#0:1" for block in range(dropped)}
+        assert set(made.recompute) == {f"blocks.{block}#0:1" for block in range(dropped)}
         assert made.predicted.peak_bytes == 311 - 40 * dropped
         assert made.replay == ()
 
@@ -60,16 +60,16 @@ def test_what_has_no_recipe_is_replayed() -> None:
     peak = plain_peak(without)
     made = plan(without, peak - 80)
     assert made.replay == ("blocks.0#0",)
-    assert made.remake == {}
+    assert made.recompute == {}
     assert made.predicted.peak_bytes == peak - 80
     assert made.predicted.extra_ms == 6.0
 
 
-def test_cheap_remakes_come_before_expensive_ones_and_replays() -> None:
+def test_cheap_recomputes_come_before_expensive_ones_and_replays() -> None:
     made = plan(TRANSFORMER, "80%")
     assert made.predicted.extra_flops == 0
     assert made.replay == ()
-    assert set(made.remake.values()) == {"OpBackward0"}
+    assert set(made.recompute.values()) == {"OpBackward0"}
 
 
 def test_cheap_plans_redo_no_product() -> None:
@@ -266,10 +266,10 @@ def test_a_time_limit_gives_the_best_so_far_and_its_gap(limit_s: float) -> None:
 
 def test_another_solver_can_be_given() -> None:
     def all_of_it(simulator: Simulator, budget_bytes: int) -> Decisions:
-        return Decisions(remake=frozenset(a for a in simulator.index.addresses if "blocks" in a and ":1" in a))
+        return Decisions(recompute=frozenset(a for a in simulator.index.addresses if "blocks" in a and ":1" in a))
 
     made = plan(chain(3, inner=1), 90, solver=all_of_it)
-    assert len(made.remake) == 3
+    assert len(made.recompute) == 3
 
 
 # --- any step

@@ -132,7 +132,7 @@ def compare(rank: int, shard: Callable[[Any], None], of: Callable[..., Step] = s
 
 
 def fits(rank: int) -> None:
-    assert compare(rank, usual).remake
+    assert compare(rank, usual).recompute
 
 
 def fits_half_precision(rank: int) -> None:

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
     "cases",
     [
         ("fits_alone", "fits_before_it_is_wrapped"),
-        ("counts_buckets", "foresees_buckets", "refuses_what_waits", "refuses_an_update_too_early"),
+        ("counts_buckets", "estimates_buckets", "refuses_what_waits", "refuses_an_update_too_early"),
     ],
     ids=["fits", "refuses"],
 )

@@ -1,4 +1,4 @@
-"""Run by the tests: a script for torchrun. Its blocks wait for other processes, as SyncBatchNorm does on cards."""
+"""Run by the tests: a script for torchrun. Its blocks wait for other processes, as SyncBatchNorm does on GPUs."""
 
 import torch
 from torch import distributed, nn

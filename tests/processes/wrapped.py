@@ -61,7 +61,7 @@ def fits_alone(rank: int) -> None:
         profile = lowtide.rehearse(wrapped, step, batch) if rank == 1 and not settings else None  # more steps there
         of = model if rank == 0 else wrapped  # the step calls the wrapper, whichever of the two is fitted
         fitted = lowtide.fit(of, step, batch, budget="70%", optimizer=optimizer, profile=profile)
-        assert fitted.plan.remake, "nothing was planned"
+        assert fitted.plan.recompute, "nothing was planned"
         assert fitted.verdict.identical
         assert fitted.verdict.differences is not None
         assert equal(before, list(wrapped.parameters()))
@@ -87,14 +87,14 @@ def counts_buckets(rank: int) -> None:
             assert static.gradients == size * (1 if views else 2), (static, size)
 
 
-def foresees_buckets(rank: int) -> None:
-    """A step that is foreseen has DDP's buckets, and sends nothing: each process does so on its own."""
+def estimates_buckets(rank: int) -> None:
+    """A step that is estimated has DDP's buckets, and sends nothing: each process does so on its own."""
     for views in (False, True):
         model, optimizer = build(nn.BatchNorm1d(64))
         size = sum(p.nbytes for p in model.parameters())
         wrapped, batch = DistributedDataParallel(model, gradient_as_bucket_view=views), batch_of(rank)
         step = step_of(wrapped, optimizer)
-        foreseen = [lowtide.foresee(wrapped, step, batch, optimizer=optimizer)] if rank == 0 else []
+        estimated = [lowtide.estimate(wrapped, step, batch, optimizer=optimizer)] if rank == 0 else []
         for number in range(3):
             static = [*wrapped.parameters(), *wrapped.buffers(), batch]
             static += [t for state in optimizer.state.values() for t in state.values()]
@@ -103,10 +103,10 @@ def foresees_buckets(rank: int) -> None:
                 step(batch)
             measured = memory.peak_bytes + sum(t.nbytes for t in static) + size
             # In step 1 there are new buckets, and `measure` does not see that the old ones go.
-            if number == (1 if views else 2) and foreseen:
-                assert abs(foreseen.pop().peak_bytes - measured) < 64, (rank, views, measured)
+            if number == (1 if views else 2) and estimated:
+                assert abs(estimated.pop().peak_bytes - measured) < 64, (rank, views, measured)
         if rank == 1:
-            found = lowtide.foresee(wrapped, step, batch, optimizer=optimizer).peak_bytes
+            found = lowtide.estimate(wrapped, step, batch, optimizer=optimizer).peak_bytes
             assert abs(found - measured) < 64, (views, found, measured)
 
 

@@ -33,15 +33,15 @@ def test_a_model_that_is_called_on_its_own_result_keeps_to_what_was_predicted(pa
         model.zero_grad()
 
     _, plan, verdict = within(model, step, torch.randn(ROWS, WIDTH), part)
-    assert plan.remake
-    assert all(plan.remake.values())
+    assert plan.recompute
+    assert all(plan.recompute.values())
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
     assert verdict.within_budget
     assert verdict.identical
 
 
 def test_what_a_second_call_is_known_to_keep_is_no_surprise():
-    """Weights that were made by a step of descent: at the address of what the first call remakes, it can't."""
+    """Weights that were made by a step of descent: at the address of what the first call recomputes, it can't."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.LeakyReLU(), nn.Linear(256, 256), nn.LeakyReLU(), nn.Linear(256, 8))
 
@@ -55,8 +55,8 @@ def test_what_a_second_call_is_known_to_keep_is_no_surprise():
 
     profile, plan, verdict = within(model, step, torch.randn(1024, 64), 0)
     refused = {s.address for s in profile.slots if profile.values[s.value].recipe is None}
-    assert plan.mixed
-    assert set(plan.mixed) == refused & plan.remake.keys()
+    assert plan.ambiguous_addresses
+    assert set(plan.ambiguous_addresses) == refused & plan.recompute.keys()
     assert verdict.identical
     assert not verdict.drifted
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
@@ -81,7 +81,7 @@ def test_what_other_nodes_give_to_a_second_call_is_no_surprise():
         model.zero_grad()
 
     _, plan, verdict = within(model, step, torch.randn(16, 32, 64), 0)
-    assert any("@" in address for address in plan.mixed)
+    assert any("@" in address for address in plan.ambiguous_addresses)
     assert verdict.identical
     assert not verdict.drifted
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes

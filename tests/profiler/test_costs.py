@@ -1,4 +1,4 @@
-"""What a remake is said to cost is what it takes where it will run: in backward."""
+"""What a recompute is said to cost is what it takes where it will run: in backward."""
 
 import time
 from dataclasses import replace
@@ -72,7 +72,7 @@ def seen(model, x):
 
 
 @pytest.mark.parametrize("observed", [False, True])
-def test_a_remake_costs_what_it_takes_in_backward(slow, observed):
+def test_a_recompute_costs_what_it_takes_in_backward(slow, observed):
     slow("TanhBackward0", in_backward)
     found = costs(observed)
     assert found["TanhBackward0"] >= SLOW_MS
@@ -115,8 +115,8 @@ def test_a_view_of_what_was_made_on_the_way_to_it_takes_no_memory_of_its_own() -
     }
     assert len(views) > 4
     for address in views:
-        predicted = predict(profile, Decisions(remake=frozenset([address])))
-        plan = replace(lowtide.plan(profile, "100%"), remake={address: "UnsafeViewBackward0"}, predicted=predicted)
+        predicted = predict(profile, Decisions(recompute=frozenset([address])))
+        plan = replace(lowtide.plan(profile, "100%"), recompute={address: "UnsafeViewBackward0"}, predicted=predicted)
         assert lowtide.verify(model, step, batch, plan).measured_peak_bytes == predicted.peak_bytes
 
 

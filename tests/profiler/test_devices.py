@@ -1,4 +1,4 @@
-"""What is different where the model is on a device: threads, random numbers, another card than the current one.
+"""What is different where the model is on a device: threads, random numbers, another GPU than the current one.
 
 Autograd runs the backward of a device's tensors in a thread of its own; here a thread of Python's stands for it.
 """
@@ -81,7 +81,7 @@ def test_a_backward_inside_of_the_forward_may_run_in_another_thread():
     plain = step(batch)
     profile = lowtide.rehearse(model, step, batch)
     made = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes + 1000)
-    assert made.remake
+    assert made.recompute
     audits = []
     for model.threaded in (False, True):
         audit = Audit(model, frozenset(), lambda *_: None)
@@ -107,11 +107,11 @@ def test_eight_bit_numbers_are_compared():
         assert not identical(one.to(dtype), one.flip(0).to(dtype))
 
 
-def test_random_numbers_of_the_host_are_no_memory_of_a_card():
+def test_random_numbers_of_the_host_are_no_memory_of_a_gpu():
     model = nn.BatchNorm1d(4)
     seen = Surroundings(Seam(Engine(model), model, "", ()).reach)
     assert seen.nbytes == torch.get_rng_state().nbytes + sum(buffer.nbytes for buffer in model.buffers())
-    seen.reach.cards = frozenset({torch.device("cuda:0")})
+    seen.reach.gpus = frozenset({torch.device("cuda:0")})
     assert seen.nbytes == 0  # these buffers are on the host
 
 
@@ -164,7 +164,7 @@ def training_step(model):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_step_on_a_card_fits_by_the_allocators_own_count(share):
+def test_a_step_on_a_gpu_fits_by_the_allocators_own_count(share):
     gc.collect()
     drop_workspaces()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # of other tests
@@ -193,7 +193,7 @@ def test_blocks_with_fused_attention_can_be_replayed(dtype, dropout):
 
 
 @pytest.mark.gpu
-def test_gradients_in_place_on_a_card():
+def test_gradients_in_place_on_a_gpu():
     assert {"LogSoftmaxBackward0", "GeluBackward0", "NativeGroupNormBackward0"} <= set(in_place.available("cuda"))
     more = {}
     for node in sorted(in_place.available("cuda")):
@@ -217,7 +217,7 @@ def test_gradients_in_place_on_a_card():
 
 
 @pytest.mark.gpu
-def test_a_plan_never_has_the_host_wait_for_the_card():
+def test_a_plan_never_has_the_host_wait_for_the_gpu():
     model, batch = language_model("cuda")
 
     def step(batch):
@@ -225,7 +225,7 @@ def test_a_plan_never_has_the_host_wait_for_the_card():
 
     profile = lowtide.rehearse(model, step, batch)
     with lowtide.fit(model, step, batch, budget=between(profile, 0.5), profile=profile) as fitted:
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
         step(batch)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -266,7 +266,7 @@ def test_what_a_step_that_failed_took_is_free_again():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
-def test_a_model_on_another_card_than_the_current_one_is_measured_there():
+def test_a_model_on_another_gpu_than_the_current_one_is_measured_there():
     model, batch = language_model("cuda:1")
     step = training_step(model)
     profile = lowtide.rehearse(model, step, batch)
@@ -279,7 +279,7 @@ def test_a_model_on_another_card_than_the_current_one_is_measured_there():
 def test_convolutions_that_may_take_another_algorithm_in_backward_are_said(monkeypatch, benchmark, deterministic, said):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", deterministic)
-    model, card = nn.Sequential(nn.Conv2d(1, 1, 3)), torch.device("cuda:0")
-    assert len(doubts(model, card)) == said
+    model, gpu = nn.Sequential(nn.Conv2d(1, 1, 3)), torch.device("cuda:0")
+    assert len(doubts(model, gpu)) == said
     assert not doubts(model, torch.device("cpu"))
-    assert not doubts(nn.Linear(1, 1), card)
+    assert not doubts(nn.Linear(1, 1), gpu)

@@ -27,8 +27,8 @@ def blocks(profile: Profile, cls: str) -> list[str]:
     return [call.id for call in profile.calls if call.cls == cls and call.refused is None]
 
 
-def held(case: Case, remake: dict[str, str], replay: list[str]) -> int:
-    engine = Engine(case.model, actions_for(remake, replay))
+def held(case: Case, recompute: dict[str, str], replay: list[str]) -> int:
+    engine = Engine(case.model, actions_for(recompute, replay))
     engine.install()
     with CpuRecorder() as recorder:
         loss = case.model(**case.batch).loss
@@ -50,6 +50,6 @@ def test_under_any_decisions(name, block):
     # What no slot holds, such as the loss, is held under every plan.
     others = held(case, {}, []) - predict(profile, Decisions()).held_bytes
     assert 0 <= others < 4096
-    for remake, replay in ways:
-        decisions = Decisions(remake=frozenset(remake), replay=frozenset(replay))
-        assert held(case, remake, replay) == predict(profile, decisions).held_bytes + others
+    for recompute, replay in ways:
+        decisions = Decisions(recompute=frozenset(recompute), replay=frozenset(replay))
+        assert held(case, recompute, replay) == predict(profile, decisions).held_bytes + others

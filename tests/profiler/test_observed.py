@@ -199,7 +199,7 @@ def test_steps_that_begin_alike_and_go_on_with_other_batches_are_not_taken_for_o
         why.startswith("it called the model with [2, 64] int64, [2, 64] int64 and [1,") for why in observed.why
     ] == [True]
     assert observed.profile is not None
-    assert observed.profile.given == ("[2, 64] int64, [2, 64] int64", "[4, 64] int64, [4, 64] int64")
+    assert observed.profile.input_shapes == ("[2, 64] int64, [2, 64] int64", "[4, 64] int64, [4, 64] int64")
 
 
 def test_without_a_plain_step_that_was_asked_for_the_profile_says_so() -> None:
@@ -258,7 +258,7 @@ def test_outputs_of_the_step_before_do_not_hide_a_part_of_the_peak():
             observed.end()
             optimizer.zero_grad()
         assert observed.profile is not None
-        assert observed.profile.static.left == 4 + holds * 64 * 4096 * 4  # the loss; and the logits
+        assert observed.profile.static.carried_over == 4 + holds * 64 * 4096 * 4  # the loss; and the logits
         plain = predict(observed.profile, Decisions()).peak_bytes
         peaks.append((observed.profile.measured_plain_peak_bytes, plain))
     assert peaks[0][0] == pytest.approx(peaks[1][0], rel=0.001)

@@ -87,12 +87,12 @@ def step_of(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("places", [FOUND, HIDDEN], ids=["found", "hidden"])
 @pytest.mark.parametrize("where", WHERE)
-def test_such_a_block_is_remade_and_not_replayed(where: str, places: Any) -> None:
+def test_such_a_block_is_recomputed_and_not_replayed(where: str, places: Any) -> None:
     model = Model(where, places)
     with lowtide.fit(model, step_of(model), BATCH, budget="60%") as fitted:
         assert fitted.verdict.identical
         assert fitted.verdict.measured_peak_bytes <= fitted.plan.budget_bytes
-        assert fitted.plan.remake
+        assert fitted.plan.recompute
         assert not fitted.plan.replay
     blocks = [call for call in fitted.profile.calls if call.cls == "Routed"]
     assert [call.refused for call in blocks] == BLOCKS * [CHANGES if places is FOUND else LEAKS]

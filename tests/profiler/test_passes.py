@@ -41,15 +41,17 @@ def test_each_pass_takes_as_long_and_none_holds_what_another_made():
     assert [s.address for s in often.slots] == PASSES * [s.address for s in once.slots]
     for profile in (once, often):
         assert predict(profile, Decisions()).peak_bytes == profile.measured_plain_peak_bytes
-    remake = Decisions(remake=frozenset(s.address for s in once.slots if once.values[s.value].node == "GeluBackward0"))
+    recompute = Decisions(
+        recompute=frozenset(s.address for s in once.slots if once.values[s.value].node == "GeluBackward0")
+    )
     replay = Decisions(replay=frozenset(c.id for c in once.calls if c.cls == "Sequential" and c.refused is None))
-    for decisions in (remake, replay):
+    for decisions in (recompute, replay):
         assert decisions != Decisions()
         predicted = predict(often, decisions)
         assert predicted.extra_flops == PASSES * predict(once, decisions).extra_flops
         plan = replace(
             lowtide.plan(often, "100%"),
-            remake=dict.fromkeys(decisions.remake, "GeluBackward0"),
+            recompute=dict.fromkeys(decisions.recompute, "GeluBackward0"),
             replay=tuple(decisions.replay),
             predicted=predicted,
         )
@@ -96,7 +98,7 @@ def test_what_each_pass_writes_over_is_its_own():
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), Chain(), nn.Linear(WIDTH, WIDTH)), torch.randn(ROWS, WIDTH)
     profile = lowtide.rehearse(model, _step_of(model, 2), batch)
-    over = [(number, value.over) for number, value in enumerate(profile.values) if value.over is not None]
+    over = [(number, value.overwrites) for number, value in enumerate(profile.values) if value.overwrites is not None]
     first, second = over[: len(over) // 2], over[len(over) // 2 :]
     shift = len(profile.values) // 2
     assert first
@@ -209,8 +211,8 @@ def test_what_a_backward_that_makes_a_graph_makes_again_is_made_once_more_by_the
     assert verdict.identical
     assert not verdict.drifted
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.001 * verdict.measured_peak_bytes
-    remade = plan.remake or plan.replay
-    assert remade or activation is nn.Tanh  # of which that graph holds everything
+    recomputed = plan.recompute or plan.replay
+    assert recomputed or activation is nn.Tanh  # of which that graph holds everything
 
 
 class Residual(nn.Module):
@@ -237,6 +239,6 @@ def test_an_argument_that_such_a_graph_holds_is_counted_as_long_as_it_does():
         model.zero_grad()
 
     _, plan, verdict = within(model, step, torch.randn(2 * ROWS, WIDTH), 0)
-    assert plan.remake
+    assert plan.recompute
     assert verdict.identical
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes <= 1.01 * verdict.measured_peak_bytes

@@ -109,7 +109,7 @@ def test_that_sizes_depend_on_what_is_in_the_batch_is_noted(find, said):
         assert said in notes[0]
 
 
-def test_most_saved_bytes_can_be_remade_or_replayed(rehearsed):
+def test_most_saved_bytes_can_be_recomputed_or_replayed(rehearsed):
     _, profile = rehearsed
     replayable = {call for call, entry in enumerate(profile.calls) if entry.refused is None}
 
@@ -358,7 +358,9 @@ def test_a_teacher_and_its_like_are_in_memory_too():
     parameters = sum(4 * p.numel() for p in trainer.model.parameters())
     buffers = sum(b.nbytes for b in trainer.model.buffers())
     assert (profile.static.parameters, profile.static.buffers) == (parameters, buffers)
-    assert profile.static.others + profile.static.left >= 2 * (parameters + buffers)  # its teacher and the slow copy
+    assert profile.static.others + profile.static.carried_over >= 2 * (
+        parameters + buffers
+    )  # its teacher and the slow copy
 
 
 def test_lists_in_the_state_of_an_optimizer_are_as_they_were():
@@ -438,7 +440,7 @@ def test_what_can_not_be_rehearsed_is_refused_in_words():
     assert "requires a gradient" in _refused(frozen, _step_of(frozen), batch)
 
 
-@pytest.mark.parametrize("call", ["rehearse", "timeline", "fit", "foresee"])
+@pytest.mark.parametrize("call", ["rehearse", "timeline", "fit", "estimate"])
 def test_a_batch_is_no_leaf_to_differentiate_by_afterwards_unless_it_was_one(call):
     model, plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(256, 64)
     leaf = torch.randn(256, 64, requires_grad=True)
@@ -543,9 +545,9 @@ def test_a_gradient_may_go_through_a_model_that_is_frozen(what):
     verdict = lowtide.verify(model, step, batch, lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes))
     assert verdict.identical
     assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes < profile.measured_plain_peak_bytes
-    peak_bytes = lowtide.foresee(model, step, batch).peak_bytes
+    peak_bytes = lowtide.estimate(model, step, batch).peak_bytes
     assert peak_bytes == profile.measured_plain_peak_bytes - profile.static.others  # a prompt's, a batch's gradient
-    assert lowtide.foresee(model, step, batch, device="T4").verdict == "fits"
+    assert lowtide.estimate(model, step, batch, device="T4").verdict == "fits"
 
 
 def test_a_step_that_differs_each_time_is_refused():

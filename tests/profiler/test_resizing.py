@@ -10,11 +10,11 @@ def slot(value: int, call: int = 0) -> SlotDraft:
 
 def test_values_grow_as_what_is_saved_of_them_and_what_is_made_of_them() -> None:
     values = [
-        ValueDraft(bytes=100, node="A", recipe="A", needs=(1,), cost_ms=1.0, flops=7, transient_bytes=10),
-        ValueDraft(bytes=30, node="B", recipe="B", needs=(2,)),  # passed through
+        ValueDraft(bytes=100, node="A", recipe="A", operands=(1,), cost_ms=1.0, flops=7, transient_bytes=10),
+        ValueDraft(bytes=30, node="B", recipe="B", operands=(2,)),  # passed through
         ValueDraft(bytes=5, node="C"),  # saved, and does not grow
         ValueDraft(bytes=3, node="", state_of=0),  # bits of a mask that the last one is made of
-        ValueDraft(bytes=1, node="D", recipe="D", needs=(3,)),
+        ValueDraft(bytes=1, node="D", recipe="D", operands=(3,)),
         ValueDraft(bytes=8, node="", state_of=0),  # random numbers of a call
         ValueDraft(bytes=10, node="E"),  # an argument
     ]

@@ -8,19 +8,19 @@ MODEL, ONE, INSIDE, TWO = range(4)
 SPANS = {ONE: (10, 20), TWO: (20, 30)}
 
 
-def settled(values: list[ValueDraft], readers: dict[int, list[int]], born: dict[int, int]) -> list[str | None]:
+def settled(values: list[ValueDraft], readers: dict[int, list[int]], allocated_at: dict[int, int]) -> list[str | None]:
     """Why each value is kept; `readers` are calls that save it, by value."""
     parents = {MODEL: None, ONE: MODEL, INSIDE: ONE, TWO: MODEL}
     calls = [CallDraft(id=str(call), cls="Block", parent=parent) for call, parent in parents.items()]
     slots = [SlotDraft(address="", label="", value=value, call=call) for value, its in readers.items() for call in its]
     homes = Homes()
-    homes.born, homes.spans = born, SPANS
+    homes.allocated_at, homes.spans = allocated_at, SPANS
     settle(values, slots, calls, homes)
     return [value.refused for value in values]
 
 
-def remade(*needs: int) -> ValueDraft:
-    return ValueDraft(bytes=8, node="node", recipe="node", needs=needs)
+def recomputed(*operands: int) -> ValueDraft:
+    return ValueDraft(bytes=8, node="node", recipe="node", operands=operands)
 
 
 def kept() -> ValueDraft:
@@ -28,28 +28,28 @@ def kept() -> ValueDraft:
 
 
 def test_what_a_unit_makes_is_made_again_for_those_who_read_it_inside():
-    assert settled([kept(), remade(0)], {0: [ONE], 1: [ONE, INSIDE]}, {0: 11, 1: 12}) == [None, None]
+    assert settled([kept(), recomputed(0)], {0: [ONE], 1: [ONE, INSIDE]}, {0: 11, 1: 12}) == [None, None]
 
 
 def test_what_is_read_in_another_unit_is_kept():
-    assert settled([remade(), remade()], {0: [ONE, TWO], 1: [TWO]}, {0: 11, 1: 12}) == [ELSEWHERE, ELSEWHERE]
+    assert settled([recomputed(), recomputed()], {0: [ONE, TWO], 1: [TWO]}, {0: 11, 1: 12}) == [ELSEWHERE, ELSEWHERE]
 
 
 def test_what_is_read_in_the_model_around_is_kept():
-    assert settled([remade()], {0: [MODEL]}, {0: 11}) == [ELSEWHERE]
+    assert settled([recomputed()], {0: [MODEL]}, {0: 11}) == [ELSEWHERE]
 
 
 def test_what_the_model_makes_around_its_units_is_made_again_anywhere():
-    assert settled([remade(), remade(0)], {0: [ONE], 1: [TWO]}, {0: 5, 1: 25}) == [None, None]
+    assert settled([recomputed(), recomputed(0)], {0: [ONE], 1: [TWO]}, {0: 5, 1: 25}) == [None, None]
 
 
 def test_what_takes_a_value_that_is_kept_for_it_can_be_made_again():
-    assert settled([remade(), remade(0)], {0: [TWO], 1: [TWO]}, {0: 11, 1: 21}) == [ELSEWHERE, None]
+    assert settled([recomputed(), recomputed(0)], {0: [TWO], 1: [TWO]}, {0: 11, 1: 21}) == [ELSEWHERE, None]
 
 
 def test_nothing_is_made_on_the_way_through_another_unit():
     passed_through = {0: 11, 1: 12, 2: 21}
-    assert settled([kept(), remade(0), remade(1)], {0: [ONE], 2: [TWO]}, passed_through) == [
+    assert settled([kept(), recomputed(0), recomputed(1)], {0: [ONE], 2: [TWO]}, passed_through) == [
         None,
         None,
         TAKES_ELSEWHERE,
@@ -59,19 +59,19 @@ def test_nothing_is_made_on_the_way_through_another_unit():
 def test_nothing_is_made_again_in_a_unit_that_is_not_gathered_for_backward():
     calls = [CallDraft(id=str(n), cls="Block", parent=parent) for n, parent in enumerate([None, MODEL, ONE, MODEL])]
     slots = [SlotDraft(address="", label="", value=n, call=call) for n, call in enumerate([INSIDE, TWO])]
-    values, homes = [remade(), remade()], Homes()
-    homes.born, homes.spans, homes.gone = {0: 11, 1: 21}, SPANS, {ONE}
+    values, homes = [recomputed(), recomputed()], Homes()
+    homes.allocated_at, homes.spans, homes.gone = {0: 11, 1: 21}, SPANS, {ONE}
     settle(values, slots, calls, homes)
     assert [value.refused for value in values] == [NEVER, None]
     assert [call.refused for call in calls] == [None, NEVER, NEVER, None]
 
 
 def test_an_argument_of_a_call_is_read_inside_of_it():
-    values = [remade()]
+    values = [recomputed()]
     calls = [CallDraft(id=str(n), cls="Block", parent=parent) for n, parent in enumerate([None, MODEL, ONE, MODEL])]
     calls[TWO].inputs.append(SlotDraft(address="", label="", value=0, call=TWO))
     homes = Homes()
-    homes.born, homes.spans = {0: 11}, SPANS
+    homes.allocated_at, homes.spans = {0: 11}, SPANS
     settle(values, [], calls, homes)
     assert values[0].refused == ELSEWHERE
 
@@ -79,5 +79,5 @@ def test_an_argument_of_a_call_is_read_inside_of_it():
 def test_the_innermost_unit_is_the_home():
     homes = Homes()
     homes.spans = {ONE: (10, 40), INSIDE: (20, 30)}
-    homes.born = {0: 15, 1: 25, 2: 30, 3: 45}
+    homes.allocated_at = {0: 15, 1: 25, 2: 30, 3: 45}
     assert [homes.of(n) for n in range(5)] == [ONE, INSIDE, ONE, None, None]

@@ -296,7 +296,7 @@ def test_another_threads_optimizer_is_let_be() -> None:
     assert torch.equal(other.weight.detach(), expected)
 
 
-@pytest.mark.parametrize("call", [lowtide.rehearse, lowtide.foresee, lowtide.timeline])
+@pytest.mark.parametrize("call", [lowtide.rehearse, lowtide.estimate, lowtide.timeline])
 def test_a_step_may_take_things_out_of_its_batch(call: Callable[..., Any]) -> None:
     model, batch = nn.Linear(8, 4), {"x": torch.randn(16, 8), "more": [torch.randint(4, (16,))]}
     labels = batch["more"][0]

@@ -185,7 +185,7 @@ def test_two_models_that_are_trained_in_one_step_are_fitted_one_after_the_other(
     given = torch.randn(256, 64), torch.randn(256, 16)
     fitted = [lowtide.fit(model, step, given, budget="92%") for model in (generator, critic)]
     assert all(each.verdict.identical and each.verdict.within_budget for each in fitted)
-    assert all(each.plan.remake or each.plan.replay for each in fitted)
+    assert all(each.plan.recompute or each.plan.replay for each in fitted)
     for each in fitted:
         each.remove()
 

@@ -8,7 +8,7 @@ import pytest
 import lowtide
 from lowtide.api.fit import Fitted
 from lowtide.api.verify import Verdict
-from lowtide.estimator.largest_batch import Largest
+from lowtide.estimator.batch_search import LargestBatch
 from lowtide.planner import plan, smallest_peak
 from lowtide.report.text_table import decisions, extra_time
 from planner.profiles import chain, transformer
@@ -29,12 +29,12 @@ def test_without_a_time_of_the_step_nothing_is_said() -> None:
 
 def test_operators_whose_operands_are_noted_have_their_own_name() -> None:
     nodes = ("SoftmaxBackward0", "SoftmaxBackward0+noted", "SoftmaxBackward0+noted 0,2", "WhereBackward0+noted 1")
-    remake = {f"#0:{place}": node for place, node in enumerate(nodes)}
-    made = replace(plan(chain(6, inner=1), 191), remake=remake, replay=())
-    assert decisions(made) == "remade softmax (3), where (1)"
+    recompute = {f"#0:{place}": node for place, node in enumerate(nodes)}
+    made = replace(plan(chain(6, inner=1), 191), recompute=recompute, replay=())
+    assert decisions(made) == "recomputed softmax (3), where (1)"
 
 
-def verdict_on(differences: dict[str, tuple[str, ...]], unsteady: tuple[str, ...] = ()) -> Verdict:
+def verdict_on(differences: dict[str, tuple[str, ...]], nondeterministic: tuple[str, ...] = ()) -> Verdict:
     return Verdict(
         budget_bytes=100,
         predicted_peak_bytes=90,
@@ -42,7 +42,7 @@ def verdict_on(differences: dict[str, tuple[str, ...]], unsteady: tuple[str, ...
         planned_ms=1.0,
         plain_ms=1.0,
         differences=differences,
-        unsteady=unsteady,
+        nondeterministic=nondeterministic,
     )
 
 
@@ -73,12 +73,12 @@ def test_records_are_printed_as_the_command_line_prints_them() -> None:
 
 @pytest.mark.parametrize(("peaks", "more"), [({8: 90, 9: 105, 16: 200}, "; size 9 would need 105 B"), ({8: 90}, "")])
 def test_the_largest_size_is_printed_with_the_next_one(peaks: dict[int, int], more: str) -> None:
-    found = Largest(size=8, foresight=None, budget_bytes=100, peaks=peaks)
+    found = LargestBatch(size=8, estimate=None, budget_bytes=100, peaks=peaks)
     assert str(found) == f"size 8 fits: 90 B peak predicted, and there is 100 B{more}"
 
 
 def test_the_next_size_is_told_apart_from_what_there_is() -> None:
-    found = Largest(size=8, foresight=None, budget_bytes=10_000_000, peaks={8: 9_998_600, 9: 10_000_400})
+    found = LargestBatch(size=8, estimate=None, budget_bytes=10_000_000, peaks={8: 9_998_600, 9: 10_000_400})
     assert str(found).endswith("there is 10000000 B; size 9 would need 10000400 B")
 
 

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks for tests: packs as the engine does, drops what it is told to, and compares what is remade."""
+"""Saved-tensor hooks for tests: packs as the engine does, drops what it is told to, and compares what is recomputed."""
 
 import weakref
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.profiler.measure_call import identical
 from lowtide.runtime.operand_capture import Noting, Place
-from lowtide.runtime.recipes import CannotRemake
-from lowtide.runtime.recompute import Remake, certain
+from lowtide.runtime.recipes import CannotRecompute
+from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, Owners
 from lowtide.runtime.saved_values import Handle, Value, register, registered, unpack
 from lowtide.runtime.tensor_writers import ReliedOn
@@ -37,7 +37,7 @@ class Everything:
 
 
 class Dropping:
-    """Drops each saved tensor that can be remade and for which `drops` is true; keeps all others.
+    """Drops each saved tensor that can be recomputed and for which `drops` is true; keeps all others.
 
     Unless `careless`, the dropped tensors stay here, and what is read in backward is compared with them, bit by bit.
     """
@@ -52,7 +52,7 @@ class Dropping:
         self.dropped: list[str] = []
         """Nodes whose outputs were not, in order."""
         self.read: list[str] = []
-        """Nodes whose outputs were remade and read in backward, in order."""
+        """Nodes whose outputs were recomputed and read in backward, in order."""
         self.values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._true: dict[Handle, tuple[str, Tensor]] = {}
         self._hooks = saved_tensors_hooks(self.pack, self.unpack)  # type: ignore[arg-type]
@@ -75,12 +75,12 @@ class Dropping:
         value = None if node is None else registered(node, output)
         if value is not None and not certain(value):
             assert node is not None
-            value.maker = self.builder.remake(node, output, base).maker
+            value.maker = self.builder.recompute(node, output, base).maker
             register(node, output, value)
         if value is None and node is not None:
             try:
-                value = self.builder.remake(node, output, base)
-            except CannotRemake as why:
+                value = self.builder.recompute(node, output, base)
+            except CannotRecompute as why:
                 self.refused[name] = str(why)
             if value is not None and not self.drops(value):
                 value = None
@@ -113,16 +113,16 @@ class Dropping:
         return sum(size for address, size in sizes.items() if address not in own)
 
 
-def makers(value: Value) -> list[Remake]:
-    """The remake of `value`, and those that it passes through on the way from what was saved."""
-    if not isinstance(value.maker, Remake):
+def makers(value: Value) -> list[Recompute]:
+    """The recompute of `value`, and those that it passes through on the way from what was saved."""
+    if not isinstance(value.maker, Recompute):
         return []
     passed = [operand.value for operand in value.maker.operands if operand is not None and not was_saved(operand.value)]
     return [value.maker, *(maker for operand in passed for maker in makers(operand))]
 
 
 def was_saved(value: Value) -> bool:
-    return not isinstance(value.maker, Remake) or value.maker.stride is not None
+    return not isinstance(value.maker, Recompute) or value.maker.stride is not None
 
 
 def through(node: str) -> Callable[[Value], bool]:
@@ -131,12 +131,12 @@ def through(node: str) -> Callable[[Value], bool]:
 
 
 def cheap(value: Value) -> bool:
-    """Drop what is remade without a matrix product, a convolution or attention."""
+    """Drop what is recomputed without a matrix product, a convolution or attention."""
     return not any(maker.recipe.expensive for maker in makers(value))
 
 
 def no_attention(value: Value) -> bool:
-    """Drop what is remade without attention or a convolution: matrix products may be redone."""
+    """Drop what is recomputed without attention or a convolution: matrix products may be redone."""
     return all(not maker.recipe.expensive or maker.recipe.node in MATRIX_PRODUCTS for maker in makers(value))
 
 

@@ -12,31 +12,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.planner.address_nodes import MASK
 from lowtide.runtime.engine import Decision, Engine, actions_for
-from lowtide.runtime.recipes import CannotRemake
+from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recompute_builder import Builder
 from lowtide.runtime.saved_values import Value
 from lowtide.runtime.view_geometry import producer
 from parts import Block
 
-WAYS = ("keep", "remake", "replay", "nest", "both")
-"""Keep all; remake all that has a recipe; replay each block; also each part of a block, inside of it; all at once."""
+WAYS = ("keep", "recompute", "replay", "nest", "both")
+"""Keep all; recompute all that has a recipe; replay each block; also each part of a block inside it; all at once."""
 
 
 class Choosy(Builder):
-    """Remakes of saved tensors only where `drops` is true of them."""
+    """Recomputes of saved tensors only where `drops` is true of them."""
 
     def __init__(self, drops: Callable[[Value], bool], builder: Builder):
         super().__init__(builder.owners)
         self.drops = drops
 
-    def remake(self, node, output, like=None, depth=0):
-        value = super().remake(node, output, like, depth)
+    def recompute(self, node, output, like=None, depth=0):
+        value = super().recompute(node, output, like, depth)
         if like is not None and not self.drops(value):
-            raise CannotRemake("it shall be kept")
+            raise CannotRecompute("it shall be kept")
         return value
 
 
-class RemakeAll(Engine):
+class RecomputeAll(Engine):
     """Tries a recipe for every saved tensor, and to keep the bits of every mask outside of replays."""
 
     def hold(self, tensor, decision, frame):
@@ -54,7 +54,7 @@ def engine(model: nn.Module, way: str, blocks: type[nn.Module] | tuple[type[nn.M
     inside = [path for path, _ in model.named_modules() if any(path.startswith(f"{top}.") for top in tops)]
     chosen = {"replay": tops, "nest": tops + inside, "both": tops + inside}.get(way, [])
     actions = actions_for({}, [f"{path}#{number}" for path in chosen for number in range(16)])
-    return (RemakeAll if way in ("remake", "both") else Engine)(model, actions)
+    return (RecomputeAll if way in ("recompute", "both") else Engine)(model, actions)
 
 
 @contextmanager

@@ -216,21 +216,21 @@ def test_a_plan_for_the_model_as_it_was_before_it_was_compiled_is_refused() -> N
         lowtide.apply(case.model, plan)
 
 
-@pytest.mark.parametrize("card", [None, "cuda:24GiB"])
+@pytest.mark.parametrize("gpu", [None, "cuda:24GiB"])
 @pytest.mark.parametrize("part", ["a block", "the whole"])
-def test_compiled_code_is_foreseen_as_it_was_written_and_that_is_said(part: str, card: str | None) -> None:
+def test_compiled_code_is_estimated_as_it_was_written_and_that_is_said(part: str, gpu: str | None) -> None:
     model: Any = nn.Sequential(Attends(), Attends())
-    how = {} if card is None else {"device": card}
+    how = {} if gpu is None else {"device": gpu}
 
-    def foreseen() -> Any:
-        return lowtide.foresee(model, lambda x: model(x).sum().backward(), torch.randn(2, 8, 64), **how)  # type: ignore[call-overload]
+    def estimated() -> Any:
+        return lowtide.estimate(model, lambda x: model(x).sum().backward(), torch.randn(2, 8, 64), **how)  # type: ignore[call-overload]
 
-    plain = foreseen()
+    plain = estimated()
     if part == "a block":
         model[0].compile(backend="aot_eager")
     else:
         model = torch.compile(model, backend="aot_eager")
-    found = foreseen()
+    found = estimated()
     assert found.peak_bytes == plain.peak_bytes
     assert any("compiled code (torch.compile) needs what it needs as it was written" in line for line in found.assumed)
     model(torch.randn(2, 8, 64)).sum().backward()

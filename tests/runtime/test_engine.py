@@ -327,7 +327,7 @@ def test_functional_call_with_other_parameters_works():
         return torch.autograd.grad(loss, list(other.values()), allow_unused=True)
 
     plain = gradients()
-    for way in ("remake", "replay", "nest", "both"):
+    for way in ("recompute", "replay", "nest", "both"):
         with in_force(model, way):
             assert equal(plain, gradients()), way
 
@@ -389,7 +389,7 @@ def test_a_forward_in_another_thread_is_a_pass_of_its_own():
     for block in model.blocks:
         block.mlp[-1].p = 0  # threads share the random numbers
     plain = [gradients(ids) for ids in batches]
-    with in_force(model, "remake"), ThreadPoolExecutor(4) as pool:
+    with in_force(model, "recompute"), ThreadPoolExecutor(4) as pool:
         planned = list(pool.map(gradients, batches))
     assert all(
         torch.equal(a, b) for one, two in zip(plain, planned, strict=True) for a, b in zip(one, two, strict=True)
@@ -493,14 +493,14 @@ class Masked(nn.Module):
         return x
 
 
-def test_the_input_of_a_replayed_block_is_remade_from_what_another_one_was_given():
+def test_the_input_of_a_replayed_block_is_recomputed_from_what_another_one_was_given():
     model, x = Masked().train(), torch.randn(16, 24, WIDTH)
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), x)
-    remake, replay = PLANS["all recipes in every block"](profile)
-    assert remake["blocks.1#0@0"] == "MulBackward0"
+    recompute, replay = PLANS["all recipes in every block"](profile)
+    assert recompute["blocks.1#0@0"] == "MulBackward0"
     assert replay == [f"blocks.{n}#0" for n in range(3)]
     plain = outcome(model, lambda: model(x).sum().backward())
-    engine = Engine(model, actions_for(remake, replay))
+    engine = Engine(model, actions_for(recompute, replay))
     engine.install()
     planned = outcome(model, lambda: model(x).sum().backward())
     engine.remove()
@@ -513,7 +513,7 @@ def test_a_plan_that_changes_nothing_only_looks_how_large_batches_are_and_is_the
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), x)
     whole, *parts = attributes(model)
     plan = lowtide.plan(profile, 2 * profile.measured_plain_peak_bytes)
-    with lowtide.apply(model, replace(plan, larger=None)):
+    with lowtide.apply(model, replace(plan, fallback=None)):
         assert attributes(model) == [whole | {CALL}, *parts]
     assert attributes(model) == [whole, *parts]
     has_hooks = []
@@ -528,8 +528,8 @@ def test_a_plan_that_changes_nothing_only_looks_how_large_batches_are_and_is_the
 # --- how often ops run ------------------------------------------------------------------------------------------------
 
 
-def test_no_value_is_remade_twice_in_one_backward():
-    """Each linear output and each normalised input is remade once, although up to three slots and remakes read it."""
+def test_no_value_is_recomputed_twice_in_one_backward():
+    """Each linear output and normalised input is recomputed once, although up to three slots and recomputes read it."""
     model, ids = Language(layers=3), torch.zeros(2, 8, dtype=torch.long)
     for block in model.blocks:
         block.mlp[-1].p = 0
@@ -541,7 +541,7 @@ def test_no_value_is_remade_twice_in_one_backward():
         return ops.count
 
     plain = backward()
-    with in_force(model, "remake"):
+    with in_force(model, "recompute"):
         planned = backward()
     extra = planned - plain
     assert extra["native_layer_norm"] == 2 * 3 + 1
@@ -549,11 +549,11 @@ def test_no_value_is_remade_twice_in_one_backward():
     assert extra["addmm"] == 4 * 3
 
 
-def test_a_deep_chain_of_remakes_needs_no_recursion():
+def test_a_deep_chain_of_recomputes_needs_no_recursion():
     model = nn.Sequential(*[layer for _ in range(400) for layer in (nn.Linear(4, 4), nn.Tanh())])
     x = torch.randn(2, 4)
     plain = outcome(model, lambda: model(x).sum().backward())
-    with in_force(model, "remake"):
+    with in_force(model, "recompute"):
         assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
 
 

@@ -1,4 +1,5 @@
-"""What a graph holds after forward when all that is cheap to remake is dropped, as a share of what it holds otherwise.
+"""What a graph holds after forward when all that is cheap to recompute is dropped, as a share of what it holds
+otherwise.
 
 Cheap: no matrix product, convolution or attention is redone. Hugging Face models, 6 layers of width 384, 8 sequences of
 256 tokens; ViT of the same size on 16 images; a ResNet of two basic blocks a stage.
@@ -13,7 +14,7 @@ from torch import nn
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.runtime.saved_values import Value
 from runtime.dropping import Dropping, cheap, no_attention, nothing
-from runtime.plans import Choosy, Ops, RemakeAll, actions_for
+from runtime.plans import Choosy, Ops, RecomputeAll, actions_for
 from runtime.test_leaks import level_after
 
 transformers = pytest.importorskip("transformers")
@@ -97,7 +98,7 @@ def test_recipes_alone(build: Callable[[], nn.Module], drops: Callable[[Value], 
 def step(model: nn.Module, drops: Callable[[Value], bool], replay: list[str]) -> tuple[int, int]:
     """Bytes held after forward, and how many matrix products the backward takes. One sequence: bytes go with them."""
     ids = torch.randint(0, 8000, (1, 256))
-    engine = RemakeAll(model.train(), actions_for({}, replay))
+    engine = RecomputeAll(model.train(), actions_for({}, replay))
     engine.builder = Choosy(drops, engine.builder)
     engine.install()
     with CpuRecorder() as recorder:
@@ -118,7 +119,7 @@ def test_a_decomposed_activation_is_replayed_and_no_matrix_product_is_redone() -
     assert products_then == products
 
 
-def test_outputs_of_linear_layers_are_remade_once_each() -> None:
+def test_outputs_of_linear_layers_are_recomputed_once_each() -> None:
     model = gpt2()
     held, products = step(model, nothing, [])
     sparing, products_then = step(model, no_attention, [])

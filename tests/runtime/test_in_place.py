@@ -699,7 +699,7 @@ def test_a_plan_that_only_writes_in_place_costs_nothing() -> None:
     assert plain_bytes is not None
     with lowtide.fit(model, step, x, budget=plain_bytes - logits_bytes + 2**16) as fitted:
         assert "LogSoftmaxBackward0" in fitted.plan.in_place
-        assert not fitted.plan.remake
+        assert not fitted.plan.recompute
         assert not fitted.plan.replay
         assert fitted.plan.predicted.extra_ms == 0
         assert fitted.verdict.measured_peak_bytes == fitted.plan.predicted.peak_bytes

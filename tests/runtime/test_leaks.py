@@ -12,9 +12,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, Free, Mark
-from lowtide.runtime import recompute as remake
+from lowtide.runtime import recompute as recompute
 from lowtide.runtime.engine import Pass, Scope
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import Frame
 from lowtide.runtime.saved_values import Handle, Value
 from parts import Language
@@ -93,20 +93,20 @@ def fails_in_backward(model):
         model(IDS).square().sum().backward()
 
 
-def fails_in_a_remake(model):
+def fails_in_a_recompute(model):
     loss = model(IDS).square().sum()
-    plain, forward = remake.plain, model.blocks[1].mlp.forward
+    plain, forward = recompute.plain, model.blocks[1].mlp.forward
 
     def fail(*args):
-        raise ValueError("in a remake")
+        raise ValueError("in a recompute")
 
-    remake.plain = model.blocks[1].mlp.forward = fail
+    recompute.plain = model.blocks[1].mlp.forward = fail
     try:
         loss.backward()
     except ValueError:
         pass
     finally:
-        remake.plain, model.blocks[1].mlp.forward = plain, forward
+        recompute.plain, model.blocks[1].mlp.forward = plain, forward
 
 
 def looked_at(model):
@@ -133,7 +133,7 @@ def level_after(stream, mark: str) -> list[int]:
 
 
 def ours() -> list[object]:
-    kinds = {Value, Handle, Frame, Remake, Pass, Scope}
+    kinds = {Value, Handle, Frame, Recompute, Pass, Scope}
     return [found for found in gc.get_objects() if type(found) in kinds]
 
 
@@ -142,7 +142,7 @@ def ours() -> list[object]:
     "step",
     [
         backward, dropped, dropped_half_way, twice, twice_differentiated, fails_in_forward, fails_in_backward,
-        fails_in_a_remake, looked_at,
+        fails_in_a_recompute, looked_at,
     ],
 )  # fmt: skip
 def test_live_bytes_after_many_steps_are_those_after_three(way, step: Callable[[nn.Module], None]):
@@ -183,7 +183,7 @@ def test_nor_do_caches_of_keys_and_values(way, backward):
     assert late == early
 
 
-@pytest.mark.parametrize("way", ["keep", "remake"])
+@pytest.mark.parametrize("way", ["keep", "recompute"])
 def test_a_model_that_keeps_its_output_is_freed_without_a_backward(way):
     class Keeps(Language):
         def forward(self, ids):
@@ -200,7 +200,7 @@ def test_a_model_that_keeps_its_output_is_freed_without_a_backward(way):
     assert ours() == []
 
 
-@pytest.mark.parametrize("way", ["remake", "replay", "nest", "both"])
+@pytest.mark.parametrize("way", ["recompute", "replay", "nest", "both"])
 def test_what_is_not_kept_is_not_there_after_forward(way):
     model = Language(layers=3)
 
@@ -215,7 +215,7 @@ def test_what_is_not_kept_is_not_there_after_forward(way):
     assert found < kept / 2
 
 
-@pytest.mark.parametrize("way", ["remake", "replay", "nest"])
+@pytest.mark.parametrize("way", ["recompute", "replay", "nest"])
 def test_what_has_been_read_is_let_go_of_although_the_graph_stays(way):
     model = Language(layers=2)
     with in_force(model, way):

@@ -19,7 +19,7 @@ from lowtide.runtime import bitmask as masks
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.partial_saves import PACKINGS, packed
 from lowtide.runtime.plan_table import actions_for
-from lowtide.runtime.recipes import CannotRemake
+from lowtide.runtime.recipes import CannotRecompute
 from models import build
 from runtime.plans import differences, outcome
 
@@ -323,7 +323,7 @@ def test_masks_of_more_than_one_part(length, dtype):
     assert identical(value.maker.make(value), mask)
     if dtype is torch.float32:
         mask[-1] = 0.5
-        with pytest.raises(CannotRemake, match="more than two values"):
+        with pytest.raises(CannotRecompute, match="more than two values"):
             packed(MASK, mask)
 
 
@@ -333,7 +333,7 @@ def test_a_mask_that_begins_with_a_part_of_zeros():
     value = packed(MASK, mask)
     assert identical(value.maker.make(value), mask)
     mask[-1] = 2.5
-    with pytest.raises(CannotRemake, match="more than two values"):
+    with pytest.raises(CannotRecompute, match="more than two values"):
         packed(MASK, mask)
 
 
@@ -342,7 +342,7 @@ def test_what_is_nearly_zero_or_nearly_the_number_is_a_third_value(other):
     mask = torch.ones(5000)
     mask[::2] = 0.0
     mask[1234] = other
-    with pytest.raises(CannotRemake, match="more than two values"):
+    with pytest.raises(CannotRecompute, match="more than two values"):
         packed(MASK, mask)
 
 
@@ -358,7 +358,7 @@ def test_what_is_no_mask():
         torch.zeros(5000),
         ones[:8].clone(),
     ):
-        with pytest.raises(CannotRemake):
+        with pytest.raises(CannotRecompute):
             packed(MASK, tensor)
 
 

@@ -88,12 +88,12 @@ def step_of(model: nn.Module):
 
 
 def found(profile: Profile) -> list[str]:
-    """What can be remade only with a number, as plans write it."""
+    """What can be recomputed only with a number, as plans write it."""
     return [value.node for value in profile.values if NOTED in value.node]
 
 
-def remade(profile: Profile) -> dict[str, str]:
-    """Decisions to remake everything."""
+def recomputed(profile: Profile) -> dict[str, str]:
+    """Decisions to recompute everything."""
     values = profile.values
     return {s.address: values[s.value].node for s in profile.slots if values[s.value].recipe and not s.is_input}
 
@@ -108,7 +108,7 @@ def test_a_number_that_changes_from_step_to_step(name):
     model = Model(WITH_NUMBERS[name]).train()
     profile = rehearsed(model)
     assert len(found(profile)) == 1
-    engine = Engine(model, actions_for(remade(profile), []))
+    engine = Engine(model, actions_for(recomputed(profile), []))
     for number in (0.7, 0.1, 1e-9, -3.0):
         model.inner.number = number
         plain = outcome(model, step_of(model))
@@ -124,7 +124,7 @@ def test_what_was_not_noted_is_kept(name):
     model = Model(KEPT[name]).train()
     profile = rehearsed(model)
     assert not found(profile)
-    engine = Engine(model, actions_for(remade(profile), []))
+    engine = Engine(model, actions_for(recomputed(profile), []))
     plain = outcome(model, step_of(model))
     engine.install()
     assert not differences(plain, outcome(model, step_of(model)))
@@ -142,7 +142,7 @@ def test_a_tensor_of_one_element_may_change_between_forward_and_backward():
         model.inner.number.sub_(1)
         return loss
 
-    decisions = remade(rehearsed(model))
+    decisions = recomputed(rehearsed(model))
     assert any(NOTED in node for node in decisions.values())
     plain = outcome(model, step)
     engine = Engine(model, actions_for(decisions, []))
@@ -155,7 +155,7 @@ def test_a_tensor_of_one_element_may_change_between_forward_and_backward():
 def test_a_number_that_becomes_a_tensor_is_kept_and_that_is_said():
     torch.manual_seed(0)
     model = Model(WITH_NUMBERS["added"]).train()
-    decisions = remade(rehearsed(model))
+    decisions = recomputed(rehearsed(model))
     model.inner.number = torch.linspace(0, 1, WIDTH)
     plain = outcome(model, step_of(model))
     engine = Engine(model, actions_for(decisions, []))
@@ -200,7 +200,7 @@ def test_nor_is_the_result_of_a_block_made_with_a_number_that_was_given_inside()
     model = nn.Sequential(EndsInANumber(), EndsInANumber(), nn.LayerNorm(WIDTH))
     profile = rehearsed(model)
     blocks = [call for call in profile.calls if call.cls == "EndsInANumber"]
-    assert all(call.gives is not None for call in blocks)  # the audit has run them forward again
+    assert all(call.result_value is not None for call in blocks)  # the audit has run them forward again
     for address in ("1.norm#0:1", "2#0:1"):
         value = profile.values[next(s.value for s in profile.slots if s.address == address)]
         assert value.recipe is None
@@ -237,7 +237,7 @@ def test_operators_are_watched_only_in_the_calls_that_need_it():
         seen.append((module, _get_current_function_mode() is not None))
 
     model = nn.Sequential(Model(WITH_NUMBERS["added"]), nn.Tanh()).train()
-    engine = Engine(model, actions_for(remade(rehearsed(model)), []))
+    engine = Engine(model, actions_for(recomputed(rehearsed(model)), []))
     hooks = [module.register_forward_pre_hook(watch) for module in model.modules()]
     engine.install()
     outcome(model, step_of(model))
@@ -250,7 +250,7 @@ def test_operators_are_watched_only_in_the_calls_that_need_it():
 def test_an_exception_ends_the_watch():
     torch.manual_seed(0)
     model = Model(WITH_NUMBERS["added"]).train()
-    engine = Engine(model, actions_for(remade(rehearsed(model)), []))
+    engine = Engine(model, actions_for(recomputed(rehearsed(model)), []))
     engine.install()
     model.inner.number = "no number"
     with pytest.raises(TypeError):
@@ -263,7 +263,7 @@ def test_an_exception_ends_the_watch():
 
 
 def test_gpt2_as_it_ships_goes_without_its_activation():
-    """`0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3)))`: all but `x` is remade, and no matrix product is redone."""
+    """`0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3)))`: all but `x` is recomputed, and no matrix product is redone."""
     case = build("gpt2")
     profile = lowtide.rehearse(case.model, case.step, case.batch)
     inside = [slot for slot in profile.slots if ".mlp.act#" in slot.address and not slot.is_input]
@@ -311,7 +311,7 @@ def test_a_tensor_that_changes_from_step_to_step(name):
     model = Model(WITH_TENSORS[name]).train()
     profile = rehearsed(model)
     assert any(f"{NOTED} 0" in node for node in found(profile))
-    engine = Engine(model, actions_for(remade(profile), []))
+    engine = Engine(model, actions_for(recomputed(profile), []))
     for number in (0.7, 0.1, 1e-9, -3.0):
         model.inner.number = number
         plain = outcome(model, step_of(model))
@@ -344,7 +344,7 @@ def test_causal_attention_goes_without_its_scores():
     model = Model(lambda x, number: attend(x, is_causal=True)).train()
     profile = rehearsed(model)
     assert f"SafeSoftmaxBackward0{NOTED}" in found(profile)  # no tensor is held for that
-    engine = Engine(model, actions_for(remade(profile), []))
+    engine = Engine(model, actions_for(recomputed(profile), []))
     plain = outcome(model, step_of(model))
     engine.install()
     assert not differences(plain, outcome(model, step_of(model)))
@@ -368,12 +368,12 @@ def test_what_is_held_is_counted_to_the_byte():
     softmax = f"SoftmaxBackward0{NOTED} 0"
     addresses = [slot.address for slot in profile.slots if profile.values[slot.value].node == softmax]
     assert [s.bytes for s in profile.storages if s.label == "operand"] == [48 * 48 * 4]
-    plain, predicted = (predict(profile, Decisions(remake=frozenset(remade))) for remade in ([], addresses))
+    plain, predicted = (predict(profile, Decisions(recompute=frozenset(recomputed))) for recomputed in ([], addresses))
     assert plain.held_bytes - predicted.held_bytes == 4 * 48 * 48 * 4 - 48 * 48 * 4
     plan = replace(
         lowtide.plan(profile, "100%"),
         predicted=predicted,
-        remake=dict.fromkeys(addresses, softmax),
+        recompute=dict.fromkeys(addresses, softmax),
     )
     verdict = lowtide.verify(model, step, {"x": x()}, plan)
     assert verdict.identical
@@ -410,7 +410,7 @@ def test_an_operand_that_is_overwritten_is_not_looked_at_again(change):
     product = next(value for value in profile.values if value.node.startswith("SubBackward0"))
     assert (product.recipe is None) == (why is not None)
     assert why is None or why in product.refused
-    engine = Engine(model, actions_for(remade(profile), []))
+    engine = Engine(model, actions_for(recomputed(profile), []))
     before = copy.deepcopy(model.state_dict())
     plain = outcome(model, step_of(model))
     model.load_state_dict(before)
@@ -424,7 +424,7 @@ def test_a_buffer_is_held_for_nothing():
     profile = rehearsed(Shifted(lambda mean: None).train())
     product = next(value for value in profile.values if value.node.startswith("SubBackward0"))
     assert product.node == f"SubBackward0{NOTED} 0"
-    assert all(profile.values[need].node for need in product.needs)
+    assert all(profile.values[need].node for need in product.operands)
 
 
 def test_an_operand_that_is_overwritten_between_forward_and_backward():

@@ -1,7 +1,7 @@
 """Saved tensors that wait on the host: the same bits, one copy a storage, nothing left on the device or alive.
 
 On the CPU a copy stands for pinned memory (`offload.ON_CPU`), so that the handles, their order and their lifetimes are
-tested where there is no card. The streams are tested on one.
+tested where there is no GPU. The streams are tested on one.
 """
 
 import gc
@@ -248,7 +248,7 @@ def test_without_a_way_to_the_host_it_is_kept_and_that_is_said(monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_on_a_card_the_bits_are_the_same_and_the_memory_is_less():
+def test_on_a_gpu_the_bits_are_the_same_and_the_memory_is_less():
     model, x = Chain(8).cuda(), torch.randn(2**18, 8, device="cuda")
     plain = outcome(model, lambda: model(x).backward())
     with in_force(model, [f"#0:{n}" for n in range(8)]):
@@ -262,7 +262,7 @@ def test_on_a_card_the_bits_are_the_same_and_the_memory_is_less():
 
 
 @pytest.mark.gpu
-def test_on_a_card_memory_that_nobody_read_is_not_reused_too_early():
+def test_on_a_gpu_memory_that_nobody_read_is_not_reused_too_early():
     model, x = Chain(8).cuda(), torch.randn(2**18, 8, device="cuda")
     expected = torch.full_like(x, 3.0)
     with in_force(model, [f"#0:{n}" for n in range(8)]):

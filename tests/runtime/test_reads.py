@@ -15,7 +15,7 @@ from lowtide.profiler.measure_call import identical
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.partial_saves import READS_SHAPE, packed
 from lowtide.runtime.plan_table import actions_for
-from lowtide.runtime.recipes import CannotRemake
+from lowtide.runtime.recipes import CannotRecompute
 from runtime.plans import differences, outcome, step_of
 from runtime.test_leaks import level_after
 
@@ -64,7 +64,7 @@ def test_a_pooled_relu_is_held_as_bits(inplace, layout):
         "1#0:0": SIGNS, "2#0:0": SHAPE, "5#0:0": SIGNS, "6#0:0": SHAPE, "8#0:0": SIGNS, "9#0:0": SHAPE
     }  # fmt: skip
     plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
-    assert {plan.remake[address] for address in ("1#0:0", "2#0:0")} == {SIGNS, SHAPE}
+    assert {plan.recompute[address] for address in ("1#0:0", "2#0:0")} == {SIGNS, SHAPE}
     verdict = lowtide.verify(model, step, x, plan)
     assert verdict.identical
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes < profile.measured_plain_peak_bytes
@@ -75,8 +75,8 @@ def test_it_takes_a_32nd():
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)), images()
     result = 4 * 16 * 32 * 32 * 4
     held = []
-    for remake in ({}, {"1#0:0": SIGNS, "2#0:0": SHAPE}):
-        engine = Engine(model, actions_for(remake, ()))
+    for recompute in ({}, {"1#0:0": SIGNS, "2#0:0": SHAPE}):
+        engine = Engine(model, actions_for(recompute, ()))
         engine.install()
         with CpuRecorder() as recorder:
             loss = model(x).sum()
@@ -311,7 +311,7 @@ def test_nor_before_the_call_is_over():
 def test_the_shape_takes_no_memory():
     tensor = torch.randn(64, 64, 8)
     assert packed(SHAPE, tensor).get().untyped_storage().nbytes() == tensor.element_size()
-    with pytest.raises(CannotRemake):
+    with pytest.raises(CannotRecompute):
         packed(SHAPE, tensor.to_sparse())
 
 
@@ -377,7 +377,7 @@ def test_inside_of_a_replayed_block():
         return model(images()).square().sum().backward()
 
     plain = outcome(model, run)
-    for remake in ({}, {"0.1#0:0": SIGNS}, {"0.2#0:0": SHAPE}, {"0.1#0:0": SIGNS, "0.2#0:0": SHAPE}):
-        planned, engine = under(model, actions_for(remake, ("0#0",)), run)
+    for recompute in ({}, {"0.1#0:0": SIGNS}, {"0.2#0:0": SHAPE}, {"0.1#0:0": SIGNS, "0.2#0:0": SHAPE}):
+        planned, engine = under(model, actions_for(recompute, ("0#0",)), run)
         assert not engine.drifted
         assert not differences(plain, planned)

@@ -90,9 +90,9 @@ def check(row: Row, dtype: torch.dtype, device: str = "cpu", autocast: bool = Fa
             found, dropping, names = run(row, layout, dtype, device, drop=True)
         # An op may be another one for another layout or device, or none at all.
         expected = row.node in names or (layout == "contiguous" and device == "cpu")
-        assert dropping.read or not expected, f"nothing was remade ({layout}): {dropping.refused}"
+        assert dropping.read or not expected, f"nothing was recomputed ({layout}): {dropping.refused}"
         there |= bool(dropping.read)
-        # On CUDA some backwards give other bits each time. What was remade has been compared as it was read.
+        # On CUDA some backwards give other bits each time. What was recomputed has been compared as it was read.
         equal = identical if device == "cpu" else nearly_equal
         assert all(equal(one, other) for one, other in zip(found, plain, strict=True)), layout
     return there
@@ -202,7 +202,7 @@ def test_a_wrong_recipe_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("wrong_everywhere", "why"),
-    [(True, "remaking it gives other bits on this device"), (False, "remaking it in backward gives other bits")],
+    [(True, "recomputing it gives other bits on this device"), (False, "recomputing it in backward gives other bits")],
 )
 def test_the_audit_refuses_a_wrong_recipe(wrong_everywhere: bool, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is wrong in the thread of backward alone, as cuDNN's may be, which tries its algorithms there."""
@@ -351,7 +351,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_relu_in_place_is_remade_from_the_input_of_the_batch_norm(training: bool) -> None:
+def test_relu_in_place_is_recomputed_from_the_input_of_the_batch_norm(training: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), Block(), Block()).train(training)
     model, images = copy.deepcopy(plain), torch.randn(4, 3, 10, 10)

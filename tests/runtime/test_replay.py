@@ -88,7 +88,7 @@ def same_bits(model, step=None, *, between=None, way="replay", blocks=Replayed):
     with in_force(model, way, blocks), runs as ran:
         planned = outcome(model, step)
     assert differences(plain, planned) == []
-    assert bool(ran.call_count) == (way not in ("keep", "remake"))
+    assert bool(ran.call_count) == (way not in ("keep", "recompute"))
 
 
 # --- what the first run saw -------------------------------------------------------------------------------------------
@@ -576,7 +576,7 @@ def test_hooks_fire_as_often_as_without():
     plain = outcome(model, step)
     assert plain["result"]["after blocks.1.mlp.2"] == 1
     assert plain["result"]["any"] == len(list(model.modules())) - 1
-    for way in ("remake", "replay", "nest", "both"):
+    for way in ("recompute", "replay", "nest", "both"):
         with in_force(model, way):
             assert differences(plain, outcome(model, step)) == [], way
         assert [dict(module._forward_hooks) for module in model.modules()] == own
@@ -895,7 +895,7 @@ def gpt2(**settings):
     ).train()
 
 
-@pytest.mark.parametrize("way", ["remake", "replay", "nest", "both"])
+@pytest.mark.parametrize("way", ["recompute", "replay", "nest", "both"])
 def test_a_cache_is_not_appended_to_twice(way):
     model, ids = gpt2(), torch.arange(20).view(2, 10)
 
@@ -952,7 +952,7 @@ class Windows(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", ["remake", "replay", "nest", "both"])
+@pytest.mark.parametrize("way", ["recompute", "replay", "nest", "both"])
 def test_a_cache_with_a_sliding_window(way):
     model, x = Windows(), torch.linspace(-1, 1, 2 * 6 * 8).view(2, 6, 8)
     plain = outcome(model, lambda: model(x).sum().backward())
@@ -1000,7 +1000,7 @@ def test_what_is_checkpointed_inside_is_left_alone(reentrant):
     for block in model.blocks:
         block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=reentrant)
     plain = outcome(model, lambda: model(ids).sum().backward())
-    for way in ("remake", "replay"):
+    for way in ("recompute", "replay"):
         with in_force(model, way):
             assert differences(plain, outcome(model, lambda: model(ids).sum().backward())) == [], way
 
@@ -1025,7 +1025,7 @@ def test_the_switch_of_transformers_is_respected_and_that_is_said():
         assert differences(plain, outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())) == []
 
 
-@pytest.mark.parametrize("way", ["keep", "remake", "replay", "both"])
+@pytest.mark.parametrize("way", ["keep", "recompute", "replay", "both"])
 def test_hooks_of_the_users_own_inside_win(way):
     packed = []
 
@@ -1036,7 +1036,7 @@ def test_hooks_of_the_users_own_inside_win(way):
 
     model = Around(double)
     same_bits(model, way=way)
-    assert len(packed) == 6 if way in ("keep", "remake") else 9
+    assert len(packed) == 6 if way in ("keep", "recompute") else 9
 
 
 # --- nesting ----------------------------------------------------------------------------------------------------------
@@ -1172,7 +1172,7 @@ def test_stepping_inside_of_backward():
         return model.state_dict()
 
     plain = trained("keep")
-    for way in ("remake", "replay", "nest", "both"):
+    for way in ("recompute", "replay", "nest", "both"):
         assert differences(plain, trained(way)) == [], way
 
 
@@ -1197,7 +1197,7 @@ def test_backward_in_other_threads_at_once():
     )
 
 
-@pytest.mark.parametrize("way", ["remake", "replay"])
+@pytest.mark.parametrize("way", ["recompute", "replay"])
 def test_forward_in_two_threads_at_once(way):
     """Between the state that a call begins with and what it draws the other thread may draw."""
     inside, over = threading.Event(), threading.Event()
@@ -1222,7 +1222,7 @@ def test_forward_in_two_threads_at_once(way):
         model(X).backward()
 
 
-@pytest.mark.parametrize("way", ["remake", "replay", "both"])
+@pytest.mark.parametrize("way", ["recompute", "replay", "both"])
 def test_a_call_that_runs_backward_inside(way):
     """Forces from an energy: the forward differentiates, and the loss differentiates that."""
 

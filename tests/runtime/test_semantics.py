@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowtide.runtime import recompute as remake
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime import recompute as recompute
+from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import Frame
 from parts import WIDTH, Block, Language, LoRA, Swish
 from runtime.plans import WAYS, Ops, differences, in_force, outcome, step_of
@@ -43,8 +43,8 @@ def same(model, step, way, blocks=Block):
     """Assert that `step` does the same to `model` under a plan of this kind, twice in a row, as it does without."""
     plain = [outcome(model, step) for _ in range(2)]
     runs = patch.object(Frame, "_run", autospec=True, side_effect=Frame._run)
-    remakes = patch.object(Remake, "make", autospec=True, side_effect=Remake.make)
-    with in_force(model, way, blocks), runs as ran, remakes as made:
+    recomputes = patch.object(Recompute, "make", autospec=True, side_effect=Recompute.make)
+    with in_force(model, way, blocks), runs as ran, recomputes as made:
         planned = [outcome(model, step) for _ in range(2)]
     assert [differences(a, b) for a, b in zip(plain, planned, strict=True)] == [[], []]
     assert way == "keep" or ran.call_count + made.call_count > 0  # else it would show nothing
@@ -71,7 +71,7 @@ def test_several_backwards_over_a_retained_graph(way):
 
 def test_each_backward_over_a_retained_graph_makes_each_value_once():
     model = Trunk(dropout=0.0)
-    with in_force(model, "remake"):
+    with in_force(model, "recompute"):
         loss = model(inputs()).sum()
         counts = []
         for _ in range(3):
@@ -388,7 +388,7 @@ def test_evaluation_between_forward_and_backward(way):
 # --- when something goes wrong ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["keep", "remake", "replay", "both"])
+@pytest.mark.parametrize("way", ["keep", "recompute", "replay", "both"])
 def test_an_exception_anywhere_leaves_the_engine_as_new(way):
     model, failing = Trunk(), Counter()
     layer_norm, backward = F.layer_norm, Swish.backward
@@ -424,8 +424,8 @@ def test_an_exception_anywhere_leaves_the_engine_as_new(way):
     assert backward is Swish.backward
 
 
-@pytest.mark.parametrize("way", ["remake", "replay", "both"])
-def test_an_exception_in_a_remake_or_in_a_replay(way, monkeypatch):
+@pytest.mark.parametrize("way", ["recompute", "replay", "both"])
+def test_an_exception_in_a_recompute_or_in_a_replay(way, monkeypatch):
     model = Trunk()
     step = lambda: model(inputs()).square().sum().backward()  # noqa: E731
     plain = outcome(model, step)
@@ -440,7 +440,7 @@ def test_an_exception_in_a_remake_or_in_a_replay(way, monkeypatch):
         loss = model(inputs()).square().sum()
         state = torch.get_rng_state()
         with monkeypatch.context() as patch:
-            patch.setattr(remake, "plain", fails)
+            patch.setattr(recompute, "plain", fails)
             if way == "replay":
                 patch.setattr(model.blocks[1].mlp, "forward", fails)
             with pytest.raises(Broken):
@@ -470,9 +470,9 @@ def test_a_weight_changed_in_place_before_backward_raises_as_without_a_plan(way)
         step()
 
 
-@pytest.mark.parametrize("way", ["keep", "remake"])
+@pytest.mark.parametrize("way", ["keep", "recompute"])
 def test_an_activation_changed_in_place_is_never_used_as_it_is_now(way):
-    """Kept: it raises, as without a plan. Remade: what was saved comes back."""
+    """Kept: it raises, as without a plan. Recomputed: what was saved comes back."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     seen = []
     model[1].register_forward_hook(lambda m, args, out: seen.append(out) and None)

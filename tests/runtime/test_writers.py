@@ -79,14 +79,14 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["remade", "run again"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["recomputed", "run again"])
 @pytest.mark.parametrize("rehearsed", [1, 2])
 def test_a_table_that_each_call_normalizes_is_not_relied_on(rehearsed: int, blocks: bool) -> None:
     batches = [ids(seed, 2) for seed in range(3)]
     plain = trained(Words(blocks=blocks), batches)
     model = Words(blocks=blocks)
     plan = most_saving(model, ids(7, rehearsed))
-    assert plan.remake
+    assert plan.recompute
     said: list[str] = []
     with lowtide.apply(model := Words(blocks=blocks), plan, say=said.append):
         assert same(trained(model, batches), plain)
@@ -107,7 +107,7 @@ def test_a_norm_that_is_set_later_copies_the_table_once_and_keeps_what_is_looked
         return [*first, *trained(model, [ids(1, 2), ids(2, 2)])]
 
     plan = most_saving(without(), ids(7, 2))
-    assert any("EmbeddingBackward0" in name for name in plan.remake.values())
+    assert any("EmbeddingBackward0" in name for name in plan.recompute.values())
     said: list[str] = []
     planned = set_later(lambda model: lowtide.apply(model, plan, say=said.append))
     assert same(planned, set_later(lambda model: None))
@@ -131,7 +131,7 @@ def test_an_optimizer_between_forward_and_backward_finds_what_it_updates_copied(
         return found
 
     plan = most_saving(Sum(), [torch.randn(64, 8, WIDTH)])
-    assert plan.remake
+    assert plan.recompute
     said: list[str] = []
     planned = updated_between(lambda model: lowtide.apply(model, plan, say=said.append))
     assert same(planned, updated_between(lambda model: None))

@@ -1,4 +1,4 @@
-"""An elementwise remake writes over an operand that was made on the way to it and that nobody else has."""
+"""An elementwise recompute writes over an operand that was made on the way to it and that nobody else has."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import lowtide
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recompute import Recompute
 from runtime.plans import differences, in_force, outcome, step_of
 
 
@@ -35,7 +35,7 @@ def nothing_written_over(monkeypatch):
     """How it would be without."""
 
     def none():
-        monkeypatch.setattr(Remake, "spare", lambda remake, tensors: {})
+        monkeypatch.setattr(Recompute, "spare", lambda recompute, tensors: {})
 
     return none
 
@@ -44,7 +44,7 @@ def test_a_chain_is_made_in_one_tensor(nothing_written_over):
     model, x = Applied(lambda x: x * 2 * 3 * 0.5), torch.randn(512, 64)
 
     def tensors():
-        with in_force(model, "remake"):
+        with in_force(model, "recompute"):
             node = model(x).grad_fn
             with CpuRecorder() as recorder:
                 made = node._saved_mat1
@@ -60,7 +60,7 @@ def test_who_is_written_over_is_on_record():
     torch.manual_seed(0)
     model, x = Applied(NewGELUActivation()), torch.randn(512, 64)
     values = lowtide.rehearse(model, step_of(model), x).values
-    over = [(value.recipe, values[value.over].recipe) for value in values if value.over is not None]
+    over = [(value.recipe, values[value.overwrites].recipe) for value in values if value.overwrites is not None]
     assert over == [
         ("MulBackward0", "PowBackward0"),
         ("AddBackward0", "MulBackward0"),
@@ -69,14 +69,14 @@ def test_who_is_written_over_is_on_record():
     ]
 
 
-def test_foreseen_as_it_is():
+def test_estimated_as_it_is():
     torch.manual_seed(0)
     model, x = Applied(NewGELUActivation(), outputs=1), torch.randn(512, 64)
     step = step_of(model)
     plan = fitted(lowtide.rehearse(model, step, x))
-    foreseen = lowtide.foresee(model, step, x, plan=plan).timeline
+    estimated = lowtide.estimate(model, step, x, plan=plan).timeline
     measured = lowtide.timeline(model, step, x, plan=plan)
-    assert foreseen.peak_bytes == pytest.approx(measured.peak_bytes, abs=64)  # a tensor is 131,072
+    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, abs=64)  # a tensor is 131,072
 
 
 CASES = {
@@ -108,7 +108,7 @@ def test_bits_are_the_same(case):
 
     for run in (lambda: step_of(model)(x), twice):
         plain = outcome(model, run)
-        for way in ("remake", "both"):
+        for way in ("recompute", "both"):
             with in_force(model, way, Applied):
                 assert not differences(plain, outcome(model, run))
 
@@ -178,5 +178,5 @@ def test_any_elementwise_graph_has_the_same_bits(shapes, types, moves):
         return model().backward()
 
     plain = outcome(model, run)
-    with in_force(model, "remake"):
+    with in_force(model, "recompute"):
         assert not differences(plain, outcome(model, run))

@@ -85,7 +85,7 @@ def of_this_thread(
 ) -> Callable[..., None]:
     """An optimizer's hook for all, which in other threads is not called: they train something else.
 
-    But inside of a backward pass, as a card's nodes run in a thread of the card, and of an optimizer that has a
+    But inside of a backward pass, as a GPU's nodes run in a thread of the GPU, and of an optimizer that has a
     parameter of ours: a step may hand its update to another thread.
     """
     mine = threading.get_ident()

@@ -76,7 +76,7 @@ def foreach_for_fakes() -> Iterator[None]:
 
 
 CUDA_INIT, CUDA_EXCHANGES = "_lazy_init", ("_exchange_device", "_maybe_exchange_device")
-"""What sets CUDA up, and what changes its current card and gives the one before. 2.13: in `torch.cuda`."""
+"""What sets CUDA up, and what changes its current GPU and gives the one before. 2.13: in `torch.cuda`."""
 
 CUDA_SNAPSHOT, CUDA_HISTORY = "_snapshot", ("_record_memory_history", "_dump_snapshot")
 """What gives, begins and writes the history of the allocator. 2.13: in `torch.cuda.memory`."""

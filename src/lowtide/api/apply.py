@@ -1,4 +1,4 @@
-"""A plan put in force on a model: its levers, and the engine that remakes and replays."""
+"""A plan put in force on a model: its levers, and the engine that recomputes and replays."""
 
 from __future__ import annotations
 

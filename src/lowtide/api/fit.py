@@ -310,7 +310,7 @@ def _fit_sizes(
 
 def _not_identical(verdict: Verdict) -> str:
     differences = (verdict.differences or {}).items()
-    found = {kind: names for kind, names in differences if names and kind not in verdict.unsteady}
+    found = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
     kinds = ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
     return (
         f"under the plan the step gave other bits than without it: {kinds}. Plain steps from the same state did not "

@@ -62,9 +62,9 @@ class Verdict(Record):
     relative_differences: dict[str, float] | None = None
     """With such levers, how far loss, gradients and parameters are from the plain step's: the Euclidean norm of what
     all of a kind differ by, over that of what the plain step has. None where there are none, or it does not fit."""
-    unsteady: tuple[str, ...] = ()
+    nondeterministic: tuple[str, ...] = ()
     """Kinds in which plain steps from the same state differ from each other, too: kernels that add up in any order, as
-    some of CUDA's do. There nothing can be compared; what was remade is as audited."""
+    some of CUDA's do. There nothing can be compared; what was recomputed is as audited."""
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that were not what the plan expects, and were kept."""
     changes: tuple[str, ...] = ()
@@ -76,14 +76,14 @@ class Verdict(Record):
 
     @property
     def identical(self) -> bool:
-        """Whether nothing differs from the plain step, or that with inexact levers alone; what is unsteady aside."""
+        """Return True if nothing but nondeterministic results differs from the plain step, inexact levers aside."""
         return not self.differing
 
     @property
     def differing(self) -> tuple[str, ...]:
         """The kinds that speak against `identical`."""
         found = self.differences or {}
-        return tuple(kind for kind, names in found.items() if names and kind not in self.unsteady)
+        return tuple(kind for kind, names in found.items() if names and kind not in self.nondeterministic)
 
     @property
     def proven(self) -> bool:
@@ -96,7 +96,7 @@ class Verdict(Record):
     @property
     def _same(self) -> list[str]:
         """The kinds that were compared and are the same, if none differs."""
-        return [kind for kind in self.differences or {} if kind not in self.unsteady]
+        return [kind for kind in self.differences or {} if kind not in self.nondeterministic]
 
     @property
     def proof(self) -> str:
@@ -118,11 +118,13 @@ class Verdict(Record):
             return f"NOT bit-identical to {base}: {listed(self.differing)}"
         if not self.proven:
             nothing = f"{base} is not deterministic, so that nothing can be compared with it"
-            if not self.unsteady:
+            if not self.nondeterministic:
                 nothing = "the step gives nothing that could be compared: no loss, no gradients, no update"
             return f"NOT PROVEN: {nothing}; {audited}"
-        unsteady = f"; it is not deterministic in its {listed(self.unsteady)}" if self.unsteady else ""
-        return f"bit-identical to {base}: {listed(self._same)}{unsteady}{apart}"
+        nondeterministic = (
+            f"; it is not deterministic in its {listed(self.nondeterministic)}" if self.nondeterministic else ""
+        )
+        return f"bit-identical to {base}: {listed(self._same)}{nondeterministic}{apart}"
 
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
@@ -181,7 +183,7 @@ def verify(
             with put_on(model, inexact, optimizer):
                 return outcome(step, batch)
 
-        unsteady = _unsteady(found or {}, compare_with, once_more)
+        nondeterministic = _nondeterministic(found or {}, compare_with, once_more)
     return Verdict(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
@@ -191,26 +193,26 @@ def verify(
         differences=found,
         levers=tuple(lever.name for lever in inexact),
         relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,
-        unsteady=unsteady,
+        nondeterministic=nondeterministic,
         drifted=tuple(sorted(applied.drifted)),
         changes=unchanged.changes,
     )
 
 
-def _unsteady(
+def _nondeterministic(
     found: dict[str, tuple[str, ...]], plain: Outcome | None, once_more: Callable[[], Outcome]
 ) -> tuple[str, ...]:
     """Kinds that differ between `plain` and what `once_more` gives, and those computed from them.
 
     Nothing is run for what is not `found` to differ under the plan.
     """
-    unsteady: set[str] = set()
+    nondeterministic: set[str] = set()
     for _ in range(REPEATED):
-        if plain is None or not any(names for kind, names in found.items() if kind not in unsteady):
+        if plain is None or not any(names for kind, names in found.items() if kind not in nondeterministic):
             break
         differing = {kind for kind, names in plain.differences(once_more()).items() if names}
-        unsteady |= differing.union(*(_FOLLOWING.get(kind, ()) for kind in differing))
-    return tuple(kind for kind in found if kind in unsteady)
+        nondeterministic |= differing.union(*(_FOLLOWING.get(kind, ()) for kind in differing))
+    return tuple(kind for kind in found if kind in nondeterministic)
 
 
 def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:

@@ -44,6 +44,11 @@ COMMANDS = {
         summary="What a training step of a script needs, and how far down plans can go.",
         needs_torch=False,  # a profile that was made before can be shown without
     ),
+    "estimate": Lazy(
+        target="lowtide.cli.estimate:estimate",
+        summary="What a training step of a script needs on a GPU that need not be there.",
+        needs_torch=False,  # an unknown GPU is refused without
+    ),
     "plan": Lazy(
         target="lowtide.cli.plan:plan", summary="Make plan files, read them, compare them.", needs_torch=False
     ),

@@ -1,4 +1,4 @@
-"""DistributedDataParallel while its step is foreseen: nothing is sent, and its buckets are counted.
+"""DistributedDataParallel while its step is estimated: nothing is sent, and its buckets are counted.
 
 A flat tensor, a bucket, holds gradients until they have been added up over the processes. All buckets together are as
 large as all gradients. They are made when a model is wrapped, and once more, in the order in which gradients came, in

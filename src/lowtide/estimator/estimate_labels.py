@@ -1,4 +1,4 @@
-"""Names for the blocks of a foreseen step, in the way in which a measured one gets them."""
+"""Names for the blocks of an estimated step, in the way in which a measured one gets them."""
 
 from __future__ import annotations
 

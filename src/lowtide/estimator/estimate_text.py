@@ -1,4 +1,4 @@
-"""A foreseen step as a few lines of text."""
+"""An estimated step as a few lines of text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from lowtide.memory import timeline_table as text
 
 if TYPE_CHECKING:
-    from lowtide.estimator.memory_estimate import Foresight
+    from lowtide.estimator.memory_estimate import MemoryEstimate
 
 
-def table(foresight: Foresight) -> Iterator[str]:
+def table(estimate: MemoryEstimate) -> Iterator[str]:
     """The timeline with what was there before, and what is not known."""
-    static = foresight.static
+    static = estimate.static
     entry = {"parameters": static.parameters, "gradients": static.gradients, "optimizer state": static.optimizer}
     entry |= {"buffers": static.buffers, "inputs": static.inputs}
-    yield from text.table(foresight.timeline, entry=entry)
-    yield from foresight.more()
-    for title, lines in (("not known exactly", foresight.unknown), ("assumed", foresight.assumed)):
+    yield from text.table(estimate.timeline, entry=entry)
+    yield from estimate.more()
+    for title, lines in (("not known exactly", estimate.unknown), ("assumed", estimate.assumed)):
         if lines:
             yield f"{title}:"
             yield from (f"  {line}" for line in lines)

@@ -102,8 +102,8 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
             )
     for unit in units(model.modules()):
         raise RehearsalError(
-            f"{type(unit).__name__} is sharded over processes (fully_shard), and what it gathers can't be foreseen. "
-            "Use lowtide.rehearse or `lowtide run`, which take the step; or foresee the model before it is sharded, "
+            f"{type(unit).__name__} is sharded over processes (fully_shard), and what it gathers can't be estimated. "
+            "Use lowtide.rehearse or `lowtide run`, which take the step; or estimate the model before it is sharded, "
             "which gives the activations."
         )
     if plan is None:
@@ -164,7 +164,9 @@ def _storages(tensor: Tensor, ledger: Ledger) -> list[torch.UntypedStorage]:
 
 def with_left(static: Static, blocks: Collection[int], stream: EventStream) -> Static:
     """With what went in the step of what the step before had left: it is none of the blocks of `static`."""
-    return replace(static, left=sum(event.bytes for event in freed_from_entry(stream) if event.block not in blocks))
+    return replace(
+        static, carried_over=sum(event.bytes for event in freed_from_entry(stream) if event.block not in blocks)
+    )
 
 
 @contextlib.contextmanager

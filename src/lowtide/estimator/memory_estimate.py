@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foresight:
+class MemoryEstimate:
     """What a training step will need, from a run without memory. `print` it for a table."""
 
     timeline: Timeline
@@ -38,7 +38,7 @@ class Foresight:
         freed = sum(event.bytes for event in freed_from_entry(self.timeline.stream))  # which the timeline has itself
         at_entry = []
         kept = static.parameters, static.optimizer, static.buffers
-        for n_bytes in (static.gradients, static.left, static.inputs, *kept):
+        for n_bytes in (static.gradients, static.carried_over, static.inputs, *kept):
             at_entry.append(max(0, n_bytes - freed))
             freed = max(0, freed - n_bytes)
         self.timeline.to_snapshot(path, at_entry=at_entry)

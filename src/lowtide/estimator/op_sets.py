@@ -40,7 +40,7 @@ GROUPED = aten._grouped_mm.default
 NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})
 ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
 PACKING = aten._pack_padded_sequence.default
-"""The only operator that gives a tensor on the CPU beside one on a card."""
+"""The only operator that gives a tensor on the CPU beside one on a GPU."""
 BY_INTEGERS = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor, PACKING})
 """Operators whose results' shapes depend on contents, but not on those of floating-point arguments."""
 LESS = frozenset({aten.le.Scalar, aten.lt.Scalar, aten.le.Tensor, aten.lt.Tensor})

@@ -17,7 +17,7 @@ from lowtide.levers.lever import Lever, NoUse, On
 from lowtide.levers.loss_only_outputs import Outputs
 from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.optimizer_in_backward import StepInBackward
-from lowtide.planner.records import Pulled
+from lowtide.planner.records import AppliedLever
 from lowtide.runtime.fingerprint import Optimizers, listed
 from lowtide.utils.removable import Removable
 
@@ -51,7 +51,7 @@ class PulledOn(Removable):
         self._undo.close()
 
 
-def put_on(model: nn.Module, levers: Iterable[Pulled], optimizer: Optimizers) -> PulledOn:
+def put_on(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizers) -> PulledOn:
     """Put these levers on, the first one innermost. Raises NoUse if one can't be put on; then none is.
 
     One that changes the optimizer changes a single one.
@@ -75,7 +75,7 @@ def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> Pulle
         raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
 
 
-def in_script(text: str) -> Pulled:
+def in_script(text: str) -> AppliedLever:
     """A lever for the model of a script, as a command line names it: `loss head`, `micro-batches=4`.
 
     Raises LowtideError if there is none of that name, or if it is for an optimizer, which nobody knows before it steps.
@@ -89,7 +89,7 @@ def in_script(text: str) -> Pulled:
         wanted = "a number of pieces, as in micro-batches=4" if takes_number else "no number"
         raise LowtideError(f"the lever {name!r} takes {wanted}; found {text!r}.")
     settings = {"n": float(number)} if takes_number else {}
-    return Pulled(name=name, what=lever.in_words(settings), exact=lever.exact, settings=settings)
+    return AppliedLever(name=name, what=lever.in_words(settings), exact=lever.exact, settings=settings)
 
 
 def named(name: str) -> Lever:

@@ -1,6 +1,6 @@
 """The lever `fused optimizer`: torch's fused kernels, which update parameters without temporaries.
 
-The default on cards, `foreach`, takes about one more copy of the parameters while it steps; the plain loop takes one of
+The default on GPUs, `foreach`, takes about one more copy of the parameters while it steps; the plain loop takes one of
 the largest parameter. The arithmetic is the same but for rounding.
 """
 

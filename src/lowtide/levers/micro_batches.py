@@ -57,7 +57,7 @@ class MicroBatches(Lever):
             rows = rows_of(site.batch) if hasattr(site.model, "loss_function") else 1
         except (NoUse, LowtideError):
             return 0
-        grows = sum(parts.get(name, 0) for name in ("activations", "loss head", "remade", "temporaries"))
+        grows = sum(parts.get(name, 0) for name in ("activations", "loss head", "recomputed", "temporaries"))
         return grows - grows // rows
 
     def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:

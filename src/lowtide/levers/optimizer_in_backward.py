@@ -136,7 +136,7 @@ class _On:
             return
         if several_processes():  # since it was put on
             raise LowtideError(f"the lever 'step in backward' can't stay on: {TOGETHER}. Fit without it.")
-        with self._lock:  # each card has a thread
+        with self._lock:  # each GPU has a thread
             arrived = self._arrived[parameter] = self._arrived.get(parameter, 0) + 1
             if arrived > self._backwards:
                 raise LowtideError(

@@ -2,8 +2,8 @@
 
 Each step of the chain is a rehearsal with one more lever on, so what a lever does is measured. One that does no more
 work than the plain step pays where a peak is lower with it; another one where the whole, its own measured cost and what
-is then left to remake and replay, takes less time. Micro-batches are for steps that fit in no other way. The chain ends
-where nothing has to be remade any more. The same profiles, with the same costs, give the same levers.
+is then left to recompute and replay, takes less time. Micro-batches are for steps that fit in no other way. The chain
+ends where nothing has to be recomputed any more. The same profiles, with the same costs, give the same levers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.micro_batches import MicroBatches, numbers
 from lowtide.levers.released_fields import Refused
 from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
-from lowtide.planner.records import Prediction, Profile, Pulled
+from lowtide.planner.records import AppliedLever, Prediction, Profile
 from lowtide.profiler import rehearse
 from lowtide.profiler.preconditions import check
 from lowtide.runtime.fingerprint import place_of
@@ -77,7 +77,7 @@ class Tried:
 
     @property
     def is_free(self) -> bool:
-        """Whether the step fits at no cost, without any remake or replay."""
+        """Whether the step fits at no cost, without any recompute or replay."""
         return min(self.peak_bytes, in_place_peak_bytes(self.profile)) <= self.budget_bytes
 
     @property
@@ -98,7 +98,7 @@ class Tried:
 
 def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
     """`before` with one more lever. Raises NoUse if that can't be, or does not pay."""
-    pulled = Pulled(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
+    pulled = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
     found = rehearsed(site, (*before.profile.levers, pulled))
     more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, found.levers)
 
@@ -121,10 +121,10 @@ def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
 def does_not_pay(more_ms: float, saved_ms: float) -> str:
     """Why a lever is not used that takes `more_ms` a step: the plan with it need not save anything."""
     saved = format_time(saved_ms) if saved_ms > 0 else "nothing"
-    return f"it takes {format_time(more_ms)} a step, and saves {saved} of remakes and replays"
+    return f"it takes {format_time(more_ms)} a step, and saves {saved} of recomputes and replays"
 
 
-def _more_ms(site: Site, before: tuple[Pulled, ...], after: tuple[Pulled, ...]) -> float:
+def _more_ms(site: Site, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
     """How much longer the step takes with the levers `after` than with `before`; 0 where one does not fit in memory."""
     took = []
     for levers in (before, after):
@@ -169,7 +169,7 @@ def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:
     return found
 
 
-def rehearsed(site: Site, levers: tuple[Pulled, ...]) -> Profile:
+def rehearsed(site: Site, levers: tuple[AppliedLever, ...]) -> Profile:
     """The profile of the step with these levers on. Raises NoUse, with the reason, if one may not be."""
     with put_on(site.model, levers, site.optimizer) as on:
         try:

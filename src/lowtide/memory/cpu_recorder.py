@@ -46,7 +46,7 @@ NOISE = (
     b"Memory block of unknown size was allocated before the profiling started",
 )
 """Lines that are kept off the user's terminal. The profiler writes the first each time it starts or stops (torch 2.13),
-and the second where torch is built for CUDA and there is no card. The allocator warns by the third of the first
+and the second where torch is built for CUDA and there is no GPU. The allocator warns by the third of the first
 block, and then of each thousandth, that is freed under a profiler without having been allocated under one."""
 _MARK = "lowtide#"  # begins the name of each annotation; its number follows
 _SPARE_BLOCKS = 4000

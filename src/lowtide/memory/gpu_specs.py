@@ -1,4 +1,4 @@
-"""A table of CUDA cards, for what is planned on a machine that has none of them.
+"""A table of GPUs, for what is planned on a machine that has none of them.
 
 `total_bytes` is what torch calls `total_memory`: what the driver leaves of the nominal size. Drivers differ in that by
 up to 1 %, and error correction, where it can be turned on, takes more: each number is the smallest of those that were
@@ -21,8 +21,8 @@ _DEVICE_QUERY = "output of NVIDIA's deviceQuery, driver for CUDA {}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One kind of card. `capability` is its compute capability; None for a card of which only the size is known."""
+class GpuSpec:
+    """One kind of GPU. `capability` is its compute capability; None for a GPU of which only the size is known."""
 
     name: str
     total_bytes: int
@@ -34,35 +34,35 @@ class Card:
         return None if self.capability is None else cublas_workspace_bytes(self.capability, environment)
 
 
-def _card(name: str, total_bytes: int, capability: tuple[int, int], source: str) -> Card:
-    return Card(name=name, total_bytes=total_bytes, capability=capability, source=source)
+def _gpu(name: str, total_bytes: int, capability: tuple[int, int], source: str) -> GpuSpec:
+    return GpuSpec(name=name, total_bytes=total_bytes, capability=capability, source=source)
 
 
-CARDS: tuple[Card, ...] = (
-    _card("RTX 4060", 8_318_222_336, (8, 9), "total_memory in the artefact of xMem (Middleware 2025)"),
-    _card("RTX 3060", 12_587_106_304, (8, 6), _DEVICE_QUERY.format("12.4")),
-    _card("T4", 15_642_329_088, (7, 5), _DEVICE_QUERY.format("12.5")),
-    _card("V100-16", 16_911_433_728, (7, 0), _DEVICE_QUERY.format("11.0")),
-    _card("L4", 23_583_784_960, (8, 9), "deviceQuery in github.com/bottlerocket-os/bottlerocket-kernel-kit/pull/139"),
-    _card("RTX 4090", 25_250_627_584, (8, 9), _DEVICE_QUERY.format("13.0")),
-    _card("RTX 3090", 25_414_860_800, (8, 6), _DEVICE_QUERY.format("12.1")),
-    _card("RTX 5090", 33_660_534_784, (12, 0), _DEVICE_QUERY.format("13.0")),
-    _card("A100-40", 42_298_834_944, (8, 0), "deviceQuery in github.com/bottlerocket-os/bottlerocket/pull/3873"),
-    _card("L40S", 47_576_711_168, (8, 9), _DEVICE_QUERY.format("12.4")),
-    _card("RTX A6000", 51_160_023_040, (8, 6), _DEVICE_QUERY.format("12.7")),
-    _card("A100-80", 84_974_239_744, (8, 0), _DEVICE_QUERY.format("12.4") + " (PCIe; the SXM4 has a little more)"),
-    _card("H100-80", 85_017_755_648, (9, 0), _DEVICE_QUERY.format("13.0")),
-    _card("H200-141", 143_156 * 2**20, (9, 0), "torch.cuda.get_device_properties, in whole MiB"),
+GPUS: tuple[GpuSpec, ...] = (
+    _gpu("RTX 4060", 8_318_222_336, (8, 9), "total_memory in the artefact of xMem (Middleware 2025)"),
+    _gpu("RTX 3060", 12_587_106_304, (8, 6), _DEVICE_QUERY.format("12.4")),
+    _gpu("T4", 15_642_329_088, (7, 5), _DEVICE_QUERY.format("12.5")),
+    _gpu("V100-16", 16_911_433_728, (7, 0), _DEVICE_QUERY.format("11.0")),
+    _gpu("L4", 23_583_784_960, (8, 9), "deviceQuery in github.com/bottlerocket-os/bottlerocket-kernel-kit/pull/139"),
+    _gpu("RTX 4090", 25_250_627_584, (8, 9), _DEVICE_QUERY.format("13.0")),
+    _gpu("RTX 3090", 25_414_860_800, (8, 6), _DEVICE_QUERY.format("12.1")),
+    _gpu("RTX 5090", 33_660_534_784, (12, 0), _DEVICE_QUERY.format("13.0")),
+    _gpu("A100-40", 42_298_834_944, (8, 0), "deviceQuery in github.com/bottlerocket-os/bottlerocket/pull/3873"),
+    _gpu("L40S", 47_576_711_168, (8, 9), _DEVICE_QUERY.format("12.4")),
+    _gpu("RTX A6000", 51_160_023_040, (8, 6), _DEVICE_QUERY.format("12.7")),
+    _gpu("A100-80", 84_974_239_744, (8, 0), _DEVICE_QUERY.format("12.4") + " (PCIe; the SXM4 has a little more)"),
+    _gpu("H100-80", 85_017_755_648, (9, 0), _DEVICE_QUERY.format("13.0")),
+    _gpu("H200-141", 143_156 * 2**20, (9, 0), "torch.cuda.get_device_properties, in whole MiB"),
 )
 """The smallest first."""
 
 
-def context_bytes(card: Card) -> tuple[int, int]:
-    """What a CUDA context, the libraries' handles and loaded kernels take of a card, at least and at most.
+def context_bytes(gpu: GpuSpec) -> tuple[int, int]:
+    """What a CUDA context, the libraries' handles and loaded kernels take of a GPU, at least and at most.
 
     They are not the allocator's. Reported are 287 MB where kernels are loaded as they are needed and 667 MB where not
     (github.com/pytorch/pytorch/issues/86509), about 300 MB (107667) and 400 MB (109888), and 426 MiB on an RTX 6000 Ada
-    (github.com/unslothai/unsloth-zoo/issues/1053); it grows with the card's multiprocessors and differs by driver.
+    (github.com/unslothai/unsloth-zoo/issues/1053); it grows with the GPU's multiprocessors and differs by driver.
     """
     return 250 * 2**20, 700 * 2**20
 
@@ -71,12 +71,12 @@ _SHORTEST = 3
 """Letters and digits of a part of a name that stands for all of it: "cuda:5" is no RTX 5090."""
 
 
-def parse_card(text: str | Card) -> Card:
-    """The card that is meant by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a card's full name.
+def parse_gpu(text: str | GpuSpec) -> GpuSpec:
+    """The GPU that is meant by "cuda:24GiB", "RTX 4090", "a100-80", "cuda:H100" or a GPU's full name.
 
-    Raises LowtideError for names that fit no card or several, naming the nearest, and for sizes that are none.
+    Raises LowtideError for names that fit no GPU or several, naming the nearest, and for sizes that are none.
     """
-    if isinstance(text, Card):
+    if isinstance(text, GpuSpec):
         return text
     wanted = text.strip()
     if wanted.lower().startswith("cuda:"):
@@ -86,19 +86,21 @@ def parse_card(text: str | Card) -> Card:
         except BudgetError:
             pass
         else:
-            return Card(name=f"cuda:{wanted}", total_bytes=n_bytes, capability=None, source="the size that was given")
+            return GpuSpec(
+                name=f"cuda:{wanted}", total_bytes=n_bytes, capability=None, source="the size that was given"
+            )
     key = _key(wanted)
-    by_key = {_key(card.name): card for card in CARDS}
+    by_key = {_key(gpu.name): gpu for gpu in GPUS}
     if key in by_key:
         return by_key[key]
-    close = [card for known, card in by_key.items() if len(key) >= _SHORTEST and known.startswith((key, f"rtx{key}"))]
+    close = [gpu for known, gpu in by_key.items() if len(key) >= _SHORTEST and known.startswith((key, f"rtx{key}"))]
     if len(close) == 1:
         return close[0]
-    near = close or [by_key[known] for known in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)] or list(CARDS)
-    what = "several cards" if close else "no card that is known"
+    near = close or [by_key[known] for known in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)] or list(GPUS)
+    what = "several GPUs" if close else "no GPU that is known"
     raise LowtideError(
         f"{text!r} is the name of {what}.\n"
-        f"  {'Nearest' if len(near) < len(CARDS) else 'Known'}: {', '.join(card.name for card in near)}; "
+        f"  {'Nearest' if len(near) < len(GPUS) else 'Known'}: {', '.join(gpu.name for gpu in near)}; "
         'or give its memory, as in "cuda:24GiB". For the machine at hand, leave the device out.'
     )
 
@@ -119,6 +121,6 @@ def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str
 
 
 def _key(name: str) -> str:
-    """The part of a name that tells cards apart: "NVIDIA A100-SXM4-80GB" is "a10080"."""
+    """The part of a name that tells GPUs apart: "NVIDIA A100-SXM4-80GB" is "a10080"."""
     bare = re.sub(r"nvidia|geforce|tesla|pcie|sxm\d?|hbm\d?e?|(?<=\d)\s*gb\b", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", bare)

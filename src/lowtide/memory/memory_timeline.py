@@ -34,14 +34,14 @@ from lowtide.memory.untrusted_files import in_one_line
 
 
 class Block(NamedTuple):
-    """One allocation and its life: alive after the events `born <= index < dies`; `dies` is None if never freed."""
+    """One allocation and its life: alive after the events `born <= index < dies`; `freed_at` is None if never freed."""
 
     id: int
     bytes: int
     address: int
     op: str
-    born: int
-    dies: int | None
+    allocated_at: int
+    freed_at: int | None
     label: Label | None
 
     @property
@@ -91,16 +91,20 @@ class Timeline:
     @cached_property
     def blocks(self) -> dict[int, Block]:
         """Every block that the stream allocated, by number, in the order of allocation."""
-        dies = {event.block: i for i, event in enumerate(self.stream) if type(event) is Free}
+        freed_at = {event.block: i for i, event in enumerate(self.stream) if type(event) is Free}
         return {
-            event.block: Block(*event, born=i, dies=dies.get(event.block), label=self.labels.get(event.block))
+            event.block: Block(
+                *event, allocated_at=i, freed_at=freed_at.get(event.block), label=self.labels.get(event.block)
+            )
             for i, event in enumerate(self.stream)
             if type(event) is Allocate
         }
 
     def alive_at(self, index: int) -> tuple[Block, ...]:
         """The blocks allocated since entry and alive after event `index`, largest first."""
-        alive = (b for b in self.blocks.values() if b.born <= index and (b.dies is None or index < b.dies))
+        alive = (
+            b for b in self.blocks.values() if b.allocated_at <= index and (b.freed_at is None or index < b.freed_at)
+        )
         return tuple(sorted(alive, key=lambda block: -block.bytes))
 
     def alive_at_peak(self) -> dict[Category, tuple[Block, ...]]:
@@ -128,7 +132,7 @@ class Timeline:
     def to_snapshot(self, path: str | Path, *, at_entry: Iterable[int] = ()) -> None:
         """Write a memory snapshot, which PyTorch's viewer opens: pytorch.org/memory_viz, torch.cuda._memory_viz.
 
-        Blocks lie where the simulated allocator of a CUDA card puts them. `at_entry` are the bytes of what was there
+        Blocks lie where the simulated allocator of a GPU puts them. `at_entry` are the bytes of what was there
         before and stays.
         """
         write_snapshot(self, path, at_entry=at_entry)

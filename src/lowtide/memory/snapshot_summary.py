@@ -109,7 +109,7 @@ def _origin(block: Block, history: History) -> str:
     where = history.places.get(block.id)
     if where:
         return f"{where}, {block.op}" if block.op and not where.endswith(f" {block.op}") else where
-    is_unknown = block.born < history.n_entry and not block.op and block.label is None
+    is_unknown = block.allocated_at < history.n_entry and not block.op and block.label is None
     return BEFORE if is_unknown else block.name
 
 

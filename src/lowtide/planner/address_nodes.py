@@ -1,4 +1,4 @@
-"""What plans write at an address: the autograd node that remakes what is saved there, or what stands in its place."""
+"""Names that plans write at an address: the autograd node that recomputes the saved tensor, or a stand-in for one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def names_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict
 
 _CALL = r"[^\0]{0,4000}#[0-9]{1,9}"
 _NAMED = {
-    "remake": re.compile(rf"{_CALL}[:@][0-9]{{1,9}}"),
+    "recompute": re.compile(rf"{_CALL}[:@][0-9]{{1,9}}"),
     "offload": re.compile(rf"{_CALL}[:@][0-9]{{1,9}}"),
     "replay": re.compile(_CALL),
     "advance": re.compile(_CALL),

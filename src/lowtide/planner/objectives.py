@@ -48,7 +48,7 @@ def by_work(profile: Profile) -> Profile:
     end = len(profile.base_bytes)
     made = np.zeros(end + 1, np.int64)
     for storage in profile.storages:
-        made[min(storage.born, end)] += storage.bytes
+        made[min(storage.allocated_at, end)] += storage.bytes
     made_before = np.concatenate(([0], made.cumsum()))
 
     def cost_of(call: Call) -> int:

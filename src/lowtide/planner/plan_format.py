@@ -1,7 +1,7 @@
 """Decisions written once for identical blocks: what a plan's JSON says, so that a person can read, review and edit it.
 
     "transformer.h.{0-7}": {
-     "remake": {"mlp.act#0:0": "GeluBackward0", "ln_2#0:1": "NativeLayerNormBackward0"}
+     "recompute": {"mlp.act#0:0": "GeluBackward0", "ln_2#0:1": "NativeLayerNormBackward0"}
     },
     "transformer.h.{0-2}": {
      "replay": ["attn#0"]
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 Block = dict[str, dict[str, str] | list[str]]
-"""`remake`: address below the block -> autograd node. `replay` and `advance`: calls below the block; `offload`:
+"""`recompute`: address below the block -> autograd node. `replay` and `advance`: calls below the block; `offload`:
 addresses."""
 KINDS = ("replay", "advance", "offload")
 
@@ -30,32 +30,32 @@ _RANGES = re.compile(r"\{([0-9,-]+)\}")
 
 
 def fold(
-    remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
+    recompute: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, Block]:
     """Decisions by block: each is written once for all the blocks, alike but for one number, of which it is taken."""
     numbers: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     lists = zip(KINDS, (dict.fromkeys(listed, "") for listed in (replay, advance, offload)), strict=True)
-    for kind, decisions in (("remake", remake), *lists):
+    for kind, decisions in (("recompute", recompute), *lists):
         for address, node in decisions.items():
             family, number, below = _split(address)
             numbers[family, kind, below, node] += number
-    remade: dict[str, dict[str, str]] = defaultdict(dict)
+    recomputed: dict[str, dict[str, str]] = defaultdict(dict)
     run: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in KINDS}
     for (family, kind, below, node), found in sorted(numbers.items()):
         block = family.replace("{}", ranges(found))
-        if kind == "remake":
-            remade[block][below] = node
+        if kind == "recompute":
+            recomputed[block][below] = node
         else:
             run[kind][block].append(below)
     blocks: dict[str, Block] = {}
-    for block in sorted(set(remade).union(*run.values()), key=_natural):
-        all_ = {"remake": remade.get(block), **{kind: run[kind].get(block) for kind in KINDS}}
+    for block in sorted(set(recomputed).union(*run.values()), key=_natural):
+        all_ = {"recompute": recomputed.get(block), **{kind: run[kind].get(block) for kind in KINDS}}
         blocks[block] = {kind: made for kind, made in all_.items() if made}
     return blocks
 
 
 def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[str, ...], ...]]:
-    """`remake` and then KINDS: the decisions one by one, each under its whole address, in order.
+    """`recompute` and then KINDS: the decisions one by one, each under its whole address, in order.
 
     Raises ValueError for what is no decision.
     """
@@ -63,24 +63,24 @@ def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[st
     told = sum(_count(block) * sum(map(len, made.values())) for block, made in blocks.items())
     if told > MOST + written:
         raise ValueError(f"it has {told} decisions, and no step as many")
-    remake: dict[str, str] = {}
+    recompute: dict[str, str] = {}
     run: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for block, made in blocks.items():
-        if unknown := made.keys() - {"remake", *KINDS}:
+        if unknown := made.keys() - {"recompute", *KINDS}:
             raise ValueError(
-                f"{block[:100]!r} has {', '.join(sorted(unknown))}; it can have {', '.join(('remake', *KINDS))}"
+                f"{block[:100]!r} has {', '.join(sorted(unknown))}; it can have {', '.join(('recompute', *KINDS))}"
             )
-        remade, calls = made.get("remake", {}), {kind: made.get(kind, []) for kind in KINDS}
-        if not isinstance(remade, dict) or not all(isinstance(found, list) for found in calls.values()):
+        recomputed, calls = made.get("recompute", {}), {kind: made.get(kind, []) for kind in KINDS}
+        if not isinstance(recomputed, dict) or not all(isinstance(found, list) for found in calls.values()):
             raise ValueError(
-                f"{block[:100]!r} must have an object of nodes by address as remake, "
+                f"{block[:100]!r} must have an object of nodes by address as recompute, "
                 "a list of calls as replay or advance, of addresses as offload"
             )
         for path in _expand(block):
-            remake |= {join(path, below): node for below, node in remade.items()}
+            recompute |= {join(path, below): node for below, node in recomputed.items()}
             for kind, found in calls.items():
                 run[kind].update(join(path, below) for below in found)
-    return dict(sorted(remake.items())), *(tuple(sorted(run[kind])) for kind in KINDS)
+    return dict(sorted(recompute.items())), *(tuple(sorted(run[kind])) for kind in KINDS)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -22,7 +22,7 @@ Allowed = Literal["all", "cheap"]
 
 
 def plain_peak_bytes(profile: Profile) -> int:
-    """The peak of the step without remakes and replays: as it was measured, or else as it is predicted."""
+    """The peak of the step without recomputes and replays: as it was measured, or else as it is predicted."""
     measured = profile.measured_plain_peak_bytes
     return simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
 
@@ -96,11 +96,11 @@ def plan(
         step_ms=profile.step_ms,
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
-        given=profile.given,
-        larger=None if larger == decisions else Decided(**_decided(profile, larger)),
-        mixed=tuple(sorted((decisions.remake | larger.remake) & _differing(profile))),
+        input_shapes=profile.input_shapes,
+        fallback=None if larger == decisions else Decided(**_decided(profile, larger)),
+        ambiguous_addresses=tuple(sorted((decisions.recompute | larger.recompute) & _differing(profile))),
         draws=profile.draws,
-        left_alone=profile.left_alone,
+        excluded_modules=profile.excluded_modules,
         allows_in_place=profile.allows_in_place,
         notes=profile.notes,
     )
@@ -172,7 +172,7 @@ def _decided(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     made = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
     nodes = names_at(((slot.address, slot.value) for slot in profile.slots), made)
     return {
-        "remake": {address: nodes[address] for address in sorted(decisions.remake)},
+        "recompute": {address: nodes[address] for address in sorted(decisions.recompute)},
         "replay": tuple(sorted(decisions.replay)),
         "advance": tuple(sorted(decisions.advance)),
         "offload": tuple(sorted(decisions.offload)),
@@ -194,15 +194,15 @@ def _differing(profile: Profile) -> set[str]:
 
 
 def with_free(simulator: Simulator, decisions: Decisions) -> Decisions:
-    """`decisions`, and what is remade for nothing from nothing, as a shape is, where that needs no more memory.
+    """`decisions`, and what is recomputed for nothing from nothing, as a shape is, where that needs no more memory.
 
-    Where it is kept, the whole tensor is, and a remake of something else might take that instead of making its own.
+    Where it is kept, the whole tensor is, and a recompute of something else might take that instead of making its own.
     """
     values = simulator.profile.values
     slots = [slot for slot in simulator.profile.slots if not slot.is_input and slot.storage is not None]
-    free = {i for i, v in enumerate(values) if v.recipe and not (v.refused or v.needs or v.cost_ms)}
+    free = {i for i, v in enumerate(values) if v.recipe and not (v.refused or v.operands or v.cost_ms)}
     others = {slot.address for slot in slots if slot.value not in free}
-    more = replace(decisions, remake=decisions.remake | {slot.address for slot in slots} - others)
+    more = replace(decisions, recompute=decisions.recompute | {slot.address for slot in slots} - others)
     before, after = simulator.predict(decisions), simulator.predict(more)
     return more if after.peak_bytes <= before.peak_bytes and after.extra_ms <= before.extra_ms else decisions
 
@@ -236,7 +236,7 @@ def simulator_of(
 
 
 def only_cheap(profile: Profile) -> Profile:
-    """`profile`, with every remake refused that is expensive or runs one that is, and every replay that costs FLOPs.
+    """`profile`, with every recompute refused that is expensive or runs one that is, and every replay that costs FLOPs.
 
     A decision is about an address or an id, so one expensive occurrence refuses all. The rest is predicted as before.
     """
@@ -249,7 +249,7 @@ def only_cheap(profile: Profile) -> Profile:
     while known < len(refused):
         known = len(refused)
         # A value that no saved tensor holds is made on the way to those that need it.
-        refused |= {i for i, value in enumerate(profile.values) if any(n in refused - read for n in value.needs)}
+        refused |= {i for i, value in enumerate(profile.values) if any(n in refused - read for n in value.operands)}
         refused.update(*(values for values in values_at.values() if values & refused))
     costly = {call.id for call in profile.calls if call.flops}
     advance_costly = {call.id for call in profile.calls if call.advance_flops}
@@ -261,7 +261,7 @@ def only_cheap(profile: Profile) -> Profile:
             replace(
                 call,
                 refused=call.refused or why if call.id in costly else call.refused,
-                gives=None if call.id in advance_costly else call.gives,
+                result_value=None if call.id in advance_costly else call.result_value,
             )
             for call in profile.calls
         ),

@@ -24,11 +24,11 @@ def check(profile: Profile) -> None:
         if len(each.saved_bytes) != end:
             raise contradiction(f"gradients in place are told for {len(each.saved_bytes)} of {end} positions")
     for index, storage in enumerate(profile.storages):
-        if storage.born < 0 or storage.bytes < 0:
-            raise contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.born}")
+        if storage.allocated_at < 0 or storage.bytes < 0:
+            raise contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.allocated_at}")
     for index, value in enumerate(profile.values):
-        if not all(0 <= need < index for need in value.needs):
-            raise contradiction(f"value {index} needs {value.needs}, and not only values before it")
+        if not all(0 <= need < index for need in value.operands):
+            raise contradiction(f"value {index} needs {value.operands}, and not only values before it")
         if value.storage is not None and not 0 <= value.storage < n_storages:
             raise contradiction(f"value {index} is in storage {value.storage} of {n_storages}")
     depth: list[int] = []
@@ -38,8 +38,8 @@ def check(profile: Profile) -> None:
         depth.append(0 if call.parent is None else depth[call.parent] + 1)
         if depth[index] > DEEPEST:
             raise contradiction(f"call {index} ({call.id}) is in more than {DEEPEST} calls")
-        if call.gives is not None and not 0 <= call.gives < len(profile.values):
-            raise contradiction(f"call {index} ({call.id}) gives value {call.gives} of {len(profile.values)}")
+        if call.result_value is not None and not 0 <= call.result_value < len(profile.values):
+            raise contradiction(f"call {index} ({call.id}) gives value {call.result_value} of {len(profile.values)}")
         if not 0 <= call.enter <= call.exit <= end:
             raise contradiction(f"call {index} ({call.id}) spans [{call.enter}, {call.exit}) of {end} positions")
     for slot in profile.slots:
@@ -56,7 +56,7 @@ def check(profile: Profile) -> None:
 def _check_amounts(profile: Profile) -> None:
     """Bytes, FLOPs and times are none below nothing, and their sums can be reckoned with."""
     static, measured = profile.static, profile.measured_plain_peak_bytes
-    parts = (static.parameters, static.gradients, static.optimizer, static.buffers, static.inputs, static.left)
+    parts = (static.parameters, static.gradients, static.optimizer, static.buffers, static.inputs, static.carried_over)
     ms: list[float] = [profile.step_ms, *(each.extra_ms for each in profile.in_place)]
     ms += (lever.extra_ms for lever in profile.levers)
     flops: list[int] = []

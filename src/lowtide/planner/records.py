@@ -47,7 +47,7 @@ class Static(Record):
     optimizer: int = 0
     buffers: int = 0
     inputs: int = 0
-    left: int = 0
+    carried_over: int = 0
     """What the step before has left and this one lets go of: outputs that a variable still held."""
     others: int = 0
     """All else: other models, averages of weights, data; on a CPU of each tensor that is alive in the process."""
@@ -57,7 +57,7 @@ class Static(Record):
     @property
     def total(self) -> int:
         own = self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs
-        return own + self.left + self.others + self.margin
+        return own + self.carried_over + self.others + self.margin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class Storage(Record):
     """Memory that at least one slot holds. Its index is its place in `Profile.storages`."""
 
     bytes: int
-    born: int
+    allocated_at: int
     """First position at which it is there."""
-    dies: int
+    freed_at: int
     """First position at which it would be gone if autograd did not hold it."""
     label: str
     """Who made it, for people: `transformer.h.3.mlp.act`."""
@@ -83,23 +83,23 @@ class Value(Record):
     """
 
     storage: int | None
-    """The memory it was in when it was saved; None where no slot holds it and it is only passed through in remakes."""
+    """The memory it was in when it was saved; None where no slot holds it and only recomputes pass through it."""
     bytes: int
     node: str
     """Name of the autograd node, `GeluBackward0`; empty for a tensor that no node made."""
     recipe: str | None = None
-    """Name of the recipe that remakes it, bit-exact in the audit; None where it can only be kept or replayed."""
-    needs: tuple[int, ...] = ()
-    over: int | None = None
+    """Name of the recipe that recomputes it, bit-exact in the audit; None where it can only be kept or replayed."""
+    operands: tuple[int, ...] = ()
+    overwrites: int | None = None
     """The one of these in whose memory the result is where that was made on the way to it."""
     cost_ms: float = 0.0
     flops: int = 0
     expensive: bool = False
-    """Remaking redoes a matrix product, a convolution or attention."""
+    """Recomputing redoes a matrix product, a convolution or attention."""
     transient_bytes: int = 0
-    """Allocated inside the remake beyond the result, gone at its end."""
+    """Allocated inside the recompute beyond the result, gone at its end."""
     refused: str | None = None
-    """Why it can't be remade."""
+    """Why it can't be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class Call(Record):
     """Why it can't be replayed; None where a replay gave every saved tensor bit for bit."""
     group: str | None = None
     """Calls of blocks with the same structure and shapes share it."""
-    gives: int | None = None
+    result_value: int | None = None
     """The value that its result is, where running it forward again gave that bit for bit; None elsewhere."""
     advance_ms: float = 0.0
     """What running it forward to its result takes; a replay stops at the last tensor that it saves."""
@@ -155,7 +155,7 @@ class Call(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled(Record):
+class AppliedLever(Record):
     """A lever that is on: a change of the step itself (`levers/`), put on together with the plan."""
 
     name: str
@@ -188,12 +188,12 @@ class InPlace(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Record):
-    """What one step does with memory, and what each part of it would cost to remake."""
+    """What one step does with memory, and what each part of it would cost to recompute."""
 
     fingerprint: Fingerprint
     static: Static
     base_bytes: tuple[int, ...]
-    """For each position the most bytes live at once beyond `static` that no slot holds and no remake made."""
+    """For each position the most bytes live at once beyond `static` that no slot holds and no recompute made."""
     gradient_bytes: tuple[int, ...]
     """The part of `base_bytes` that is gradients: less than none where some went that `static` has."""
     phases: dict[str, int]
@@ -205,19 +205,19 @@ class Profile(Record):
     step_ms: float
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None where it did not fit."""
-    given: tuple[str, ...] = ()
+    input_shapes: tuple[str, ...] = ()
     """Shapes and dtypes of what the model, or a part of it by itself, was called with, each kind once."""
     in_place: tuple[InPlace, ...] = ()
     """Gradients that need no memory of their own; what costs nothing comes first."""
     allows_in_place: bool = True
     """False where none was to be written in place: then no kernel was put aside for that, and no plan has any."""
-    levers: tuple[Pulled, ...] = ()
+    levers: tuple[AppliedLever, ...] = ()
     """Levers that were on while all this was measured; the plain step is one with them."""
     offload_bytes_per_ms: float | None = None
     """How fast memory is copied to the host and back, one way; None where it can't be."""
     draws: int = 0
     """Steps with other random numbers that plans are to be measured in, where the work is drawn at random."""
-    left_alone: tuple[str, ...] = ()
+    excluded_modules: tuple[str, ...] = ()
     """Paths of modules that save something else in each step: no slot is theirs, and what they save is in
     `base_bytes`."""
     notes: tuple[str, ...] = ()
@@ -231,7 +231,7 @@ class Profile(Record):
 class Decisions(Record):
     """What is not kept: slots by address and module calls by id. Everything else is kept."""
 
-    remake: frozenset[str] = frozenset()
+    recompute: frozenset[str] = frozenset()
     replay: frozenset[str] = frozenset()
     """Calls that run again for what they saved; one may be inside another."""
     advance: frozenset[str] = frozenset()
@@ -263,8 +263,8 @@ class Prediction(Record):
 class Decided(Record):
     """Decisions, with all that the engine has to know. In JSON text they are folded (`plan_format.py`)."""
 
-    remake: dict[str, str]
-    """Slot address -> autograd node whose recipe remakes it."""
+    recompute: dict[str, str]
+    """Slot address -> autograd node whose recipe recomputes it."""
     replay: tuple[str, ...]
     """Ids of the module calls that run again for what they saved."""
     advance: tuple[str, ...] = ()
@@ -277,7 +277,7 @@ class Decided(Record):
     @property
     def decisions(self) -> Decisions:
         return Decisions(
-            remake=frozenset(self.remake),
+            recompute=frozenset(self.recompute),
             replay=frozenset(self.replay),
             advance=frozenset(self.advance),
             offload=frozenset(self.offload),
@@ -286,7 +286,7 @@ class Decided(Record):
 
     def folded(self) -> dict[str, Block]:
         """Written once for blocks that are alike."""
-        return fold(self.remake, self.replay, self.advance, self.offload)
+        return fold(self.recompute, self.replay, self.advance, self.offload)
 
     def _folded(self) -> dict[str, object]:
         """Its fields as they are written."""
@@ -302,14 +302,14 @@ def _unfolded(text: bytes, cls: type[_D]) -> _D:
     if "decisions" not in fields:
         raise ValueError("it has no decisions")
     blocks = msgspec.json.decode(fields.pop("decisions"), type=dict[str, Block])
-    rest: dict[str, object] = {**fields, "remake": {}, **dict.fromkeys(KINDS, ()), "larger": None}
-    remake, *run = unfold(blocks)
-    check_names("remake", remake, remake.values())
+    rest: dict[str, object] = {**fields, "recompute": {}, **dict.fromkeys(KINDS, ()), "fallback": None}
+    recompute, *run = unfold(blocks)
+    check_names("recompute", recompute, recompute.values())
     for kind, names in zip(KINDS, run, strict=True):
         check_names(kind, names)
     replayed, advanced, offloaded = run
     made = msgspec.json.decode(msgspec.json.encode(rest), type=cls)
-    return replace(made, remake=remake, replay=replayed, advance=advanced, offload=offloaded)
+    return replace(made, recompute=recompute, replay=replayed, advance=advanced, offload=offloaded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,21 +324,21 @@ class Plan(Decided):
     predicted: Prediction
     plain: Prediction
     step_ms: float
-    larger: Decided | None = None
-    """What is done instead for batches that are larger than `given`: the decisions of the smallest peak. None where
-    these are the plan's own."""
+    fallback: Decided | None = None
+    """What is done instead for batches that are larger than `input_shapes`: the decisions of the smallest peak. None
+    where these are the plan's own."""
     bound_ms: float = 0.0
     """No plan within the budget takes less extra time, as far as the costs are right; 0 where nothing is proven."""
-    levers: tuple[Pulled, ...] = ()
+    levers: tuple[AppliedLever, ...] = ()
     """Put on together with the plan; what they cost is part of `predicted.extra_ms`."""
-    given: tuple[str, ...] = ()
-    """What the model was called with in the rehearsal (`Profile.given`); more may need more than the budget."""
-    mixed: tuple[str, ...] = ()
-    """Addresses at which what is to be remade is something else, or is kept, in some call of the model."""
+    input_shapes: tuple[str, ...] = ()
+    """What the model was called with in the rehearsal (`Profile.input_shapes`); more may need more than the budget."""
+    ambiguous_addresses: tuple[str, ...] = ()
+    """Addresses at which what is to be recomputed is something else, or is kept, in some call of the model."""
     draws: int = 0
     """Steps with other random numbers that it is to be measured in (`Profile.draws`)."""
-    left_alone: tuple[str, ...] = ()
-    """Paths of modules that the plan has nothing to do with (`Profile.left_alone`)."""
+    excluded_modules: tuple[str, ...] = ()
+    """Paths of modules that the plan has nothing to do with (`Profile.excluded_modules`)."""
     allows_in_place: bool = True
     """False where no gradient was to be written in place (`Profile.allows_in_place`): then none is."""
     notes: tuple[str, ...] = ()
@@ -350,13 +350,13 @@ class Plan(Decided):
     def _written(self) -> object:
         fields: dict[str, object] = msgspec.to_builtins(self)
         first = {name: fields.pop(name) for name in ("format", "fingerprint", "budget_bytes")}
-        for name in ("remake", *KINDS, "in_place", "larger"):
+        for name in ("recompute", *KINDS, "in_place", "fallback"):
             del fields[name]
-        larger = {} if self.larger is None else {"larger": self.larger._folded()}
-        return {**first, **self._folded(), **fields, **larger}
+        fallback = {} if self.fallback is None else {"fallback": self.fallback._folded()}
+        return {**first, **self._folded(), **fields, **fallback}
 
     @classmethod
     def _read(cls, text: bytes) -> Self:
-        larger = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("larger")
+        fallback = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("fallback")
         made = _unfolded(text, cls)
-        return made if larger is None else replace(made, larger=_unfolded(larger, Decided))
+        return made if fallback is None else replace(made, fallback=_unfolded(fallback, Decided))

@@ -12,7 +12,8 @@ import msgspec
 from lowtide.errors import LowtideError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 
-FORMAT = 1
+FORMAT = 2
+"""The format of plans and profiles that this version writes, and the only one that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +37,10 @@ class Record:
         name, text = cls.__name__, b""
         try:
             text = str(source).encode() if is_text else unpacked(Path(source))
+            if (written := _format_of(text)) not in (None, FORMAT):
+                raise ValueError(f"it has format {written}, which another version of Lowtide wrote")
             record = cls._read(text)
             check_numbers(record)
-            if (found := getattr(record, "format", FORMAT)) != FORMAT:
-                raise ValueError(f"it has format {found}")
         except OSError as error:
             raise LowtideError(f"no {name} could be read: {error}. Give JSON text or the path of a file.") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -88,3 +89,17 @@ def kind_of(text: bytes) -> str | None:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return next((kind for field, kind in _TOLD_BY.items() if field in fields), None)
+
+
+class _Versioned(msgspec.Struct):
+    """The only field of a record that all formats have in common."""
+
+    format: int | None = None
+
+
+def _format_of(text: bytes) -> int | None:
+    """Return the format that a JSON text says it has; None where it says none."""
+    try:
+        return msgspec.json.decode(text, type=_Versioned).format
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None

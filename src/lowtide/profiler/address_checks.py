@@ -35,6 +35,6 @@ def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
 
 
 def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
-    """The node that remakes what is saved at each address, once they are settled."""
+    """The node that recomputes what is saved at each address, once they are settled."""
     names = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
     return names_at(((slot.address, slot.value) for slot in slots), names)

@@ -75,7 +75,7 @@ def assemble(
         measured_plain_peak_bytes=plain[0],
         in_place=in_place(step.written_over, level),
         allows_in_place=step.allows_in_place,
-        given=tuple(dict.fromkeys(map(", ".join, step.given))),
+        input_shapes=tuple(dict.fromkeys(map(", ".join, step.given))),
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
     )
@@ -101,13 +101,13 @@ class _Records:
         always = {seen.block_of_slot.pop(n) for n in seeds}  # there in any plan: part of the level, not of a decision
         seen.block_of_input = {at: block for at, block in seen.block_of_input.items() if block not in always}
         there = {*seen.block_of_slot.values(), *seen.block_of_input.values(), *noted.values()}
-        self.blocks = sorted(there, key=seen.born.__getitem__)
+        self.blocks = sorted(there, key=seen.allocated_at.__getitem__)
         """Those that a plan decides on."""
         self._number = {block: i for i, block in enumerate(self.blocks)}
         self.cuts = sorted(
             {0}
-            | {seen.born[b] for b in self.blocks}
-            | {seen.dies.get(b, self._end) for b in self.blocks}
+            | {seen.allocated_at[b] for b in self.blocks}
+            | {seen.freed_at.get(b, self._end) for b in self.blocks}
             | set(seen.read.values())
             | set(seen.release.values())
             | set(seen.enter.values())
@@ -144,10 +144,10 @@ class _Records:
         found = (
             Storage(
                 bytes=seen.bytes[block],
-                born=self.position(seen.born[block]),
-                dies=self.position(seen.dies.get(block, self._end)),
+                allocated_at=self.position(seen.allocated_at[block]),
+                freed_at=self.position(seen.freed_at.get(block, self._end)),
                 label=self._labels.get(block, ""),
-                category="loss head" if seen.born[block] > last_block else "activations",
+                category="loss head" if seen.allocated_at[block] > last_block else "activations",
             )
             for block in self.blocks
         )
@@ -158,7 +158,7 @@ class _Records:
         assert draft.state_of is not None
         at = self.position(self._seen.enter[draft.state_of])
         label = f"{self._calls[draft.state_of].id}: to make it again"
-        return Storage(bytes=draft.bytes, born=at, dies=at, label=label)
+        return Storage(bytes=draft.bytes, allocated_at=at, freed_at=at, label=label)
 
     def values(self) -> tuple[Value, ...]:
         """Each after what it needs."""
@@ -168,8 +168,8 @@ class _Records:
                 bytes=draft.bytes,
                 node=draft.node,
                 recipe=draft.recipe,
-                needs=draft.needs,
-                over=draft.over,
+                operands=draft.operands,
+                overwrites=draft.overwrites,
                 cost_ms=draft.cost_ms,
                 flops=draft.flops,
                 expensive=draft.flops > 0 or (draft.recipe in RECIPES and RECIPES[draft.recipe].expensive),
@@ -235,7 +235,7 @@ class _Records:
                 flops=call.flops,
                 refused=call.refused,
                 group=self._groups.get(k),
-                gives=call.gives,
+                result_value=call.result_value,
                 advance_ms=call.advance_ms,
                 advance_flops=call.advance_flops,
                 state_bytes=0 if call.state is None else self._values[call.state].bytes,
@@ -268,10 +268,10 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
 
     def visit(index: int) -> int:
         if index not in place:
-            needs = tuple(visit(need) for need in values[index].needs)
+            operands = tuple(visit(need) for need in values[index].operands)
             place[index] = len(ordered)
-            over = values[index].over
-            ordered.append(replace(values[index], needs=needs, over=None if over is None else place[over]))
+            over = values[index].overwrites
+            ordered.append(replace(values[index], operands=operands, overwrites=None if over is None else place[over]))
         return place[index]
 
     ordered: list[ValueDraft] = []
@@ -280,7 +280,7 @@ def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: lis
     for slot in (*slots, *(slot for call in calls for slot in call.inputs)):
         slot.value = place[slot.value]
     for call in calls:
-        call.gives = None if call.gives is None else place[call.gives]
+        call.result_value = None if call.result_value is None else place[call.result_value]
         call.state = None if call.state is None else place[call.state]
     return ordered
 
@@ -290,8 +290,8 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
     alike: dict[object, list[ValueDraft | CallDraft]] = {}
     for value in values:
         if value.recipe is not None:
-            needs = tuple(values[need].bytes for need in value.needs)
-            alike.setdefault((value.recipe, value.bytes, value.flops, needs), []).append(value)
+            operands = tuple(values[need].bytes for need in value.operands)
+            alike.setdefault((value.recipe, value.bytes, value.flops, operands), []).append(value)
     for index, group in groups.items():
         alike.setdefault(group, []).append(calls[index])
     for drafts in alike.values():
@@ -299,7 +299,7 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
         for draft in drafts:
             draft.cost_ms = cost_ms
     for group in set(groups.values()):
-        given = [calls[k] for k, its in groups.items() if its == group and calls[k].gives is not None]
+        given = [calls[k] for k, its in groups.items() if its == group and calls[k].result_value is not None]
         least_ms = min((call.advance_ms for call in given), default=0.0)
         for call in given:
             call.advance_ms = least_ms

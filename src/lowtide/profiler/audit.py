@@ -1,4 +1,5 @@
-"""The audit: every saved tensor of a step is remade once, and every module call that could be replayed is run again.
+"""The audit: every saved tensor of a step is recomputed once, and every module call that could be replayed is run
+again.
 
 Each result is compared with the true tensor bit by bit; what differs on this model and device is not used. The same run
 counts FLOPs and measures times. Everything is kept meanwhile, so it needs the memory of the plain step; a frugal audit
@@ -26,7 +27,7 @@ from lowtide.profiler import fsdp_units as sharding
 from lowtide.profiler import partial_reads as readers
 from lowtide.profiler.assemble import transients
 from lowtide.profiler.audit_inplace import AuditInPlace, Together
-from lowtide.profiler.audit_recompute import MIN_BYTES, Remakes
+from lowtide.profiler.audit_recompute import MIN_BYTES, RecomputeAudit
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
 from lowtide.profiler.fsdp_units import AROUND_UNITS, Units
@@ -38,7 +39,7 @@ from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import Seam
 from lowtide.runtime.engine import Pass
 from lowtide.runtime.fingerprint import in_words, tensors_in
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import Frame
 from lowtide.runtime.saved_values import Geometry, Handle, Maker, Probe, Value
 from lowtide.state.appended_items import take_back
@@ -59,7 +60,7 @@ WAITS = "it waits for other processes, which need not run it again when this one
 RAISED = "it raised an exception"
 
 
-class Audit(Remakes, Probe):
+class Audit(RecomputeAudit, Probe):
     """An engine that keeps everything, tries everything, and is the probe that measures what it tries."""
 
     def __init__(
@@ -143,7 +144,7 @@ class Audit(Remakes, Probe):
         self._read.clear()
         for call in self.calls if lost else ():
             if call.id in lost:
-                call.gives, call.refused = None, CHANGED
+                call.result_value, call.refused = None, CHANGED
         super().withdraw_overwritten()
 
     def settle(self, stream: EventStream) -> None:
@@ -274,11 +275,11 @@ class Audit(Remakes, Probe):
             take_back(first, next_sequence_number())
             if frame.is_held_outside():
                 self.leaked = str(frame.seam)
-            call.gives, refused = None, LEAKS
+            call.result_value, refused = None, LEAKS
             self.refused[type(module)] = LEAKS
         frame.held = None
         if self._own_draws.put_back(states):
-            call.gives, refused = None, DRAWS
+            call.result_value, refused = None, DRAWS
             self.refused[type(module)] = DRAWS
         return refused
 
@@ -330,7 +331,7 @@ class Audit(Remakes, Probe):
         if (advanced := advance(frame, returned, self._flops, self._place)) is not None:
             result, call.advance_ms, call.advance_flops = advanced
             value, _ = self.known(result)
-            call.gives = self._index[value]
+            call.result_value = self._index[value]
             self._passed_through.append(value)
 
     def let_go(self, call: CallDraft, frame: Frame, returned: Any) -> None:
@@ -394,7 +395,7 @@ class Audit(Remakes, Probe):
         self._meter.making()
 
     def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
-        if isinstance(maker, Remake):
+        if isinstance(maker, Recompute):
             self._meter.made(maker, outputs[0])
             if in_backward():
                 self.timed(maker)

@@ -1,4 +1,4 @@
-"""One half of the audit: every tensor that a step saves is kept, and remade once if there is a recipe.
+"""One half of the audit: every tensor that a step saves is kept, and recomputed once if there is a recipe.
 
 The result is compared with the true tensor bit by bit; what differs on this model and device is not used.
 """
@@ -27,8 +27,8 @@ from lowtide.runtime.engine import Engine, Pass
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import Scope
 from lowtide.runtime.partial_saves import packed, saved_for_shape, saves_signs
-from lowtide.runtime.recipes import CannotRemake
-from lowtide.runtime.recompute import Remake, certain
+from lowtide.runtime.recipes import CannotRecompute
+from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, Owners
 from lowtide.runtime.replay import Frame
 from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, rootless
@@ -47,7 +47,7 @@ MIN_BYTES = 4096
 NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
 
 
-class Remakes(Engine):
+class RecomputeAudit(Engine):
     """An engine that keeps everything, and tries the recipe of everything."""
 
     def __init__(
@@ -80,10 +80,10 @@ class Remakes(Engine):
         """By value, the memory of what it is made of and nothing has made: parameters, and what else is there."""
         self._versions: list[tuple[Tensor, int]] = []
         """Parameters when forward began. Not buffers: DistributedDataParallel writes to all of them in each forward."""
-        self._late: dict[int, tuple[Remake, int]] = {}
-        """By value, the remake that will be timed once more where backward reads it, and which output it gives."""
-        self._timed: weakref.WeakKeyDictionary[Remake, int] = weakref.WeakKeyDictionary()
-        """The values of these remakes, and of those that they pass through."""
+        self._late: dict[int, tuple[Recompute, int]] = {}
+        """By value, the recompute that will be timed once more where backward reads it, and which output it gives."""
+        self._timed: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
+        """The values of these recomputes, and of those that they pass through."""
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
         self.homes = Homes()
@@ -135,19 +135,23 @@ class Remakes(Engine):
             self.add(value, base, "")
             return value, view
         there = registered(node, output)
-        if there is not None and there in self._index and (there in self.lent or not isinstance(there.maker, Remake)):
+        if (
+            there is not None
+            and there in self._index
+            and (there in self.lent or not isinstance(there.maker, Recompute))
+        ):
             if there in self.lent and self._index[there] not in self._saved:
                 self.lent.give_back(there, base)
             return there, view
         if there is None or there not in self._index:
             value = Value(base.detach(), output=output)
             index = self.add(value, base, node.name())
-            self.homes.born[index] = sequence_number(node)
+            self.homes.allocated_at[index] = sequence_number(node)
             self.try_recipe(index, node, output, base)
-        else:  # so far only passed through in the remakes of others
+        else:  # so far only passed through in the recomputes of others
             value = there
             if not certain(value):
-                value.maker = self.builder.remake(node, output, base).maker
+                value.maker = self.builder.recompute(node, output, base).maker
             self.compare(self._index[value], value, base)
             value.keep(base.detach())
         register(node, output, value)
@@ -193,14 +197,14 @@ class Remakes(Engine):
         return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
 
     def try_recipe(self, index: int, node: Node, output: int, base: Tensor) -> None:
-        """Find out whether and at what cost a recipe remakes a value."""
+        """Find out whether and at what cost a recipe recomputes a value."""
         draft = self.values[index]
         if draft.bytes < MIN_BYTES:
             draft.refused = "too small to gain anything"
             return
         try:
-            self.compare(index, self.builder.remake(node, output, base), base)
-        except CannotRemake as why:
+            self.compare(index, self.builder.recompute(node, output, base), base)
+        except CannotRecompute as why:
             draft.refused = str(why)
 
     def try_mask(self, index: int, tensor: Tensor) -> None:
@@ -208,14 +212,14 @@ class Remakes(Engine):
         began = now_ms(self._place)
         try:
             value = packed(MASK, tensor)
-        except CannotRemake:
+        except CannotRecompute:
             return
         packing_ms = now_ms(self._place) - began
         self.compare(index, value, tensor)
         draft = self.values[index]
         if draft.recipe is not None:
-            assert isinstance(value.maker, Remake)
-            draft.node, draft.needs = MASK, (self.state(value.maker.constants["bits"].nbytes),)
+            assert isinstance(value.maker, Recompute)
+            draft.node, draft.operands = MASK, (self.state(value.maker.constants["bits"].nbytes),)
             draft.cost_ms += packing_ms
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
@@ -225,10 +229,10 @@ class Remakes(Engine):
             began = now_ms(self._place)
             try:
                 value = packed(SIGNS, tensor)
-            except CannotRemake:
+            except CannotRecompute:
                 return
             packing_ms, maker = now_ms(self._place) - began, value.maker
-            assert isinstance(maker, Remake)
+            assert isinstance(maker, Recompute)
             if not are_signs_of(maker.make(value), tensor):
                 return
             spent = self._meter.of(maker)
@@ -258,16 +262,16 @@ class Remakes(Engine):
         if node is None or draft.recipe is None or NOTED in draft.node:  # which is so where it is saved
             return False
         try:
-            return certain(self.builder.remake(node, output))
-        except CannotRemake:
+            return certain(self.builder.recompute(node, output))
+        except CannotRecompute:
             return False
         finally:
             register(node, output, value)
 
     def compare(self, index: int, value: Value, base: Tensor) -> None:
-        """Remake `value` and compare it with what it should be."""
+        """Recompute `value` and compare it with what it should be."""
         draft, maker = self.values[index], value.maker
-        assert isinstance(maker, Remake)
+        assert isinstance(maker, Recompute)
         assert self.scope is not None
         places = self._noted[index] = self.places_of(maker)
         if noted_elsewhere(places, self.scope):
@@ -285,13 +289,13 @@ class Remakes(Engine):
         draft.bytes = base.numel() * base.element_size()
         spent = self._meter.of(maker)
         self._made_of[index] = memory_of(maker)
-        draft.needs = self.operands(maker)
+        draft.operands = self.operands(maker)
         draft.own_strides = "out_stride" in maker.recipe.constants
-        draft.over = self.over(maker)
-        if maker.recipe.alias and [self.values[need].bytes for need in draft.needs] == [draft.bytes]:
-            (draft.over,) = draft.needs  # the result is in the memory of what it is a view of
+        draft.overwrites = self.over(maker)
+        if maker.recipe.alias and [self.values[need].bytes for need in draft.operands] == [draft.bytes]:
+            (draft.overwrites,) = draft.operands  # the result is in the memory of what it is a view of
         draft.cost_ms, draft.flops, draft.spent = spent.cost_ms, spent.flops, spent.spent
-        if any(map(self.only_given, draft.needs)):
+        if any(map(self.only_given, draft.operands)):
             draft.recipe, draft.refused = None, "it is made of an argument of a call that nothing else holds"
         elif identical(made, base):
             draft.recipe = maker.recipe.node
@@ -305,14 +309,14 @@ class Remakes(Engine):
                 self._late[index] = maker, value.output
                 self._timed[maker] = index
         else:
-            draft.recipe, draft.refused = None, "remaking it gives other bits on this device"
+            draft.recipe, draft.refused = None, "recomputing it gives other bits on this device"
 
     def time_late(self, handle: Handle) -> None:
-        """Backward is about to read a slot: what does its remake take here, and does it give the same bits?
+        """Backward is about to read a slot: what does its recompute take here, and does it give the same bits?
 
         In forward its operands have just been made, and are in the caches of a processor: in backward they come from
         memory. The first run of an op may also pay for what its library sets up. And cuDNN, when it tries algorithms
-        out (`torch.backends.cudnn.benchmark`), does so in each thread anew: backward on a card has one of its own.
+        out (`torch.backends.cudnn.benchmark`), does so in each thread anew: backward on a GPU has one of its own.
         """
         n = self._slot_of.get(handle)
         maker, output = (None, 0) if n is None else self._late.pop(self.slots[n].value, (None, 0))
@@ -323,21 +327,21 @@ class Remakes(Engine):
         draft = self.values[self.slots[n].value]
         try:
             if not identical(maker.make(Value(maker=maker, output=output)), handle.value.get()):
-                draft.recipe, draft.refused = None, "remaking it in backward gives other bits"
+                draft.recipe, draft.refused = None, "recomputing it in backward gives other bits"
         except RuntimeError:  # changed in place: what it is made of, or itself, of which PyTorch will tell
             draft.recipe, draft.refused = None, OVERWRITTEN
 
-    def timed(self, maker: Remake) -> None:
-        """A remake has run in backward."""
+    def timed(self, maker: Recompute) -> None:
+        """A recompute has run in backward."""
         if maker in self._timed:
             self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
 
-    def places_of(self, maker: Remake) -> set[Place]:
-        """Where the things were noted that a remake takes, or any remake that it may pass through."""
+    def places_of(self, maker: Recompute) -> set[Place]:
+        """Where the things were noted that a recompute takes, or any recompute that it may pass through."""
         found = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self._index.get(value)
-            if isinstance(value.maker, Remake):
+            if isinstance(value.maker, Recompute):
                 found |= self.places_of(value.maker)
             elif index is not None and index not in self._saved:
                 found |= self._noted.get(index, set())
@@ -348,30 +352,30 @@ class Remakes(Engine):
         draft = self.values[index]
         if index in self._saved or draft.noted is not None:
             return False
-        return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.needs))
+        return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.operands))
 
-    def operands(self, maker: Remake) -> tuple[int, ...]:
-        """Indices of a remake's operands, without what is always there; those only passed through are added here."""
-        needs = []
+    def operands(self, maker: Recompute) -> tuple[int, ...]:
+        """Indices of a recompute's operands, without what is always there; those only passed through are added here."""
+        operands = []
         for value in (handle.value for handle in maker.operands if handle is not None):
-            if value not in self._index and isinstance(value.maker, Remake):
+            if value not in self._index and isinstance(value.maker, Recompute):
                 upstream = self.operands(value.maker)
                 spent = self._meter.of(value.maker)
                 self._index[value] = self._timed[value.maker] = len(self.values)
                 if value in self._numbering.numbers:
-                    self.homes.born[len(self.values)] = self._numbering.numbers[value]
+                    self.homes.allocated_at[len(self.values)] = self._numbering.numbers[value]
                 over = self.over(value.maker)
-                self.values.append(replace(spent, needs=upstream, over=over, recipe=spent.node))
+                self.values.append(replace(spent, operands=upstream, overwrites=over, recipe=spent.node))
                 self._passed_through.append(value)
             if value not in self._index and (draft := self._unrecorded.draft(value)) is not None:
                 self._index[value] = len(self.values)
                 self.values.append(draft)
             if value in self._index:
-                needs.append(self._index[value])
-        return tuple(dict.fromkeys(needs))
+                operands.append(self._index[value])
+        return tuple(dict.fromkeys(operands))
 
-    def over(self, maker: Remake) -> int | None:
-        """The index of the operand that a remake wrote its result over."""
+    def over(self, maker: Recompute) -> int | None:
+        """The index of the operand that a recompute wrote its result over."""
         return None if maker.over is None else self._index[maker.over]
 
 
@@ -384,8 +388,8 @@ class Numbering(Builder):
         super().__init__(owners)
         self.numbers: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
 
-    def remake(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
-        value = super().remake(node, output, like, depth)
+    def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
+        value = super().recompute(node, output, like, depth)
         self.numbers[value] = sequence_number(node)
         return value
 
@@ -395,18 +399,18 @@ def noted_elsewhere(places: Iterable[Place], scope: Scope) -> bool:
     return any(place.call != scope.id for place in places)
 
 
-def memory_of(maker: Remake) -> set[int]:
-    """The memory of all that is read for a remake, and for those that it passes through."""
+def memory_of(maker: Recompute) -> set[int]:
+    """The memory of all that is read for a recompute, and for those that it passes through."""
     found = set[int]()
     for value in (handle.value for handle in maker.operands if handle is not None):
-        if isinstance(value.maker, Remake):
+        if isinstance(value.maker, Recompute):
             found |= memory_of(value.maker)
         elif value.tensor is not None:
             found.add(storage_id(value.tensor))
     return found
 
 
-def needs_a_replay(maker: Remake) -> bool:
-    """Whether a remake would start a replay to get its operands."""
+def needs_a_replay(maker: Recompute) -> bool:
+    """Whether a recompute would start a replay to get its operands."""
     makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
-    return any(isinstance(m, Frame) or (isinstance(m, Remake) and needs_a_replay(m)) for m in makers)
+    return any(isinstance(m, Frame) or (isinstance(m, Recompute) and needs_a_replay(m)) for m in makers)

@@ -31,7 +31,7 @@ def passes(seen: Seen, end: int) -> list[Pass]:
         if reader != (number, node):
             over, reader = following, (number, node)
         following = event
-        held = seen.dies.get(seen.given.get((slot, number), -1), 0)
+        held = seen.freed_at.get(seen.given.get((slot, number), -1), 0)
         _, last = found.setdefault(number, {}).get(slot, (event, max(over, held)))
         found[number][slot] = event, last
     times = Counter(slot for read in found.values() for slot in read)
@@ -63,8 +63,8 @@ def in_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int
             values += [
                 replace(
                     value,
-                    needs=tuple(need + v for need in value.needs),
-                    over=None if value.over is None else value.over + v,
+                    operands=tuple(need + v for need in value.operands),
+                    overwrites=None if value.overwrites is None else value.overwrites + v,
                 )
                 for value in profile.values
             ]
@@ -72,7 +72,7 @@ def in_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int
                 replace(
                     call,
                     parent=None if call.parent is None else call.parent + c,
-                    gives=None if call.gives is None else call.gives + v,
+                    result_value=None if call.result_value is None else call.result_value + v,
                 )
                 for call in profile.calls
             ]

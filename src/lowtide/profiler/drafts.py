@@ -23,8 +23,8 @@ class ValueDraft:
     node: str
     recipe: str | None = None
     refused: str | None = None
-    needs: tuple[int, ...] = ()
-    over: int | None = None
+    operands: tuple[int, ...] = ()
+    overwrites: int | None = None
     """The one of them that is written over if nobody holds it."""
     own_strides: bool = False
     """Whether its strides are known only where it is saved, and not on the way to something else."""
@@ -68,7 +68,7 @@ class CallDraft:
     cost_ms: float = 0.0
     flops: int = 0
     refused: str | None = None
-    gives: int | None = None
+    result_value: int | None = None
     advance_ms: float = 0.0
     advance_flops: int = 0
     state: int | None = None

@@ -1,7 +1,7 @@
 """Until when somebody else than the rehearsal holds memory of which the rehearsal keeps what was saved.
 
-A trace keeps tensors that other plans remake. When such a tensor's memory would go by itself is when the rehearsal is
-the last that holds it: a loop's variable has taken the next result, a list of results has gone with its function.
+A trace keeps tensors that other plans recompute. When such a tensor's memory would go by itself is when the rehearsal
+is the last that holds it: a loop's variable has taken the next result, a list of results has gone with its function.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) 
 
     @cache
     def can_be_made(index: int, event: int) -> bool:
-        return values[index].recipe is not None and all(is_there(need, event) for need in values[index].needs)
+        return values[index].recipe is not None and all(is_there(need, event) for need in values[index].operands)
 
     for index in saved:
         if values[index].recipe is not None and not all(can_be_made(index, seen.packed[n]) for n in saved[index]):
@@ -48,10 +48,10 @@ def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, 
     """For each operand that autograd does not record the slots that can be made of it: with the first it is theirs."""
     found: dict[int, set[int]] = {}
     for index, slots in saved.items():
-        pending = [*values[index].needs]
+        pending = [*values[index].operands]
         for need in pending:  # grows while it runs
             if values[need].noted is not None:
                 found.setdefault(need, set()).update(slots)
             elif need not in saved:
-                pending += values[need].needs
+                pending += values[need].operands
     return found

@@ -106,7 +106,7 @@ class Homes:
     """Inside of which call of a unit each value was made."""
 
     def __init__(self) -> None:
-        self.born: dict[int, int] = {}
+        self.allocated_at: dict[int, int] = {}
         """By value, the number of the autograd node that made it."""
         self.spans: dict[int, tuple[int, int]] = {}
         """By call of a unit, the first number of a node made inside of it, and the first one after."""
@@ -115,7 +115,7 @@ class Homes:
 
     def of(self, index: int) -> int | None:
         """The innermost call of a unit in which a value was made; None for a value that was made in none."""
-        number = self.born.get(index)
+        number = self.allocated_at.get(index)
         if number is None:
             return None
         found = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
@@ -158,5 +158,5 @@ def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], h
         at = pending.pop()
         if at not in found and at not in held:
             found.add(at)
-            pending += values[at].needs
+            pending += values[at].operands
     return found & set(home)

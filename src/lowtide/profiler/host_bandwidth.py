@@ -7,7 +7,7 @@ import torch
 from lowtide.state.step_outcome import is_out_of_memory
 
 PROBE_BYTES = 2**24
-"""Little, for a card may be nearly full, and long enough: about a millisecond."""
+"""Little, for a GPU may be nearly full, and long enough: about a millisecond."""
 RUNS = 3
 
 

@@ -21,7 +21,7 @@ from lowtide.state.bitwise import identical
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.recompute import Remake
+    from lowtide.runtime.recompute import Recompute
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Meter:
         self._mark, self._flops, self._place = mark, flops, place
         self._runs: list[ValueDraft] = []
         """In order; the marks `making` and `made` carry the index."""
-        self._last: dict[Remake, int] = {}
+        self._last: dict[Recompute, int] = {}
         self._begun = (0.0, 0)
 
     def making(self) -> None:
@@ -75,8 +75,8 @@ class Meter:
         self._mark("making", len(self._runs))
         self._begun = now_ms(self._place), self._flops.total
 
-    def made(self, maker: Remake, result: Tensor) -> None:
-        """It ran. Of several runs of one remake the least time counts, and the FLOPs of the one that counted them."""
+    def made(self, maker: Recompute, result: Tensor) -> None:
+        """Note a run. Of several runs of a recompute the least time counts, and the FLOPs of the run that has them."""
         began, flops = self._begun
         cost_ms = now_ms(self._place) - began
         flops = self._flops.total - flops
@@ -89,12 +89,12 @@ class Meter:
         size = 0 if maker.recipe.alias else result.numel() * result.element_size()
         self._runs.append(ValueDraft(bytes=size, node=maker.recipe.node, cost_ms=cost_ms, flops=flops, spent=number))
 
-    def of(self, maker: Remake) -> ValueDraft:
-        """What a remake took."""
+    def of(self, maker: Recompute) -> ValueDraft:
+        """What a recompute took."""
         return self._runs[self._last[maker]]
 
     def forget(self) -> None:
-        """Hold no remake any longer."""
+        """Hold no recompute any longer."""
         self._last.clear()
 
 

@@ -124,12 +124,12 @@ class Observed:
             watch.leave.enter_context(without_checkpoints())
         if known is None or _size(found) > GROWN * _size(known.fingerprint):
             watch.audit = _OwnAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
-            watch.audit.left_alone = self._left_alone
+            watch.audit.excluded_modules = self._left_alone
             watch.leave.enter_context(watch.audit.running())
         elif not self._plain or best is None or best.fingerprint != found or best.plain is not None:
             # Also where nothing is left to be found out: this takes the least memory.
             engine = MostSaving(self.model, known.audit, in_place=known.fingerprint == found)
-            engine.left_alone = self._left_alone
+            engine.excluded_modules = self._left_alone
             watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
 
@@ -234,7 +234,7 @@ class Observed:
             if self._to_come is not None:
                 found = replace(self._to_come.counted(found), notes=(*found.notes, *self._to_come.notes()))
             notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
-            self.profile = replace(found, left_alone=alone, notes=(*found.notes, *notes))
+            self.profile = replace(found, excluded_modules=alone, notes=(*found.notes, *notes))
 
 
 class _Unusable(Exception):

@@ -34,7 +34,7 @@ def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -
     freed = (event for event in recorder.stream if type(event) is Free and event.block in entry)
     left_bytes = sum(event.bytes for event in freed if entry[event.block] not in addresses)
     others_bytes = recorder.beside_bytes(addresses, static.total)
-    return replace(static, left=left_bytes, others=max(0, others_bytes - left_bytes))
+    return replace(static, carried_over=left_bytes, others=max(0, others_bytes - left_bytes))
 
 
 def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:

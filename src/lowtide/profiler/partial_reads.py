@@ -51,7 +51,7 @@ def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[Slot
 
 def _add(values: list[ValueDraft], enough: Enough) -> int:
     if enough.bits is not None:
-        enough.draft.needs = (len(values),)
+        enough.draft.operands = (len(values),)
         values.append(enough.bits)
     values.append(enough.draft)
     return len(values) - 1
@@ -61,7 +61,7 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
     """Nothing is made any longer of values that nobody holds and that can't be made on the way: those in `lost`."""
     for index in lost:  # grows while it runs
         for place, draft in enumerate(values):
-            if index in draft.needs and draft.recipe is not None:
+            if index in draft.operands and draft.recipe is not None:
                 draft.recipe, draft.refused = None, "what it is made of is not held"
                 if place not in held:
                     lost.append(place)

@@ -26,7 +26,7 @@ SEVERAL_STREAMS = (
 
 NESTED = (
     "nested tensors (torch.nested) go through the model: what they save has no memory of its own that could be planned "
-    "or foreseen. Pad them, with a mask, or leave that part out of the model that is given here."
+    "or estimated. Pad them, with a mask, or leave that part out of the model that is given here."
 )
 
 

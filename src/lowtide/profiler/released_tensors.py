@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.profiler.drafts import ValueDraft
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recompute import Recompute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class Lent:
         for value in self._values:
             value.tensor = None
 
-    def may_go(self, value: Value, maker: Remake) -> bool:
+    def may_go(self, value: Value, maker: Recompute) -> bool:
         """Return True if `maker` brings a value back that has one reader, and takes only what backward reads as well.
 
         An operand of which backward reads nothing may be overwritten in between, and nothing would tell.
@@ -56,7 +56,7 @@ class Lent:
             and all(each.kept and (each.leaf or self._index.get(each) in self._saved) for each in operands)
         )
 
-    def has_room_for(self, value: Value, maker: Remake) -> bool:
+    def has_room_for(self, value: Value, maker: Recompute) -> bool:
         """Return True if making a value once more, where backward reads it, takes no more than the plain step has held.
 
         The gradient that is about to be computed is as large as the value; what it is made of comes on top.

@@ -53,7 +53,7 @@ class Witness:
         maker = handle.value.maker
         if isinstance(maker, Frame) and self._sum(_once_more(maker, handle.value)) != found:
             return
-        who = str(maker.seam) if isinstance(maker, Frame) else "what is remade of a block that was run again"
+        who = str(maker.seam) if isinstance(maker, Frame) else "what is recomputed of a block that was run again"
         raise ReplayMismatch(
             f"{who} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
             "something that has changed in between, and this step ends before its update. Let it have that as an "

@@ -50,7 +50,7 @@ def _of_values(
     found = dict(saved)
     pending = list(saved)
     for index in pending:  # grows while it runs
-        for need in values[index].needs:
+        for need in values[index].operands:
             if need not in saved and found.get(need, Fraction(0)) < found[index]:
                 found[need] = found[index]
                 pending.append(need)

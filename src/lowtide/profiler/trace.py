@@ -30,7 +30,7 @@ from lowtide.runtime.call_interceptor import Seam
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.fingerprint import in_words
 from lowtide.runtime.plan_table import actions_for
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import Frame
 from lowtide.runtime.saved_values import Handle, Maker, Probe
 
@@ -55,7 +55,7 @@ class MostSaving(Engine):
         nodes = nodes_at(audit.values, audit.slots)
         written_over = audit.written_over if in_place else []
         least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
-        actions = actions_for({a: nodes[a] for a in decisions.remake}, decisions.replay)
+        actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
         super().__init__(model, actions, in_place=[least])
 
     def notes(self, scope: Scope) -> bool:
@@ -188,7 +188,7 @@ def states_of(maker: Maker | None) -> Iterable[Tensor]:
     """What a value that is to be made again holds of tensors that nobody else has."""
     if isinstance(maker, Frame):
         return maker.surroundings.tensors
-    return [maker.constants["bits"]] if isinstance(maker, Remake) and "bits" in maker.constants else []
+    return [maker.constants["bits"]] if isinstance(maker, Recompute) and "bits" in maker.constants else []
 
 
 def address(tensor: Tensor) -> int:
@@ -200,7 +200,7 @@ def address(tensor: Tensor) -> int:
 
 
 def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> Decisions:
-    """Let go of all that can be: blocks of at most half of the saved bytes are replayed, the rest is remade."""
+    """Let go of all that can be: blocks of at most half of the saved bytes are replayed, the rest is recomputed."""
     total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
     replay: set[int] = set()
     outside: set[int] = set()
@@ -212,5 +212,5 @@ def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[Ca
                 replay.add(index)
             else:
                 outside.add(index)
-    remake = {slot.address for slot in slots if slot.call in outside and values[slot.value].recipe is not None}
-    return Decisions(remake=frozenset(remake), replay=frozenset(calls[index].id for index in replay))
+    recompute = {slot.address for slot in slots if slot.call in outside and values[slot.value].recipe is not None}
+    return Decisions(recompute=frozenset(recompute), replay=frozenset(calls[index].id for index in replay))

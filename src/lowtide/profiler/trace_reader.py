@@ -31,13 +31,13 @@ class Seen:
     """
     enter: dict[int, int] = field(default_factory=dict)
     leave: dict[int, int] = field(default_factory=dict)
-    born: dict[int, int] = field(default_factory=dict)
-    dies: dict[int, int] = field(default_factory=dict)
+    allocated_at: dict[int, int] = field(default_factory=dict)
+    freed_at: dict[int, int] = field(default_factory=dict)
     alone: dict[int, tuple[int, int]] = field(default_factory=dict)
     """The last event at which somebody else than the rehearsal held a block, and the first at which nobody did."""
     bytes: dict[int, int] = field(default_factory=dict)
     copies: set[int] = field(default_factory=set)
-    """Blocks that a remake or replay allocated, or holds so that it can run."""
+    """Blocks that a recompute or replay allocated, or holds so that it can run."""
     gradients: set[int] = field(default_factory=set)
     in_place: list[tuple[int, str, int]] = field(default_factory=list)
     """Event, kind of node and bytes of each gradient that was written over another one."""
@@ -55,11 +55,11 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
         if type(event) is Allocate:
             at[event.address] = event.block
             addresses[event.block] = event.address
-            seen.born[event.block], seen.bytes[event.block] = i, event.bytes
+            seen.allocated_at[event.block], seen.bytes[event.block] = i, event.bytes
             if making:
                 made.add(event.block)
         elif type(event) is Free:
-            seen.dies[event.block] = i
+            seen.freed_at[event.block] = i
             where = addresses.get(event.block)
             if where is not None and at.get(where) == event.block:
                 del at[where]
@@ -72,10 +72,10 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
             _note(seen, before if event.label == "gradients at entry" else at, i, event.label, event.data)
             last_mark = i
             making += {"making": 1, "made": -1}.get(event.label, 0)
-    seen.copies |= made & seen.dies.keys()  # what stays is a library's own, such as what cuBLAS computes in
+    seen.copies |= made & seen.freed_at.keys()  # what stays is a library's own, such as what cuBLAS computes in
     for (slot, _), block in seen.given.items():
         if slot in seen.release:
-            seen.release[slot] = max(seen.release[slot], seen.dies.get(block, 0))
+            seen.release[slot] = max(seen.release[slot], seen.freed_at.get(block, 0))
     return seen
 
 
@@ -117,7 +117,9 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
     What backward hands on, as the indices that become those of a sparse gradient, ends when nobody has it any longer.
     """
     over = max(seen.release.values(), default=0)
-    after_backward = min((born for born in seen.born.values() if born > over), default=math.inf)
+    after_backward = min(
+        (allocated_at for allocated_at in seen.allocated_at.values() if allocated_at > over), default=math.inf
+    )
     held: dict[int, int] = {}
     for n in kept & seen.block_of_slot.keys():
         block = seen.block_of_slot[n]
@@ -129,16 +131,16 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
         if noted is not None:
             held[noted] = max(held.get(noted, 0), seen.leave[call])
     for block in held.keys() & seen.alone.keys():  # the others ended by themselves
-        if seen.dies.get(block, math.inf) > after_backward:
+        if seen.freed_at.get(block, math.inf) > after_backward:
             continue
         last, first = seen.alone[block]
         end = held[block] if last <= held[block] <= first else first
-        seen.dies[block] = min(end, seen.dies.get(block, end))
+        seen.freed_at[block] = min(end, seen.freed_at.get(block, end))
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """For each position, bytes outside of storages and remade copies."""
+    """For each position, bytes outside of storages and recomputed copies."""
 
     most: tuple[int, ...]
     """The most of these at once."""

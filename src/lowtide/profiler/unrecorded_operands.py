@@ -76,8 +76,8 @@ def blocks_of(values: list[ValueDraft], seen: Seen) -> dict[int, int]:
             found[index] = block
             continue
         for other in values:
-            if index in other.needs:
-                other.needs = tuple(need for need in other.needs if need != index)
+            if index in other.operands:
+                other.operands = tuple(need for need in other.operands if need != index)
                 if not is_seen:
                     other.recipe, other.refused = None, "what it is made of was not seen again"
     return found

@@ -26,8 +26,8 @@ def show(plan: Plan) -> str:
             *lever_lines(plan),
             decisions(plan),
             *(f"  {line}" for line in blocks(plan)),
-            *(["on larger batches:"] if plan.larger is not None else []),
-            *(f"  {line}" for line in (blocks(plan.larger) if plan.larger is not None else ())),
+            *(["on larger batches:"] if plan.fallback is not None else []),
+            *(f"  {line}" for line in (blocks(plan.fallback) if plan.fallback is not None else ())),
             *(f"note: {note}" for note in plan.notes),
         )
     )
@@ -46,9 +46,9 @@ def _bound(plan: Plan) -> str:
 
 
 def blocks(decided: Decided) -> Iterator[str]:
-    """One line for blocks of which the same is decided: `transformer.h.{0-7}: remake ln_1 (2), mlp.act`."""
+    """One line for blocks of which the same is decided: `transformer.h.{0-7}: recompute ln_1 (2), mlp.act`."""
     for block, made in decided.folded().items():
-        kinds = ("remake", *KINDS)
+        kinds = ("recompute", *KINDS)
         parts = [f"{kind} {', '.join(_counted(made[kind]))}" for kind in kinds if kind in made]
         yield f"{block or 'outside of blocks'}: {'; '.join(parts)}"
 
@@ -70,7 +70,7 @@ class PlanDiff(Record):
     numbers: dict[str, tuple[float, float]]
     """Budget, predicted peak, extra time and so on, where they differ."""
     only_first: tuple[str, ...]
-    """Decisions that only the first plan has: `remake transformer.h.0.mlp.act#0:0`."""
+    """Decisions that only the first plan has: `recompute transformer.h.0.mlp.act#0:0`."""
     only_second: tuple[str, ...]
     larger: bool = False
     """Whether something else is done on larger batches."""
@@ -90,7 +90,7 @@ def compare(first: Plan, second: Plan) -> PlanDiff:
         numbers={name: (one[name], other[name]) for name in one if one[name] != other[name]},
         only_first=tuple(line for line in mine if line not in theirs),
         only_second=tuple(line for line in theirs if line not in mine),
-        larger=(first.larger or first).decisions != (second.larger or second).decisions,
+        larger=(first.fallback or first).decisions != (second.fallback or second).decisions,
     )
 
 
@@ -105,12 +105,12 @@ def _numbers(plan: Plan) -> dict[str, float]:
 
 
 def _decided(plan: Plan) -> dict[str, None]:
-    remade = (f"remake {address}" for address in plan.remake)
+    recomputed = (f"recompute {address}" for address in plan.recompute)
     pulled = (f"lever {lever.name}" for lever in plan.levers)
     replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
     offloaded = (f"offload {address}" for address in plan.offload)
     in_place = (f"gradients in place {node}" for node in plan.in_place)
-    return dict.fromkeys([*pulled, *in_place, *remade, *replayed, *advanced, *offloaded])
+    return dict.fromkeys([*pulled, *in_place, *recomputed, *replayed, *advanced, *offloaded])
 
 
 def show_diff(first: Plan, second: Plan) -> str:
@@ -137,10 +137,10 @@ def show_diff(first: Plan, second: Plan) -> str:
 def _folded(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
     mine = set(only)
     yield from (line for line in only if line.startswith(("lever ", "gradients in place ")))
-    remake = {address: node for address, node in plan.remake.items() if f"remake {address}" in mine}
+    recompute = {address: node for address, node in plan.recompute.items() if f"recompute {address}" in mine}
     replay = [call for call in plan.replay if f"replay {call}" in mine]
     advance = [call for call in plan.advance if f"advance {call}" in mine]
     offload = [address for address in plan.offload if f"offload {address}" in mine]
-    for block, made in fold(remake, replay, advance, offload).items():
+    for block, made in fold(recompute, replay, advance, offload).items():
         for kind, below in made.items():
             yield from (f"{kind} {join(block, address)}" for address in below)

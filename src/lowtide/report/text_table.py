@@ -58,7 +58,7 @@ _MOST_LISTED = 8
 
 
 def decisions(plan: Plan) -> str:
-    """What is remade and replayed, by what it is: `remade layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
+    """List recomputes and replays by kind: `recomputed layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
     asked = [] if plan.allows_in_place else ["no gradients in place, as asked"]
     if plan.decisions == Decisions():
         kept = "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
@@ -66,10 +66,10 @@ def decisions(plan: Plan) -> str:
     parts = asked
     if plan.in_place:
         parts.append(f"gradients in place: {', '.join(map(_op, plan.in_place))}")
-    if plan.remake:
-        count = Counter(map(_op, plan.remake.values()))
+    if plan.recompute:
+        count = Counter(map(_op, plan.recompute.values()))
         most = sorted(count.items(), key=lambda item: (-item[1], item[0]))
-        parts.append("remade " + ", ".join(f"{op} ({n})" for op, n in most))
+        parts.append("recomputed " + ", ".join(f"{op} ({n})" for op, n in most))
     for how, calls in (("replayed", plan.replay), ("run forward again", plan.advance)):
         families = merged(call.rpartition("#")[0] for call in calls)
         rest = len(families) - _MOST_LISTED

@@ -82,7 +82,7 @@ def result_node(frame: Frame, returned: Any) -> tuple[Tensor, Tensor, Node, int]
 def left_to_advance(frame: Frame, returned: Any, *, replayed: bool) -> Value | None:
     """The value of what the call of `frame` returned, from now on made by running it forward.
 
-    None where it is not to be had so, or something inside the call keeps or remakes it. The caller holds the value
+    None where it is not to be had so, or something inside the call keeps or recomputes it. The caller holds the value
     until whoever is given it has a handle. `replayed`: the operands of `frame` are claimed for its replay already.
     """
     found = result_node(frame, returned)

@@ -14,7 +14,7 @@ import torch
 from lowtide._torch.nodes import output_metadata, sequence_number
 from lowtide.runtime.operand_capture import Place, here
 from lowtide.runtime.recipes import Recipe
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ def added_to_scores(node: Node, name: str) -> tuple[Place, Value] | None:
     scores = output_metadata(node, 0)
     if attention.mask is None:
         constants = {"shape": scores.shape[-2:], "dtype": scores.dtype, "device": scores.device}
-        return attention.place, Value(maker=Remake(_CAUSAL, {}, constants, None))
+        return attention.place, Value(maker=Recompute(_CAUSAL, {}, constants, None))
     mask = attention.mask.tensor
     if mask is None or mask.dtype != torch.bool:
         return attention.place, attention.mask
     return attention.place, Value(
-        maker=Remake(_AS_NUMBERS, {"mask": Handle(attention.mask)}, {"dtype": scores.dtype}, None)
+        maker=Recompute(_AS_NUMBERS, {"mask": Handle(attention.mask)}, {"dtype": scores.dtype}, None)
     )
 
 

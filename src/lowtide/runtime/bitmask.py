@@ -19,7 +19,7 @@ import torch
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.tensors import base_of, is_plain
 from lowtide.planner.address_nodes import MASK
-from lowtide.runtime.recipes import CannotRemake, Recipe, TooSmall
+from lowtide.runtime.recipes import CannotRecompute, Recipe, TooSmall
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,9 +41,9 @@ _GATHER: Final = 0x0102040810204080
 
 
 def bits_of(mask: Tensor) -> dict[str, Any]:
-    """What `FROM_BITS` makes `mask` of. Raises CannotRemake, saying why it is none."""
+    """What `FROM_BITS` makes `mask` of. Raises CannotRecompute, saying why it is none."""
     if not may_be_a_mask(mask):
-        raise CannotRemake("it is not of a kind that masks are of")
+        raise CannotRecompute("it is not of a kind that masks are of")
     bits = room_for_bits(mask)
     number = 1 if is_fake(mask) else fill(bits, mask)
     return {"bits": bits, "shape": mask.shape, "stride": mask.stride(), "dtype": mask.dtype, "number": number}
@@ -52,10 +52,10 @@ def bits_of(mask: Tensor) -> dict[str, Any]:
 def signs_of(tensor: Tensor) -> dict[str, Any]:
     """What `FROM_BITS` makes a tensor of that is 1 where `tensor` is above 0 or not a number, and 0 elsewhere.
 
-    Raises CannotRemake, saying why that can't be.
+    Raises CannotRecompute, saying why that can't be.
     """
     if not is_whole(tensor):
-        raise CannotRemake("its elements are not all that its memory has")
+        raise CannotRecompute("its elements are not all that its memory has")
     bits = room_for_bits(tensor)
     if not is_fake(tensor):
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -93,7 +93,7 @@ def is_whole(tensor: Tensor) -> bool:
 def fill(bits: Tensor, mask: Tensor) -> int:
     """Write which elements of `mask` are not zero; gives what these are, as an integer of the same bits.
 
-    Raises CannotRemake if they are not all the same.
+    Raises CannotRecompute if they are not all the same.
     """
     flat, number = mask.as_strided((mask.numel(),), (1,)), 0
     if mask.dtype is torch.bool:
@@ -106,10 +106,10 @@ def fill(bits: Tensor, mask: Tensor) -> int:
         number = number or _first_number(part[:64]) or _first_number(part)
         stays = part == number if number else part != 0  # nothing but zeros so far
         if np.count_nonzero(stays) != np.count_nonzero(part):
-            raise CannotRemake("it has more than two values")
+            raise CannotRecompute("it has more than two values")
         into[eighths] = np.packbits(stays, bitorder="little")
     if not number:
-        raise CannotRemake("it is all zeros")
+        raise CannotRecompute("it is all zeros")
     return number
 
 

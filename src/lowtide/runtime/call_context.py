@@ -1,6 +1,6 @@
 """What a module call sees besides its arguments, taken when it begins and put back around a replay.
 
-Random numbers (torch on the CPU and on the module's cards, generators given to it, Python, NumPy), autocast, the
+Random numbers (torch on the CPU and on the module's GPUs, generators given to it, Python, NumPy), autocast, the
 kernels that attention may use, training flags, buffers and plain attributes are as they were; afterwards everything is
 as it was before the replay. Parameters, and buffers that the call does not write to, are not copied: a replay in which
 they have other contents refuses.
@@ -46,13 +46,13 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 class Reach:
     """What calls of one module can touch, and what its first call was seen to do with it."""
 
-    __slots__ = ("cards", "generators", "holds", "is_overwritten", "modules", "units", "written")
+    __slots__ = ("generators", "gpus", "holds", "is_overwritten", "modules", "units", "written")
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
         self.units = tuple(units(self.modules))
         """Those of which the parameters are others while they run than before and after."""
-        self.cards = cards(tensor.device for tensor in (*module.parameters(), *module.buffers()))
+        self.gpus = gpus(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         found = (item for part in self.modules for item in vars(part).values())
         self.generators = tuple(item for item in found if isinstance(item, torch.Generator))
         self.written: frozenset[tuple[nn.Module, str]] | None = None
@@ -74,9 +74,9 @@ class Surroundings:
         "attributes",
         "autocast",
         "buffers",
-        "cards",
         "copied",
         "generators",
+        "gpus",
         "held",
         "kernels",
         "numpy",
@@ -92,13 +92,13 @@ class Surroundings:
     ) -> None:
         """Of a call that begins; `devices` and `generators` are those of its arguments."""
         self.reach = reach
-        found = reach.cards | cards(devices)
+        found = reach.gpus | gpus(devices)
         self.rng = torch.get_rng_state()
-        self.cards = tuple((card, torch.get_device_module(card).get_rng_state(card)) for card in found)
+        self.gpus = tuple((gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in found)
         self.generators = tuple((g, g.get_state()) for g in {*reach.generators, *generators})
         self.python: tuple[Any, ...] | None = python_state()
         self.numpy = numpy_state()
-        self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(card.type for card in found)})
+        self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(gpu.type for gpu in found)})
         self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
         self.training = [module.training for module in reach.modules]
         self.attributes = Attributes(reach.modules)
@@ -155,14 +155,14 @@ class Surroundings:
     def tensors(self) -> Iterator[Tensor]:
         """What is held of tensors that nobody else has: random numbers and copies of buffers."""
         yield self.rng
-        yield from (state for _, state in (*self.cards, *self.generators))
+        yield from (state for _, state in (*self.gpus, *self.generators))
         yield from (content for _, _, content in self.buffers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `tensors`; of a module on a card, of those that are on one: random numbers are on the host."""
-        on_card = bool(self.reach.cards)
-        return sum(tensor.nbytes for tensor in self.tensors if not on_card or tensor.device.type != "cpu")
+        """Bytes of `tensors`; of a module on a GPU, of those that are on one: random numbers are on the host."""
+        on_gpu = bool(self.reach.gpus)
+        return sum(tensor.nbytes for tensor in self.tensors if not on_gpu or tensor.device.type != "cpu")
 
     def learn(self) -> None:
         """The call is over. Large buffers that the first one did not write to are not copied for the next ones."""
@@ -243,10 +243,10 @@ class Surroundings:
         """Set all random numbers back to where the call began."""
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         torch.set_rng_state(self.rng)
-        for card, state in self.cards:
-            device = torch.get_device_module(card)
-            stack.callback(device.set_rng_state, device.get_rng_state(card), card)
-            device.set_rng_state(state, card)
+        for gpu, state in self.gpus:
+            device = torch.get_device_module(gpu)
+            stack.callback(device.set_rng_state, device.get_rng_state(gpu), gpu)
+            device.set_rng_state(state, gpu)
         for generator, state in self.generators:
             stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
@@ -288,7 +288,7 @@ def _attributes_back(modules: tuple[nn.Module, ...]) -> Iterator[None]:
             table.update(was)
 
 
-def cards(devices: Iterable[torch.device]) -> frozenset[torch.device]:
+def gpus(devices: Iterable[torch.device]) -> frozenset[torch.device]:
     """Those with random numbers of their own beside the CPU's."""
     return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
 

@@ -55,7 +55,7 @@ class Seam:
         """The module when the plan was put in force, if that replays it."""
         self.installed = False
         self.is_compiled = is_compiled(module)
-        self.is_left_alone = path in engine.left_alone
+        self.is_left_alone = path in engine.excluded_modules
         self._reach: Reach | None = None
         self._thread = threading.get_ident()
         self.install()

@@ -1,4 +1,4 @@
-"""A plan in force on a model: one pair of hooks that decides for each saved tensor to keep, remake or replay it.
+"""A plan in force on a model: one pair of hooks that decides for each saved tensor to keep, recompute or replay it.
 
 Seams in the modules tell which call of which module is running, which is how a plan addresses a saved tensor. All that
 a forward pass has to remember is in one `Pass`, so nothing is left over when it ends, however it ends.
@@ -33,7 +33,7 @@ from lowtide.runtime.forward_pass import Aside, Called, Here, Pass, Scope
 from lowtide.runtime.inplace_gradients import InPlace, check
 from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
 from lowtide.runtime.plan_table import Actions, Decision, actions_for
-from lowtide.runtime.recipes import CannotRemake, TooSmall
+from lowtide.runtime.recipes import CannotRecompute, TooSmall
 from lowtide.runtime.recompute import certain
 from lowtide.runtime.recompute_builder import Builder, Owners
 from lowtide.runtime.replay import Frame
@@ -73,12 +73,12 @@ class Engine:
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
         self.versions: dict[str, int] = {}
-        """By address, how often the tensor that is remade had been written to when it was first saved there."""
+        """By address, how often the tensor that is recomputed had been written to when it was first saved there."""
         self.drifted: set[str] = set()
         """Addresses where the plan expected something else."""
-        self.mixed: frozenset[str] = frozenset()
+        self.ambiguous_addresses: frozenset[str] = frozenset()
         """Addresses where it expects that something else is saved now and then, and kept."""
-        self.left_alone: frozenset[str] = frozenset()
+        self.excluded_modules: frozenset[str] = frozenset()
         """Paths of modules of which autograd keeps what they save, as without a plan: it differs from step to step."""
         self.n_runs = 0
         """Calls from outside that came by and that a backward of training may follow."""
@@ -112,7 +112,7 @@ class Engine:
         scope.ordinal = ordinal + 1
         if frame is not None:
             frame.count += 1
-        decision = scope.actions.remake.get(ordinal)
+        decision = scope.actions.recompute.get(ordinal)
         handle = self.hold(tensor, decision, frame)
         if scope.held:
             scope.held = [value for value in scope.held if not value.readers]
@@ -121,7 +121,7 @@ class Engine:
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:
-        """A handle on `tensor`: on a value that is held already, or one that is remade, replayed by `frame` or kept."""
+        """Return a handle on `tensor`: a value held already, or one recomputed, replayed by `frame`, or kept."""
         if decision is None and frame is None and (kept := self.keep(tensor)) is not None:
             return kept
         base, node, output, view = producer(tensor)
@@ -131,7 +131,7 @@ class Engine:
                 return self.hold_what_is_read(tensor, decision)
             except TooSmall:
                 decision = None
-            except CannotRemake:
+            except CannotRecompute:
                 self.drift(decision)
                 decision = None
         if decision is not None and decision.node == OFFLOAD:
@@ -153,8 +153,8 @@ class Engine:
         if decision is not None:
             try:
                 if node.name() == decision.node:
-                    return Handle(self.remade(node, output, base, found, decision), view)
-            except CannotRemake:
+                    return Handle(self.recomputed(node, output, base, found, decision), view)
+            except CannotRecompute:
                 pass
             self.drift(decision, node)
         value = Value(base.detach()) if frame is None else frame.value(tensor, base)
@@ -177,11 +177,11 @@ class Engine:
         assert value is not None
         return Handle(value, None if base is tensor else tensor.detach())
 
-    def remade(self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision) -> Value:
+    def recomputed(self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision) -> Value:
         """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""
         if self.versions.setdefault(decision.address, base._version) != base._version:
-            raise CannotRemake("it is written to without autograd, and was not before")
-        value = self.builder.remake(node, output, base)
+            raise CannotRecompute("it is written to without autograd, and was not before")
+        value = self.builder.recompute(node, output, base)
         if found is not None and found.passing:
             found.maker, found.passing, value = value.maker, False, found
             register(node, output, found)
@@ -189,19 +189,19 @@ class Engine:
         return value
 
     def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
-        """A handle on what is enough of `tensor` for who reads it. Raises CannotRemake if the reader is another one."""
+        """Return a handle on the part of `tensor` that its reader needs. Raises CannotRecompute for another reader."""
         if decision.node == SHAPE:
             value = Value(tensor.detach())  # until the call is over: `let_go_of_values`
             value.partial = True
             return Handle(value)
         if decision.node == SIGNS and not saves_signs(tensor):
-            raise CannotRemake("it is not saved for its signs")
+            raise CannotRecompute("it is not saved for its signs")
         return Handle(packed(decision.node, tensor))
 
     def let_go_of_values(self, scope: Scope, result: Any) -> None:
         """A call is over that was told to hold only the shape of its input: it does if nothing else is read of it."""
         held = saved_for_shape(result)
-        for ordinal, decision in scope.actions.remake.items():
+        for ordinal, decision in scope.actions.recompute.items():
             if decision.node != SHAPE or ordinal >= scope.ordinal:  # it saved nothing
                 continue
             if held is not None and held.value.kept and held.value.tensor is not None:
@@ -218,7 +218,7 @@ class Engine:
         return value
 
     def notes(self, scope: Scope) -> bool:
-        """Whether a call may be told to remake what takes something that autograd does not record."""
+        """Whether a call may be told to recompute what takes something that autograd does not record."""
         return scope.actions.notes
 
     def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
@@ -229,7 +229,7 @@ class Engine:
 
     def drift(self, decision: Decision, node: Node | None = None) -> None:
         """What is saved there, and was made by `node`, is not what the plan has there."""
-        if decision.address in self.mixed:
+        if decision.address in self.ambiguous_addresses:
             return
         self.drifted.add(decision.address)
         if len(self.drifted) == 1:

@@ -41,7 +41,7 @@ class Lookout:
         outgrown: Callable[[str], bool] = lambda what: False,
     ) -> None:
         self._model, self._plan, self._say, self._is_taken = model, plan, say, outgrown
-        self._known = [shapes_in(words) for words in plan.given]
+        self._known = [shapes_in(words) for words in plan.input_shapes]
         self._modules = {path: (module, dict(module._modules)) for path, module in model.named_modules()}
         self._n_trained = self._n_now()
         self._most = max(map(elements, self._known), default=0)
@@ -55,7 +55,7 @@ class Lookout:
         found = tensors_in_call(args, kwargs)
         shapes = tuple(tuple(tensor.shape) for tensor in found)
         if self._known and not any(no_larger(shapes, most) for most in self._known):
-            what = f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.given)}"
+            what = f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
             if elements(shapes) > self._most and self._is_taken(what):
                 self._stop()
             else:
@@ -93,7 +93,7 @@ class Lookout:
 
     def _outgrown(self, what: str) -> None:
         self._stop()
-        saving = "" if self._plan.larger is None else ", though larger batches get the most saving plan"
+        saving = "" if self._plan.fallback is None else ", though larger batches get the most saving plan"
         self._say(
             f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "
             "batch (in a script, let it come first), and for the model as it is trained."

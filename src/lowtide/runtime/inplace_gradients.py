@@ -315,7 +315,7 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
     """The nodes that can be done so on that type of device with this torch, and how many references they are given.
 
     Each is tried out, once in a process: whether its kernel is called from that node, and told apart from a call in
-    which somebody else refers to the gradient. On another kind of device, as where a step is foreseen, there are none.
+    which somebody else refers to the gradient. On another kind of device, as where a step is estimated, there are none.
     """
     if device not in DEVICES:
         return {}

@@ -51,7 +51,7 @@ class Copying(Protocol):
         """What is queued from now on in the computing stream of this thread comes after the copy of or to `data`."""
 
 
-class OnCards:
+class CudaCopier:
     """Copies beside the computing stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class InTests:
         """It has been done."""
 
 
-_cards: dict[torch.device, OnCards] = {}
+_gpus: dict[torch.device, CudaCopier] = {}
 _one_at_a_time = threading.RLock()
 """Backward may run in several threads."""
 _Seen = tuple[torch.dtype, "Geometry"]
@@ -104,9 +104,9 @@ _Seen = tuple[torch.dtype, "Geometry"]
 def copying_for(device: torch.device) -> Copying | None:
     """How memory of `device` is copied; None where it is not."""
     if device.type == "cuda":
-        if device not in _cards:
-            _cards[device] = OnCards(device)
-        return _cards[device]
+        if device not in _gpus:
+            _gpus[device] = CudaCopier(device)
+        return _gpus[device]
     return InTests() if ON_CPU and device.type == "cpu" else None
 
 

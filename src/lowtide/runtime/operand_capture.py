@@ -4,16 +4,16 @@ A number that is added to a tensor, subtracted from it or put in its place, by `
 nowhere, nor is a tensor in its place that needs no gradient, as the mask that attention adds to its scores; no edge
 leads there. How can it be known for certain, in each step anew, as a schedule may change it?
 
-- Read it off: a result minus its operand, compared everywhere. The operand is mostly remade itself and no longer there
-  when the result is saved; to make it again in forward, or to hold it until then, costs what the plan is to save.
+- Read it off: a result minus its operand, compared everywhere. The operand is mostly recomputed itself and no longer
+  there when the result is saved; to make it again in forward, or to hold it until then, costs what the plan is to save.
 - Remember what the rehearsal saw, and compare some elements of each step. That is a guess.
 - Be told. A `TorchFunctionMode` is shown each operator that Python calls, with its arguments: about 1.5 us an operator
   (`x + 1` takes 3), and no element is read.
 
-So the audit has such a mode in force all the time, marks what it could remake only thanks to it (`actions.noted`), and
-a plan puts it in force only in the calls where it remakes that. A number is remembered at its node. A tensor is held
-from then on, if the plan says that something will be made of it: so it is counted as memory, and numbered, as saved
-tensors are. A note counts for a node only if the node's other edges are those of the operator's other operands.
+So the audit has such a mode in force all the time, marks what it could recompute only thanks to it (`actions.noted`),
+and a plan puts it in force only in the calls where it recomputes that. A number is remembered at its node. A tensor is
+held from then on, if the plan says that something will be made of it: so it is counted as memory, and numbered, as
+saved tensors are. A note counts for a node only if the node's other edges are those of the operator's other operands.
 
 What operators are given that are called from C++, as in scripted modules, the mode does not see: that is kept. But for
 one: attention where no fused kernel does it adds its mask inside, to scores that nobody saves. It is known from what

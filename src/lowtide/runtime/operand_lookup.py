@@ -9,7 +9,7 @@ import torch
 from lowtide._torch.nodes import SAVED, output_metadata, saved_slot
 from lowtide.runtime.attention_scores import added_to_scores
 from lowtide.runtime.operand_capture import Number, Place, noted
-from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRemake, Recipe
+from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRecompute, Recipe
 from lowtide.runtime.saved_values import Handle, Value
 from lowtide.runtime.view_geometry import contiguous_stride
 
@@ -31,7 +31,7 @@ class NodeSource:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
         self.output, self.like = output, like
         self.noted: set[Place] = set()
-        """Where things were noted that autograd does not record and that a remake has asked for."""
+        """Where things were noted that autograd does not record and that a recompute has asked for."""
 
     def operand(self, name: str) -> Handle | Number | None:
         saved = self.saved(name)
@@ -52,7 +52,7 @@ class NodeSource:
             return Handle(self.builder.owners.relied_on.of_leaf(owned))
         if self.absent(name):
             return None
-        raise CannotRemake(f"{self.node.name()} does not record {name}")
+        raise CannotRecompute(f"{self.node.name()} does not record {name}")
 
     def operands(self, name: str) -> list[Handle | None]:
         """A list of tensors: as saved, or what flowed along every input edge."""
@@ -66,7 +66,7 @@ class NodeSource:
         else:
             filled = wanted is not None and len(edges) == len(self.node.next_functions)
         if not filled:
-            raise CannotRemake(f"{self.node.name()} does not record the inputs that need no gradient")
+            raise CannotRecompute(f"{self.node.name()} does not record the inputs that need no gradient")
         return [Handle(value) for edge in edges if (value := self.builder.on_edge(edge, self.depth)) is not None]
 
     def constant(self, name: str) -> Any:
@@ -78,13 +78,13 @@ class NodeSource:
             try:
                 return self.recipe.read_off[name](None if self.like is None else self.like.detach(), self)
             except RuntimeError as error:
-                raise CannotRemake(f"{name} of {self.node.name()} can't be read off: {error}") from None
+                raise CannotRecompute(f"{name} of {self.node.name()} can't be read off: {error}") from None
         try:
             return signed(getattr(self.node, SAVED + name))
         except AttributeError:
             owned = self.owned(name)
             if owned is None and name not in self.recipe.optional:
-                raise CannotRemake(f"{self.node.name()} does not record {name}") from None
+                raise CannotRecompute(f"{self.node.name()} does not record {name}") from None
             return owned
 
     def saved(self, name: str) -> Any:
@@ -125,13 +125,13 @@ class NodeSource:
 def ours(slot: Any) -> Handle | Tensor | None:
     """What is in a node's slot; None if that is not the tensor but only what the node itself reads of it.
 
-    Raises CannotRemake if other hooks packed it: that would pass for nothing.
+    Raises CannotRecompute if other hooks packed it: that would pass for nothing.
     """
     data: Handle | Tensor | None = slot.data
     if isinstance(data, Handle) and data.value.partial:
         return None
     if not isinstance(data, Handle) and slot.unpack_hook is not None:
-        raise CannotRemake("it was made from what other hooks have packed, or what has been freed")
+        raise CannotRecompute("it was made from what other hooks have packed, or what has been freed")
     return data
 
 

@@ -20,8 +20,8 @@ from lowtide._torch.nodes import SAVED, has_yet_to_save
 from lowtide._torch.tensors import is_plain
 from lowtide.planner.address_nodes import MASK, SHAPE, SIGNS
 from lowtide.runtime.bitmask import FROM_BITS, bits_of, signs_of
-from lowtide.runtime.recipes import CannotRemake, Recipe
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recipes import CannotRecompute, Recipe
+from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, peek
 
 if TYPE_CHECKING:
@@ -67,16 +67,16 @@ def saved_for_shape(result: Any) -> Handle | None:
 
 
 def packed(kind: str, tensor: Tensor) -> Value:
-    """What is enough of `tensor` for who reads it. Raises CannotRemake, saying why that can't be."""
+    """What is enough of `tensor` for who reads it. Raises CannotRecompute, saying why that can't be."""
     recipe, constants = PACKINGS[kind]
-    value = Value(maker=Remake(recipe, {}, constants(tensor), tensor.stride() if kind == MASK else None))
+    value = Value(maker=Recompute(recipe, {}, constants(tensor), tensor.stride() if kind == MASK else None))
     value.partial = kind != MASK
     return value
 
 
 def _shape_of(tensor: Tensor) -> dict[str, Any]:
     if not is_plain(tensor):
-        raise CannotRemake(f"it is a {type(tensor).__name__} of layout {tensor.layout}")
+        raise CannotRecompute(f"it is a {type(tensor).__name__} of layout {tensor.layout}")
     like = {"dtype": tensor.dtype, "device": tensor.device}
     return {"shape": tensor.shape, "stride": tensor.stride(), "plain": tensor.is_contiguous(), **like}
 

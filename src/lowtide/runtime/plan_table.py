@@ -9,19 +9,19 @@ from lowtide.planner.address_nodes import NOTED, OFFLOAD, SHAPE, split_address
 
 
 class Decision(NamedTuple):
-    """A saved tensor, by its address, is to be remade by the recipe of an autograd node, by its name; or offloaded."""
+    """Decision on one saved tensor, by its address: recompute by the recipe of a named autograd node, or offload."""
 
     node: str
     address: str
 
 
 class Actions:
-    """What a plan says about one call of one module: which ordinals are remade, whether it is replayed or advanced."""
+    """Decisions of a plan for one call of one module: ordinals to recompute, and whether it is replayed or advanced."""
 
-    __slots__ = ("advance", "inputs", "noted", "notes", "remake", "replay", "shape")
+    __slots__ = ("advance", "inputs", "noted", "notes", "recompute", "replay", "shape")
 
     def __init__(self) -> None:
-        self.remake: dict[int, Decision] = {}
+        self.recompute: dict[int, Decision] = {}
         self.inputs: dict[int, Decision] = {}
         self.replay = False
         self.advance = False
@@ -38,7 +38,7 @@ NO_ACTIONS = Actions()
 
 
 def actions_for(
-    remake: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
+    recompute: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, dict[int, Actions]]:
     """Decisions by module path and call number, from addresses as plans write them."""
     table: dict[str, dict[int, Actions]] = {}
@@ -47,10 +47,10 @@ def actions_for(
         path, _, number = call.rpartition("#")
         return table.setdefault(path, {}).setdefault(int(number), Actions())
 
-    for address, node in {**dict.fromkeys(offload, OFFLOAD), **remake}.items():
+    for address, node in {**dict.fromkeys(offload, OFFLOAD), **recompute}.items():
         call, mark, place = split_address(address)
         name, notes, ordinals = node.partition(NOTED)
-        (of(call).inputs if mark == "@" else of(call).remake)[int(place)] = Decision(name, address)
+        (of(call).inputs if mark == "@" else of(call).recompute)[int(place)] = Decision(name, address)
         of(call).notes |= bool(notes)
         of(call).noted.update(map(int, filter(None, ordinals.strip().split(","))))
         of(call).shape |= node == SHAPE

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
     """What the engine does, as `Engine` takes it."""
-    return actions_for(decided.remake, decided.replay, decided.advance, decided.offload)
+    return actions_for(decided.recompute, decided.replay, decided.advance, decided.offload)
 
 
 def most_elements(plan: Plan) -> float:
     """The elements of the largest call that `plan` is for; no bound where it does not say."""
-    return max((elements(shapes_in(words)) for words in plan.given), default=inf)
+    return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
 
 
 class Planned(Engine):
@@ -34,12 +34,12 @@ class Planned(Engine):
 
     def __init__(self, model: nn.Module, *plans: Plan) -> None:
         decided: list[Decided] = [*plans]
-        if plans and plans[-1].larger is not None:
-            decided.append(plans[-1].larger)
+        if plans and plans[-1].fallback is not None:
+            decided.append(plans[-1].fallback)
         tables = [*map(table_of, decided)] or [{}]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
-        self.left_alone = frozenset(path for plan in plans for path in plan.left_alone)
-        self.mixed = frozenset(address for plan in plans for address in plan.mixed)
+        self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
+        self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Told of what a part of the model is given that a step calls by itself."""
         self._most = [most_elements(plan) for plan in plans]

@@ -1,4 +1,4 @@
-"""One node's output, remade from a recipe: its operands are found at pack time and held as handles."""
+"""One node's output, recomputed from a recipe: its operands are found at pack time and held as handles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import Place
 
 
-class Remake:
+class Recompute:
     """A pending run of a recipe. As long as it is pending its operands know that somebody waits for them."""
 
     __slots__ = (
@@ -140,7 +140,7 @@ def goes_into(other: Tensor, tensor: Tensor) -> bool:
 
 def certain(value: Value) -> bool:
     """Whether a value that is kept or made again has the strides of the true tensor."""
-    return not isinstance(value.maker, Remake) or value.maker.certain
+    return not isinstance(value.maker, Recompute) or value.maker.certain
 
 
 def plain() -> contextlib.AbstractContextManager[Any]:

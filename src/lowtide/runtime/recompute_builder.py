@@ -1,4 +1,4 @@
-"""Finds how a tensor that is being saved can be made again, and what from: a value whose maker is a `Remake`."""
+"""Finds how a tensor that is being saved can be made again, and what from: a value whose maker is a `Recompute`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lowtide._torch.tensors import is_plain
 from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.operand_capture import Number
 from lowtide.runtime.operand_lookup import NodeSource
-from lowtide.runtime.recipes import RECIPES, CannotRemake
-from lowtide.runtime.recompute import Remake
+from lowtide.runtime.recipes import RECIPES, CannotRecompute
+from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, register, registered
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.tensor_writers import ReliedOn
 
 MAX_CHAIN = 32
-"""Nodes that one remake may go through before it meets a value that somebody holds."""
+"""Nodes that one recompute may go through before it meets a value that somebody holds."""
 
 
 class Owners:
@@ -72,31 +72,31 @@ class Builder:
     def __init__(self, owners: Owners) -> None:
         self.owners = owners
 
-    def remake(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
-        """A value that a recipe makes from what is upstream of it. Raises CannotRemake, saying why.
+    def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
+        """A value that a recipe makes from what is upstream of it. Raises CannotRecompute, saying why.
 
         `like` is the output itself where it is at hand: the result will have its strides. Without it the value is only
-        passed through by the remakes of others, maybe with other strides: `certain`.
+        passed through by the recomputes of others, maybe with other strides: `certain`.
         """
         found = RECIPES.get(node.name())
         if found is None:
-            raise CannotRemake(f"no recipe for {node.name()}")
+            raise CannotRecompute(f"no recipe for {node.name()}")
         if output and not found.several:
-            raise CannotRemake(f"no recipe for output {output} of {node.name()}")
+            raise CannotRecompute(f"no recipe for output {output} of {node.name()}")
         if found.device is not None and found.device != (device := output_metadata(node, output).device.type):
-            raise CannotRemake(f"no recipe for {node.name()} on {device}")
+            raise CannotRecompute(f"no recipe for {node.name()} on {device}")
         if depth > MAX_CHAIN:
-            raise CannotRemake(f"more than {MAX_CHAIN} nodes in a row hold nothing")
+            raise CannotRecompute(f"more than {MAX_CHAIN} nodes in a row hold nothing")
         if like is not None and not is_plain(like):
-            raise CannotRemake(f"it is a {type(like).__name__} of layout {like.layout}")
+            raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
         if like is not None and like._version and makes_anew(node.name()):
-            raise CannotRemake("it was written to without autograd after it had been made")
+            raise CannotRecompute("it was written to without autograd after it had been made")
         if like is not None and like.storage_offset():
-            raise CannotRemake("it does not begin where its storage does")
+            raise CannotRecompute("it does not begin where its storage does")
         source = NodeSource(self, node, found, output, like, depth)
         for name, wanted in found.when.items():
             if source.constant(name) != wanted:
-                raise CannotRemake(f"{node.name()} with {name}={source.constant(name)} is not made again")
+                raise CannotRecompute(f"{node.name()} with {name}={source.constant(name)} is not made again")
         constants = {name: source.constant(name) for name in found.constants}
         arguments: dict[str, Handle | list[Handle | None] | None] = {}
         for name in found.operands:
@@ -106,10 +106,10 @@ class Builder:
             else:
                 arguments[name] = operand
         stride = None if like is None else like.stride()
-        remake = Remake(found, arguments, constants, stride, frozenset(source.noted))
+        recompute = Recompute(found, arguments, constants, stride, frozenset(source.noted))
         if self.owners.sharded:
-            remake.sharded = tuple(h for h in remake.operands if h is not None and h.value.leaf)
-        value = Value(maker=remake, output=output)
+            recompute.sharded = tuple(h for h in recompute.operands if h is not None and h.value.leaf)
+        value = Value(maker=recompute, output=output)
         value.passing = like is None
         register(node, output, value)
         return value
@@ -122,4 +122,4 @@ class Builder:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             return self.owners.relied_on.of_leaf(leaf)
-        return registered(node, output) or self.remake(node, output, depth=depth + 1)
+        return registered(node, output) or self.recompute(node, output, depth=depth + 1)

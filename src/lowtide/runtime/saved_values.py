@@ -1,7 +1,7 @@
 """What a saved tensor is packed into.
 
 A `Value` is one output of one autograd node in one step: kept, or made again when it is read. A `Handle` is one
-reader's claim on a value: autograd holds one for each saved tensor, a remake one for each operand, a replay one for
+reader's claim on a value: autograd holds one for each saved tensor, a recompute one for each operand, a replay one for
 each argument. Handles only lead upstream and never to a node, so dropping the last one frees everything behind it: no
 cycles, and nothing depends on which nodes backward has released already.
 
@@ -43,7 +43,7 @@ _NEVER = -2
 
 
 class Maker(Protocol):
-    """What brings a value back: a remake from a recipe, or the replay of a module call."""
+    """What brings a value back: a recompute from a recipe, or the replay of a module call."""
 
     @property
     def operands(self) -> Iterable[Handle | None]:
@@ -78,13 +78,13 @@ class Value:
         self.maker = maker
         self.output = output
         self.passing = False
-        """Whether nobody but remakes was ever given it."""
+        """Whether nobody but recomputes was ever given it."""
         self.partial = False
         """Whether it is, or will be, no more than what is enough for its reader: nothing else can be made of it."""
         self.leaf = 0
         """`id` of the parameter that this is; 0 for anything else."""
         self.original: weakref.ref[Tensor] | None = None
-        """The tensor that this is of, if it is read by a remake and autograd has not saved it for that."""
+        """The tensor that this is of, if it is read by a recompute and autograd has not saved it for that."""
         self.readers = 0
         """Handles that there are."""
         self.reads = 0
@@ -189,7 +189,7 @@ class Handle:
 def bring_back(value: Value) -> Tensor:
     """Make `value` again, and before it whatever it needs that is not there.
 
-    Not by recursion: a chain of remakes may be as long as a model is deep.
+    Not by recursion: a chain of recomputes may be as long as a model is deep.
     """
     pending = [value]
     while True:

@@ -1,6 +1,6 @@
-"""Writers to tensors that remakes and replays read once more in backward, and that autograd does not watch.
+"""Writers to tensors that recomputes and replays read once more in backward, and that autograd does not watch.
 
-Autograd checks the version of each tensor that it has saved. A remake reads others besides, as a bias, rows of an
+Autograd checks the version of each tensor that it has saved. A recompute reads others besides, as a bias, rows of an
 embedding, a mask that was added; and a replay reads every parameter of its call. A plain step does not mind when one of
 these is written to before backward. Most writers are seen in a rehearsal, and nothing is made of what they write to. Of
 those that come later, optimizers and embeddings with `max_norm`, which torch renormalises in each forward, are known
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import stand_in
 from lowtide._torch.tensors import storage_id
-from lowtide.runtime.recipes import CannotRemake
+from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_values import Value, changed_in_place, rootless
 
 if TYPE_CHECKING:
@@ -52,28 +52,28 @@ class Overwritten(RuntimeError):
 
 
 class ReliedOn:
-    """What the remakes and replays of one plan will read, and that is there anyway."""
+    """What the recomputes and replays of one plan will read, and that is there anyway."""
 
     def __init__(self, say: Callable[[Tensor, str], object]) -> None:
         """`say` is told of each tensor that is copied, and of what writes to it."""
         self.takes_values = True
-        """Whether remakes will really run, and not only on trial."""
+        """Whether recomputes will really run, and not only on trial."""
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._say = say
         self._stop: Callable[[], object] = lambda: None
 
     def of(self, value: Value, tensor: Tensor) -> Value:
-        """`value`, which holds `tensor` for a remake."""
+        """`value`, which holds `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
             self._values.add(value)
         return value
 
     def of_leaf(self, leaf: Tensor) -> Value:
-        """A value of a tensor without history, for a remake. Raises CannotRemake if nothing is to be made of it."""
+        """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if none is needed."""
         if is_overwritten(leaf):
-            raise CannotRemake("it is made of a tensor that was overwritten before backward")
+            raise CannotRecompute("it is made of a tensor that was overwritten before backward")
         return self.of(rootless(leaf), leaf)
 
     def watch(self) -> None:
@@ -126,7 +126,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def check_operands(values: Iterable[Value], reader: str) -> None:
-    """Raise Overwritten if a value that a remake is about to read was written to, and autograd does not know that."""
+    """Raise Overwritten if a value that a recompute is about to read was written to without autograd's knowledge."""
     for value in values:
         if value.is_changed and value.original is not None:
             assert value.tensor is not None

@@ -1,4 +1,4 @@
-"""Rehearses a script for a card that is not there: fake tensors from its first training forward on, for two steps."""
+"""Rehearses a script for a GPU that is not there: fake tensors from its first training forward on, for two steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.tensors import storage_id
 from lowtide.errors import LowtideError
+from lowtide.estimator.batch_search import resized, size_of
 from lowtide.estimator.cuda.deferred_placement import AskedForCuda
 from lowtide.estimator.cuda.placement import is_given
-from lowtide.estimator.cuda.two_step_run import OnCard
+from lowtide.estimator.cuda.two_step_run import TwoStepGpuRun
 from lowtide.estimator.fake_step import COMPILED
-from lowtide.estimator.largest_batch import resized, size_of
 from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.script.alternating_models import PATIENCE, held_by, ids, others_at_hand
 from lowtide.script.calling_code import at_hand, optimizers_at_hand
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from lowtide.estimator.cuda.gpu_estimate import CardForesight
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.estimator.values.assumptions import Answers
-    from lowtide.memory.gpu_specs import Card
+    from lowtide.memory.gpu_specs import GpuSpec
 
 
 BY_HAND = "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
@@ -42,8 +42,8 @@ MOST_PASSES = 32
 """Forward and backward passes of a loop without an optimizer after which its script is ended."""
 
 
-class Foreseeing(Crew):
-    """Puts the model on `card` at its first forward, and ends the script after two steps there.
+class Estimating(Crew):
+    """Puts the model on `gpu` at its first forward, and ends the script after two steps there.
 
     With `size` every tensor at hand whose first dimension is as long as the batch's gets that size: those that the
     model is called with, and those in variables of the functions that call it.
@@ -51,11 +51,11 @@ class Foreseeing(Crew):
 
     awaits = "was rehearsed: that takes two steps"
 
-    def __init__(self, card: Card, size: int | None, told: Callable[[], None]) -> None:
+    def __init__(self, gpu: GpuSpec, size: int | None, told: Callable[[], None]) -> None:
         self.done = False
-        self.foresight: CardForesight | None = None
-        self._card, self._size, self._told = card, size, told
-        self._rehearsal: OnCard | None = None
+        self.estimate: GpuMemoryEstimate | None = None
+        self._gpu, self._size, self._told = gpu, size, told
+        self._rehearsal: TwoStepGpuRun | None = None
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
@@ -77,7 +77,7 @@ class Foreseeing(Crew):
         self._has_gone_back = False
         """Whether there was a backward pass since the model was called last."""
         self._held_up: tuple[nn.Module, tuple[Optimizer, ...]] | None = None
-        """The model, where its first forward could not be put on the card."""
+        """The model, where its first forward could not be put on the GPU."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """From here on nothing is computed; or the second step begins."""
@@ -107,7 +107,7 @@ class Foreseeing(Crew):
         self._rehearsal.answers.written.clear()
 
     def finds(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """What is trained is put on the card now: the next step begins before the model is called."""
+        """What is trained is put on the GPU now: the next step begins before the model is called."""
         self._optimizers = optimizers
         self._enter(model, [])
 
@@ -131,7 +131,7 @@ class Foreseeing(Crew):
         self._has_gone_back = True
 
     def checkpoints(self, function: Any, batch: Any) -> None:
-        """A checkpoint is about to begin. Around the model itself: put that on the card now, as it can't be inside."""
+        """A checkpoint is about to begin. Around the model itself: put that on the GPU now, as it can't be inside."""
         if self._rehearsal is not None or not torch.is_grad_enabled() or not self._may_enter(batch):
             return
         cells = [
@@ -144,7 +144,7 @@ class Foreseeing(Crew):
                 return
 
     def _may_enter(self, batch: Any) -> bool:
-        """Return False in a checkpoint or a graph from inputs on that has begun without a card: it has to end so."""
+        """Return False in a checkpoint or a graph from inputs on that has begun without a GPU: it has to end so."""
         return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
 
     def finish(self) -> None:
@@ -191,7 +191,7 @@ class Foreseeing(Crew):
         found = Reached(*at_hand())
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
         reached = (self._optimizers, found.modules)
-        rehearsal = OnCard(self._card, model, batch, reached, alone=True, is_there=self.asked.has)
+        rehearsal = TwoStepGpuRun(self._gpu, model, batch, reached, alone=True, is_there=self.asked.has)
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
         self._told()
@@ -224,10 +224,10 @@ class Foreseeing(Crew):
         rehearsal.finish()
         self.leaves()
         n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_gone_back()
-        self.foresight, self.done = rehearsal.foresight(n_passes), True
+        self.estimate, self.done = rehearsal.estimate(n_passes), True
 
     def gives_up(self, model: nn.Module) -> None:
-        """It is another one that was trained since; its tensors are on the card as well, for all are that are reached.
+        """It is another one that was trained since; its tensors are on the GPU as well, for all are that are reached.
 
         Before any update nothing but a forward has been. Else that was a whole step.
         """
@@ -255,22 +255,22 @@ class Foreseeing(Crew):
             rehearsal.__exit__(None, None, None)
 
 
-def foresee_script(
-    script: Script, card: Card, size: int | None = None, *, told: Callable[[], None] = lambda: None
-) -> tuple[int, CardForesight | None]:
-    """Run `script` up to two steps on `card`: its exit code, and what is known then.
+def estimate_script(
+    script: Script, gpu: GpuSpec, size: int | None = None, *, told: Callable[[], None] = lambda: None
+) -> tuple[int, GpuMemoryEstimate | None]:
+    """Run `script` up to two steps on `gpu`: its exit code, and what is known then.
 
     `told` is called when its tensors are real for the last time.
     Raises what a rehearsal raises, with the line of the script that was asked for too much.
     """
-    crew = Foreseeing(card, size, told)
-    with cuda_for_a_script(card, crew), nothing_saved(crew):
+    crew = Estimating(gpu, size, told)
+    with cuda_for_a_script(gpu, crew), nothing_saved(crew):
         try:
             code = run_watched(script, crew)
         except LowtideError as error:
             first = None if crew.answers is None else crew.answers.refused
             raise first or error  # noqa: B904  the last one came of cleaning up after the first
-    return code, crew.foresight
+    return code, crew.estimate
 
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:

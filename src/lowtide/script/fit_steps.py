@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.planner.records import Profile, Pulled
+    from lowtide.planner.records import AppliedLever, Profile
 
 OnInfeasible = Literal["raise", "smallest", "plain"]
 """A training loop where no plan fits: ends with the error, goes on under the most saving plan, or without any."""
@@ -95,7 +95,7 @@ class Fitting(UnderPlan):
         self,
         budget: int | str,
         say: Callable[[str], None],
-        levers: tuple[Pulled, ...] = (),
+        levers: tuple[AppliedLever, ...] = (),
         *,
         in_place: bool = True,
         on_infeasible: OnInfeasible = "raise",
@@ -368,7 +368,7 @@ class Fitting(UnderPlan):
     def _outgrown(self, what: str) -> bool:
         """Return True if the model gets a plan of its own for a batch that is larger than the planned ones."""
         assert self.plan is not None
-        is_one_size = len(self.plan.given) == 1  # else a part of a large step would get the plan for a small one
+        is_one_size = len(self.plan.input_shapes) == 1  # else a part of a large step would get the plan for a small one
         if not is_one_size or several_processes() or self._n_growths >= GROWTHS:
             return False
         self._say(
@@ -412,7 +412,7 @@ class Fitting(UnderPlan):
         except Infeasible as why:
             larger = replace(smallest_plan(profile), budget_bytes=made.budget_bytes)
             self._say(f"{_first_line(why)} The most saving plan is in force for these batches")
-        if len(larger.given) == 1 and most_elements(larger) > most_elements(made):
+        if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
             self._smaller.append(made)
             self.plan = larger
             self._over, self._n_others, self._most = [], 0, 0

@@ -1,4 +1,4 @@
-"""What stands in for functions of torch while a script is rehearsed for a card that is not there."""
+"""What stands in for functions of torch while a script is rehearsed for a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lowtide.estimator.cuda.redirect import cuda_is_there
 from lowtide.memory.allocator.config import AllocatorConfig
 
 if TYPE_CHECKING:
-    from lowtide.memory.gpu_specs import Card
-    from lowtide.script.estimate_steps import Foreseeing
+    from lowtide.memory.gpu_specs import GpuSpec
+    from lowtide.script.estimate_steps import Estimating
 
 
 @contextlib.contextmanager
-def nothing_saved(crew: Foreseeing) -> Iterator[None]:
+def nothing_saved(crew: Estimating) -> Iterator[None]:
     """From the first forward on nothing is written over what the script saved when it really trained."""
     save = torch.save
 
@@ -40,7 +40,7 @@ def nothing_saved(crew: Foreseeing) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_for_a_script(card: Card, crew: Foreseeing) -> Iterator[None]:
+def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
     """Before its first forward a script that asks for CUDA is told that there is one, and stays on the CPU.
 
     Nothing is compiled: what is rehearsed are the operators themselves.
@@ -72,6 +72,6 @@ def cuda_for_a_script(card: Card, crew: Foreseeing) -> Iterator[None]:
         stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles()))
         if not torch.cuda.is_available():
             usage = Usage(crew.asked, AllocatorConfig.from_environment())
-            stack.enter_context(cuda_is_there(card, crew.asked, usage))
+            stack.enter_context(cuda_is_there(gpu, crew.asked, usage))
             stack.enter_context(function_modes_in_backward())
         yield

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lowtide.levers import PulledOn
-    from lowtide.planner.records import Profile, Pulled
+    from lowtide.planner.records import AppliedLever, Profile
 
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
 
@@ -45,7 +45,7 @@ class Rehearsing(Crew):
         return TWO_STEPS + hidden
 
     def __init__(
-        self, *, plain: bool = False, stop: bool = True, levers: tuple[Pulled, ...] = (), in_place: bool = True
+        self, *, plain: bool = False, stop: bool = True, levers: tuple[AppliedLever, ...] = (), in_place: bool = True
     ) -> None:
         self.done = False
         self.profile: Profile | None = None
@@ -169,7 +169,7 @@ class Rehearsing(Crew):
         return 0 if self._observed is None else self._observed.n_sizes
 
 
-def _put_on(model: nn.Module, levers: tuple[Pulled, ...]) -> PulledOn:
+def _put_on(model: nn.Module, levers: tuple[AppliedLever, ...]) -> PulledOn:
     try:
         return put_on(model, levers, None)
     except NoUse as why:

@@ -95,7 +95,7 @@ class Run:
 
     def _in_a_line(self, plan: Plan) -> str:
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
-        size = "" if len(self._fitting.plans) == 1 else f" up to {' and '.join(plan.given)}"
+        size = "" if len(self._fitting.plans) == 1 else f" up to {' and '.join(plan.input_shapes)}"
         return (
             f"{self._fitting.model_name}{size}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)})"
             f"{extra_time(plan)}; {decisions(plan)}"

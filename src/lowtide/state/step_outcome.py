@@ -124,7 +124,7 @@ class Outcome:
                 "counters": counts(),
                 "random numbers": {
                     "cpu": digest(random.torch_cpu),
-                    **{f"card {card}": digest(state) for card, state in random.torch_cards.items()},
+                    **{f"GPU {gpu}": digest(state) for gpu, state in random.torch_gpus.items()},
                     "python": _text_digest(repr(random.python)),
                     "numpy": _text_digest(repr(random.numpy)),
                 },

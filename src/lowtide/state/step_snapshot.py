@@ -264,7 +264,7 @@ class RandomState:
     """All random number generators that training code draws from."""
 
     torch_cpu: Tensor
-    torch_cards: dict[int, Tensor]
+    torch_gpus: dict[int, Tensor]
     python: tuple[Any, ...]
     numpy: Any
     others: tuple[tuple[Callable[[Any], object], Any], ...] = ()
@@ -273,10 +273,10 @@ class RandomState:
     @classmethod
     def now(cls, others: Iterable[Any] = ()) -> RandomState:
         """By now; `others` are generators of torch, NumPy or Python."""
-        cards = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
+        gpus = range(torch.accelerator.device_count()) if accelerator_in_use() else ()
         return cls(
             torch_cpu=set_aside(torch.get_rng_state()),
-            torch_cards={card: set_aside(torch.get_device_module().get_rng_state(card)) for card in cards},
+            torch_gpus={gpu: set_aside(torch.get_device_module().get_rng_state(gpu)) for gpu in gpus},
             python=python_state(),
             numpy=numpy_state(),
             others=tuple(map(state_of, others)),
@@ -284,8 +284,8 @@ class RandomState:
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch_cpu)
-        for card, state in self.torch_cards.items():
-            torch.get_device_module().set_rng_state(state, card)
+        for gpu, state in self.torch_gpus.items():
+            torch.get_device_module().set_rng_state(state, gpu)
         random.setstate(self.python)
         set_numpy_state(self.numpy)
         for set_state, state in self.others:

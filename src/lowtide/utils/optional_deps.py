@@ -42,6 +42,6 @@ def _message(asked_by: str, found: str) -> str:
         f"{asked_by} needs torch {oldest} or newer.\n"
         f"  Found: {found} (in {sys.executable}).\n"
         '  Install it: pip install "lowtide[torch]"\n'
-        "  That takes the build pip finds first. If your card or system needs another one (CPU only, an older CUDA, "
+        "  That takes the build pip finds first. If your GPU or system needs another one (CPU only, an older CUDA, "
         "ROCm), install torch with PyTorch's own command for it before that."
     )

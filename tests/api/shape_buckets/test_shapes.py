@@ -48,7 +48,7 @@ def test_every_bucket_is_measured_to_be_within_the_budget(fitted):
         assert bucket.verdict.identical
         assert not bucket.verdict.drifted
     assert [PREDICTED in bucket.profile.notes for bucket in fitted.buckets] == [True, True, True, False]
-    assert not fitted.buckets[0].plan.remake
+    assert not fitted.buckets[0].plan.recompute
     assert fitted.buckets[0].verdict.measured_peak_bytes > 0.9 * budget  # no larger than it must be
     extra = [bucket.plan.predicted.extra_ms for bucket in fitted.buckets]
     assert extra[0] == 0
@@ -123,7 +123,7 @@ REPLAYS = (
 
 def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted):
     buckets = [
-        replace(bucket, plan=replace(bucket.plan, remake={}, replay=replay, advance=()))
+        replace(bucket, plan=replace(bucket.plan, recompute={}, replay=replay, advance=()))
         for bucket, replay in zip(fitted[1].buckets, REPLAYS, strict=True)
     ]
     lengths = [int(bucket.size.split()[1][:-1]) for bucket in buckets]
@@ -146,7 +146,7 @@ def test_a_batch_beyond_the_largest_gets_the_most_saving_plan_and_one_warning(fi
     case, found = fitted
     larger = {name: tensor.repeat(2, 1) for name, tensor in case.batch.items()}
     peaks = []
-    for plan in (found.buckets[-1].plan, replace(found.buckets[-1].plan, larger=None)):
+    for plan in (found.buckets[-1].plan, replace(found.buckets[-1].plan, fallback=None)):
         other = build("gpt2")
         with lowtide.apply(other.model, plan, say=lambda what: None), lowtide.measure() as memory:
             other.model(**larger).loss.backward()
@@ -201,9 +201,9 @@ def test_what_lies_between_two_sizes_is_never_less_than_the_truth():
         made = between(*two, share, fingerprint(case.model, batch))
         true = replace(true, static=replace(true.static, others=made.static.others))  # other batches that this test has
         assert alike(made, true)
-        remake = frozenset(s.address for s in true.slots if true.values[s.value].recipe and not s.is_input)
+        recompute = frozenset(s.address for s in true.slots if true.values[s.value].recipe and not s.is_input)
         blocks = frozenset(c.id for c in true.calls if c.refused is None and c.parent is not None and "Block" in c.cls)
-        for decisions in (Decisions(), Decisions(remake=remake), Decisions(replay=blocks)):
+        for decisions in (Decisions(), Decisions(recompute=recompute), Decisions(replay=blocks)):
             of_made, of_true = predict(made, decisions), predict(true, decisions)
             assert of_true.peak_bytes <= of_made.peak_bytes <= 1.05 * of_true.peak_bytes
             assert of_true.held_bytes <= of_made.held_bytes

@@ -103,7 +103,7 @@ def test_a_real_runs_json_has_it_all(small: tuple["subprocess.CompletedProcess[s
     raw = json.loads(path.read_text(encoding="utf-8"))
     assert raw["model"] == "gpt2"
     assert raw["runs"][1]["same"] == {"losses": True, "gradients": True, "state": True}
-    assert raw["runs"][1]["plan"]["remake"]
+    assert raw["runs"][1]["plan"]["recompute"]
     for private in (str(Path.home()), str(Path(__file__).parents[3])):
         assert private not in path.read_text(encoding="utf-8")
 
@@ -135,7 +135,7 @@ def test_a_slow_machine_does_fewer_steps_and_the_count_of_steps_comes_out(monkey
     assert told[-1][1] == told[-1][2]
     everything_fits = found.runs[1]
     assert everything_fits.plan is not None
-    assert not everything_fits.plan.remake
+    assert not everything_fits.plan.recompute
     assert not work.model.__dict__.keys() - plain.model.__dict__.keys()  # nothing is left on the model
 
 
@@ -145,7 +145,7 @@ PREDICTION = Prediction(peak_bytes=600, peak_position=0, held_bytes=0, extra_ms=
 PLAN = Plan(
     fingerprint=Fingerprint(torch="", model="", batch="", device="cpu"),
     budget_bytes=700,
-    remake={"h.0#0:1": "GeluBackward0", "h.1#0:1": "GeluBackward0", "ln#0:0": "NativeLayerNormBackward0"},
+    recompute={"h.0#0:1": "GeluBackward0", "h.1#0:1": "GeluBackward0", "ln#0:0": "NativeLayerNormBackward0"},
     replay=("h.0.attn#0", "h.1.attn#0"),
     predicted=PREDICTION,
     plain=replace(PREDICTION, peak_bytes=1000),
@@ -216,8 +216,8 @@ def test_exit_codes(found: Comparison, args: Sequence[str], code: int, monkeypat
     assert run(*args).return_value == code
 
 
-def test_what_is_remade_and_replayed_is_said() -> None:
-    assert "70 %: remade GELU (2), layer norm (1); replayed h.{0-1}.attn." in shown(comparison(GOOD))
+def test_what_is_recomputed_and_replayed_is_said() -> None:
+    assert "70 %: recomputed GELU (2), layer norm (1); replayed h.{0-1}.attn." in shown(comparison(GOOD))
     row = next(line for line in shown(comparison(GOOD)).splitlines() if line.startswith("70 % "))
     assert row.split() == ["70", "%", "700", "B", "600", "B", "650", "B", "+5", "%", "3", "2", "equal"]
 

@@ -122,7 +122,7 @@ ROWS = [
         device=0,
     ),
     Row(
-        "2.0, one tensor larger than the card",
+        "2.0, one tensor larger than the GPU",
         "huge-tensor",
         numbers=dict(
             tried_bytes=gib(222.41),
@@ -134,7 +134,7 @@ ROWS = [
         device=0,
     ),
     Row(
-        "2.0, somebody else on the card",
+        "2.0, somebody else on the GPU",
         "other-process",
         numbers=dict(
             tried_bytes=mib(28),
@@ -236,7 +236,7 @@ ROWS = [
         device=0,
     ),
     Row(
-        "2.5, half a card taken, a large request that would fit without",
+        "2.5, half a GPU taken, a large request that would fit without",
         "other-process",
         numbers=dict(
             tried_bytes=gib(12),

@@ -162,7 +162,7 @@ def test_a_step_needs_its_model() -> None:
 
 
 @pytest.mark.gpu
-def test_a_real_one_on_a_card(tmp_path: Path) -> None:
+def test_a_real_one_on_a_gpu(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     model = nn.Sequential(*_blocks(32, 1024)).cuda()

@@ -24,10 +24,10 @@ class Switching(Engine):
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
-        decided = [*plans, plans[-1].larger or plans[-1]]
+        decided = [*plans, plans[-1].fallback or plans[-1]]
         super().__init__(model, *map(table_of, decided), in_place=[each.in_place for each in decided])
-        self.left_alone = frozenset(path for plan in plans for path in plan.left_alone)
-        self.mixed = frozenset(address for plan in plans for address in plan.mixed)
+        self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
+        self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
         self._telling = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])

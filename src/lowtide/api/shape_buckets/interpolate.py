@@ -95,9 +95,9 @@ def _skeleton(profile: Profile) -> object:
     return (
         len(profile.base_bytes),
         profile.phases,
-        [(s.born, s.dies, s.category) for s in profile.storages],
-        [(v.storage, v.node, v.recipe, v.needs, v.expensive, v.refused is None) for v in values],
+        [(s.allocated_at, s.freed_at, s.category) for s in profile.storages],
+        [(v.storage, v.node, v.recipe, v.operands, v.expensive, v.refused is None) for v in values],
         [replace(slot, label="") for slot in profile.slots],
         [sorted(each.nodes) for each in profile.in_place],
-        [(c.id, c.cls, c.parent, c.enter, c.exit, c.refused is None, c.gives) for c in profile.calls],
+        [(c.id, c.cls, c.parent, c.enter, c.exit, c.refused is None, c.result_value) for c in profile.calls],
     )

@@ -27,7 +27,7 @@ def show(found: Comparison, console: Console) -> None:
 def _table(found: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("budget", "predicted", "measured", "time", "remade", "run again"):
+    for heading in ("budget", "predicted", "measured", "time", "recomputed", "run again"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bits", no_wrap=True)
     for run in found.runs:
@@ -45,7 +45,7 @@ def _cells(run: Run) -> Iterator[str | Text]:
     if run.kind == "plain":
         return
     yield "" if run.time_ratio is None else format_ratio(run.time_ratio - 1, signed=True)
-    yield "" if run.plan is None else str(len(run.plan.remake))
+    yield "" if run.plan is None else str(len(run.plan.recompute))
     yield "blocks" if run.plan is None else str(len(run.plan.replay) + len(run.plan.advance))
     yield Text("equal", style="green") if run.identical else Text("DIFFER", style="bold red")
 

@@ -1,4 +1,4 @@
-"""The device that stands for a CUDA card: torch's one place for devices of other makers, filled in Python.
+"""The device that stands for a GPU: torch's one place for devices of other makers, filled in Python.
 
 Fake tensors of "cuda" itself can't be had where torch is built without CUDA: the first that needs a gradient ends the
 process. A device of one's own is a full device to autograd, and composite operators choose on it as they do on CUDA.
@@ -24,7 +24,7 @@ from lowtide._torch.privateuse1 import (
 from lowtide.errors import RehearsalError
 from lowtide.estimator.cuda.current_gpu import NAME, in_use, lasting, measured, unbounded
 from lowtide.estimator.cuda.device_kernels import register
-from lowtide.memory.gpu_specs import Card
+from lowtide.memory.gpu_specs import GpuSpec
 
 
 class _Module(DeviceModule):
@@ -57,11 +57,11 @@ class _Hook(DeviceHook):
 
 
 @contextlib.contextmanager
-def card_in_use(card: Card) -> Iterator[None]:
-    """`NAME` is a device like `card` in this block, which is entered in one thread at a time, after `take_place`."""
+def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
+    """`NAME` is a device like `gpu` in this block, which is entered in one thread at a time, after `take_place`."""
     if in_use:
-        raise RehearsalError("one rehearsal of a card runs inside of another. Let the first one end.")
-    in_use.append(card)
+        raise RehearsalError("one rehearsal of a GPU runs inside of another. Let the first one end.")
+    in_use.append(gpu)
     unbounded.clear()
     measured.clear()
     try:
@@ -77,21 +77,21 @@ def card_in_use(card: Card) -> Iterator[None]:
 def take_place(*, alone: bool = False) -> None:
     """Make `NAME` a device, for the rest of the process.
 
-    Raises RehearsalError where somebody else has taken torch's place for such devices, and where there is a CUDA card
+    Raises RehearsalError where somebody else has taken torch's place for such devices, and where there is a GPU
     to train on, unless the process is there for the rehearsal alone: torch knows one accelerator, and from then on
     that is this device.
     """
     if torch.cuda.is_available() and not alone:
         raise RehearsalError(
-            "this process has a CUDA card, whose streams torch would no longer look after once there is a device for "
-            "rehearsals.\n  Rehearse with `lowtide rehearse --device`, or in a process with CUDA_VISIBLE_DEVICES=''."
+            "this process has a GPU, whose streams torch would no longer look after once there is a device for "
+            "rehearsals.\n  Rehearse with `lowtide estimate --device`, or in a process with CUDA_VISIBLE_DEVICES=''."
         )
     taken = device_place()
     if taken == NAME:
         return
     if taken is not None:
         raise RehearsalError(
-            f"the device {taken!r} has torch's one place for devices of other makers, which a rehearsal for a card "
+            f"the device {taken!r} has torch's one place for devices of other makers, which a rehearsal for a GPU "
             "needs.\n  Rehearse in a process that does not import it."
         )
     take_device_place(NAME, _Module(), _Hook())

@@ -1,4 +1,4 @@
-"""The card that is being rehearsed, for those who behave by it."""
+"""The GPU that is being rehearsed, for those who behave by it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lowtide.memory.gpu_specs import Card
+from lowtide.memory.gpu_specs import GpuSpec
 
 NAME = "cudalike"
-"""Type of the device that tensors on the card have."""
+"""Type of the device that tensors on the GPU have."""
 
 CUDA = torch.device("cuda", 0)
 """The device that they show to Python code."""
 
 CAPABILITY_ASSUMED = (8, 0)
-"""Of a card of which only the memory was given."""
+"""Of a GPU of which only the memory was given."""
 
-in_use: list[Card] = []
+in_use: list[GpuSpec] = []
 """At most one."""
 
 
 taking: list[Callable[[Tensor], Tensor]] = []
-"""At most one: how a tensor on the CPU that meets others on the card is taken to be there."""
+"""At most one: how a tensor on the CPU that meets others on the GPU is taken to be there."""
 
 
 def there(tensor: Tensor) -> Tensor:
-    """A tensor that a script without a card has on the CPU, put on the card; any other as it is."""
+    """A tensor that a script without a GPU has on the CPU, put on the GPU; any other as it is."""
     is_away = tensor.device.type == "cpu" and not tensor.requires_grad
     return taking[0](tensor) if is_away and taking else tensor
 
 
 unbounded: dict[str, str] = {}
-"""What only a library knows of the memory that it takes, in words, by operator; of the card in use, or the last one."""
+"""What only a library knows of the memory that it takes, in words, by operator; of the GPU in use, or the last one."""
 
 measured: dict[str, str] = {}
 """What a library takes by a measurement on one GPU, in words, by operator; likewise."""
@@ -57,5 +57,5 @@ def stands_in_for(op: str) -> Iterator[None]:
 
 
 def capability() -> tuple[int, int]:
-    """The compute capability to behave by. Only while a card is in use."""
+    """The compute capability to behave by. Only while a GPU is in use."""
     return in_use[0].capability or CAPABILITY_ASSUMED

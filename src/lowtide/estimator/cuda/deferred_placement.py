@@ -1,6 +1,6 @@
-"""What a script has asked for on CUDA before there is a card: it stays on the CPU, and says that it is on CUDA.
+"""What a script has asked for on CUDA before there is a GPU: it stays on the CPU, and says that it is on CUDA.
 
-A tensor was asked for there, or was computed from one that was. When the card comes, those at hand are put on it.
+A tensor was asked for there, or was computed from one that was. When the GPU comes, those at hand are put on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class AskedForCuda(CudaMeans):
-    """In this block, as long as there is no card, "cuda" is the CPU, and it is remembered what was asked for there."""
+    """In this block, as long as there is no GPU, "cuda" is the CPU, and it is remembered what was asked for there."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -1,4 +1,4 @@
-"""The ledger of a step on a card that is not there."""
+"""The ledger of a step on a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _CPU = torch.device("cpu")
 
 
 class _AtHome(Twins):
-    """Twins where their tensors are, but for those on a CUDA card of this machine: they are on the rehearsed one."""
+    """Twins where their tensors are, but for those on a GPU of this machine: they are on the rehearsed one."""
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return NAME if tensor.device.type == "cuda" else tensor.device
 
 
-class CardLedger(Ledger):
+class GpuAllocationTracker(Ledger):
     """A ledger that knows of a second device, the CPU, whose memory it does not count.
 
-    A script that was begun on a machine without a card has put its tensors on the CPU. Where one of them meets tensors
-    on the card it is taken to be there as well, as long as it lives.
+    A script that was begun on a machine without a GPU has put its tensors on the CPU. Where one of them meets tensors
+    on the GPU it is taken to be there as well, as long as it lives.
     """
 
     def __init__(self, fakes: FakeTensorMode, answers: Answers, takes: Takes) -> None:
@@ -133,7 +133,7 @@ class CardLedger(Ledger):
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
         if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
             return args, kwargs, tensors
-        args, kwargs = tree_map(self.on_card, (args, kwargs))
+        args, kwargs = tree_map(self.on_gpu, (args, kwargs))
         return args, kwargs, tensors_of(args, kwargs)[0]
 
     @contextlib.contextmanager
@@ -156,20 +156,20 @@ class CardLedger(Ledger):
                     self._n_corrected += 1
                     return
 
-    def put_on_card(self, tensor: Tensor) -> None:
-        """Have a tensor that the step made on the CPU, and is no result of a graph, on the card from here on."""
-        if tensor.is_leaf and is_fake(tensor) and (there := self.on_card(tensor)) is not tensor:
+    def put_on_gpu(self, tensor: Tensor) -> None:
+        """Have a tensor that the step made on the CPU, and is no result of a graph, on the GPU from here on."""
+        if tensor.is_leaf and is_fake(tensor) and (there := self.on_gpu(tensor)) is not tensor:
             del self._moved[tensor]
             there.requires_grad_(tensor.requires_grad)
             swap(tensor, there)
 
-    def on_card(self, leaf: Any) -> Any:
-        """A tensor on the CPU, as it is on the card as long as it lives; all else as it is."""
+    def on_gpu(self, leaf: Any) -> Any:
+        """A tensor on the CPU, as it is on the GPU as long as it lives; all else as it is."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
             return leaf
         found = self._moved.get(leaf)  # type: ignore[no-untyped-call]
         if found is None:
-            self._answers.note("a tensor on the CPU is taken to be on the card")
+            self._answers.note("a tensor on the CPU is taken to be on the GPU")
             with without_modes(), self._fakes:
                 found = sparse.with_parts(leaf, self._empty) if sparse.is_sparse(leaf) else self._empty(leaf)
             self._moved[leaf] = found

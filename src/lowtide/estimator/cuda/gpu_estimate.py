@@ -1,4 +1,4 @@
-"""What a step needs on a card: requested, allocated and reserved, and whether that is there."""
+"""What a step needs on a GPU: requested, allocated and reserved, and whether that is there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal, TypeAlias
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
 from lowtide.estimator.cuda.ops.op_record import Inside
-from lowtide.estimator.memory_estimate import Foresight
+from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.simulation import Reserved, simulate
 from lowtide.memory.events import Allocate, Event, EventStream, Mark
-from lowtide.memory.gpu_specs import CARDS, Card, context_bytes
+from lowtide.memory.gpu_specs import GPUS, GpuSpec, context_bytes
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import write_snapshot
 from lowtide.units import format_bytes
@@ -24,13 +24,13 @@ Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardForesight(Foresight):
-    """A `Foresight` for a card, over both steps and what is there before them. `print` it for a table.
+class GpuMemoryEstimate(MemoryEstimate):
+    """A `MemoryEstimate` for a GPU, over both steps and what is there before them. `print` it for a table.
 
     What is known only within bounds is counted as expected, unless a name says otherwise.
     """
 
-    card: Card
+    gpu: GpuSpec
     whole: EventStream
     """Both steps, what exists at entry being allocated first: all that the allocator sees."""
     bounds: Mapping[int, Inside]
@@ -41,13 +41,13 @@ class CardForesight(Foresight):
     """Forward and backward passes that were rehearsed where no optimizer stepped; 0 where one did."""
     config: AllocatorConfig
     needs: Reserved
-    """The peaks, on a card without end."""
+    """The peaks, on a GPU without end."""
     interval: tuple[int, int]
     """Bytes reserved at the peak, at least and at most: with other addresses of segments, and with all bounds."""
     verdict: Verdict
-    """Whether it fits on `card` beside a CUDA context; "unknown" where what is not known could matter."""
-    smallest_card: Card | None
-    """The smallest card of the table, of its generation of kernels, on which `fits` would be true."""
+    """Whether it fits on `gpu` beside a CUDA context; "unknown" where what is not known could matter."""
+    smallest_gpu: GpuSpec | None
+    """The smallest GPU of the table, of its generation of kernels, on which `fits` would be true."""
 
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot, as `Timeline.to_snapshot`, of all that the allocator sees."""
@@ -65,7 +65,7 @@ class CardForesight(Foresight):
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """What the allocator takes from the card: `torch.cuda.max_memory_reserved`."""
+        """What the allocator takes from the GPU: `torch.cuda.max_memory_reserved`."""
         return self.needs.peak_reserved_bytes
 
     @property
@@ -80,8 +80,8 @@ class CardForesight(Foresight):
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the card that neither the allocator takes, at most, nor a context: for what is not known."""
-        return max(self.card.total_bytes - context_bytes(self.card)[1] - self.interval[1], 0)
+        """Bytes of the GPU that neither the allocator takes, at most, nor a context: for what is not known."""
+        return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.interval[1], 0)
 
     def more(self) -> Iterator[str]:
         """The allocator, and the answer."""
@@ -92,16 +92,16 @@ class CardForesight(Foresight):
             answer = f"it fits if what is not known takes no more than {format_bytes(self.left_bytes)}"
         if self.measured:
             answer += ", by one GPU's measurement of what is not known exactly"
-        yield f"on {self.card.name}, with {format_bytes(self.card.total_bytes)}: {answer}"
+        yield f"on {self.gpu.name}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
         yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
-        context = " to ".join(format_bytes(n) for n in context_bytes(self.card))
+        context = " to ".join(format_bytes(n) for n in context_bytes(self.gpu))
         yield f"  {context}  the CUDA context, which is not the allocator's"
-        smallest = "none of the table" if self.smallest_card is None else self.smallest_card.name
+        smallest = "none of the table" if self.smallest_gpu is None else self.smallest_gpu.name
         sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
-        yield f"smallest card on which {sure}: {smallest}"
+        yield f"smallest GPU on which {sure}: {smallest}"
 
     def _peak_in_words(self) -> str:
         """Why it is not the peak of the step that was recorded last, which is shown."""
@@ -126,7 +126,7 @@ _IN_WORDS: dict[Verdict, str] = {
 
 
 class Outcome:
-    """A recorded run on any card: one stream for what is expected and one for each bound, each with several addresses.
+    """A recorded run on any GPU: one stream for what is expected and one for each bound, each with several addresses.
 
     Where the driver puts segments decides between free blocks of equal size, and with that whether one more tensor has
     room. Expected is what recorded snapshots show, `DriverAddresses`; other orders count as what may be.
@@ -144,7 +144,7 @@ class Outcome:
         self._endless: dict[tuple[str, int, int | None], Reserved] = {}
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
-        """The peaks expected, and the bounds of the reserved one, on a card without end."""
+        """The peaks expected, and the bounds of the reserved one, on a GPU without end."""
         expected = self._without_end("expected", 0)
         # every stream with the expected addresses, and what is expected with the others; also of the bounds that are
         # expected themselves, as best fit does not promise that less needs less
@@ -152,39 +152,39 @@ class Outcome:
         peaks = [self._without_end(*run).peak_reserved_bytes for run in runs]
         return expected, (min(peaks), max(peaks))
 
-    def on(self, card: Card) -> Verdict:
+    def on(self, gpu: GpuSpec) -> Verdict:
         """Whether it fits there, whatever its context, what is not known, and the driver's addresses take."""
-        least, most = context_bytes(card)
+        least, most = context_bytes(gpu)
         orders = range(len(self._orders))
         # all of them, as best fit does not promise that less needs less
-        if self._is_bounded and all(self._runs(name, order, card, most) for name in self._streams for order in orders):
+        if self._is_bounded and all(self._runs(name, order, gpu, most) for name in self._streams for order in orders):
             return "fits"
-        possible = any(self._runs(name, order, card, least) for name in self._streams for order in orders)
+        possible = any(self._runs(name, order, gpu, least) for name in self._streams for order in orders)
         return "unknown" if possible else "does not fit"
 
-    def smallest(self, like: Card) -> Card | None:
-        """The smallest card of the table on which it is sure to fit, of those whose kernels are those of `like`."""
-        return next((card for card in CARDS if _newer(card) == _newer(like) and self.on(card) == "fits"), None)
+    def smallest(self, like: GpuSpec) -> GpuSpec | None:
+        """The smallest GPU of the table on which it is sure to fit, of those whose kernels are those of `like`."""
+        return next((gpu for gpu in GPUS if _newer(gpu) == _newer(like) and self.on(gpu) == "fits"), None)
 
-    def _runs(self, name: str, order: int, card: Card, context: int) -> bool:
-        workspace, capacity = workspace_bytes(card), card.total_bytes - context
+    def _runs(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
+        workspace, capacity = workspace_bytes(gpu), gpu.total_bytes - context
         if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
             endless = self._without_end(name, order, workspace)
             if endless.peak_reserved_bytes <= capacity:
-                return True  # the card never refuses, so that it goes as on one without end
+                return True  # the GPU never refuses, so that it goes as on one without end
             if endless.peak_requested_bytes > capacity:
                 return False
-        stream = self._on_card(name, workspace)
-        return simulate(stream, self._config, capacity, total=card.total_bytes, addresses=self._orders[order]()).fits
+        stream = self._on_gpu(name, workspace)
+        return simulate(stream, self._config, capacity, total=gpu.total_bytes, addresses=self._orders[order]()).fits
 
     def _without_end(self, name: str, order: int, workspace: int | None = None) -> Reserved:
         key = name, order, workspace
         if key not in self._endless:
-            stream = self._streams[name] if workspace is None else self._on_card(name, workspace)
+            stream = self._streams[name] if workspace is None else self._on_gpu(name, workspace)
             self._endless[key] = simulate(stream, self._config, addresses=self._orders[order]())
         return self._endless[key]
 
-    def _on_card(self, name: str, workspace: int) -> EventStream:
+    def _on_gpu(self, name: str, workspace: int) -> EventStream:
         stream = self._streams[name]
         return _resized(stream, _workspaces(stream, workspace))
 
@@ -196,9 +196,9 @@ _EXPANDABLE: tuple[Order, ...] = (DriverAddresses,)
 """Each pool is one segment: there is nothing to put in order."""
 
 
-def _newer(card: Card) -> bool:
+def _newer(gpu: GpuSpec) -> bool:
     """Whether it has the kernels and the data types that torch takes from compute capability 8.0 on."""
-    return (card.capability or CAPABILITY_ASSUMED) >= (8, 0)
+    return (gpu.capability or CAPABILITY_ASSUMED) >= (8, 0)
 
 
 _ENDS = ("least", "most")

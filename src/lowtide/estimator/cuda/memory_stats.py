@@ -1,4 +1,4 @@
-"""Numbers of the simulated allocator while a script runs: what `torch.cuda.memory_stats` says on a card."""
+"""Numbers of the simulated allocator while a script runs: what `torch.cuda.memory_stats` says on a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Source(Protocol):
 
 
 class Usage:
-    """Statistics of the allocator after the last event of `source`, on a card without end."""
+    """Statistics of the allocator after the last event of `source`, on a GPU without end."""
 
     def __init__(self, source: Source, config: AllocatorConfig) -> None:
         self._source, self._config = source, config

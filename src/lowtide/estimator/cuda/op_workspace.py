@@ -21,32 +21,32 @@ from lowtide.estimator.cuda.ops.op_table import INSIDE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.memory.gpu_specs import Card
+    from lowtide.memory.gpu_specs import GpuSpec
 
 
 class Takes:
-    """Answers for a card what `Scratch` answers for the machine at hand."""
+    """Answers for a GPU what `Scratch` answers for the machine at hand."""
 
-    def __init__(self, card: Card) -> None:
-        self._bytes = {WORKSPACE: workspace_bytes(card), LT_WORKSPACE: lt_workspace_bytes()}
+    def __init__(self, gpu: GpuSpec) -> None:
+        self._bytes = {WORKSPACE: workspace_bytes(gpu), LT_WORKSPACE: lt_workspace_bytes()}
         self._taken: set[tuple[str, bool]] = set()
 
     def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-        """The blocks that an operator on the card takes and gives back."""
+        """The blocks that an operator on the GPU takes and gives back."""
         rule = INSIDE.get(func)
-        return [] if rule is None or not _on_card(made) else rule(args, kwargs, made)
+        return [] if rule is None or not _on_gpu(made) else rule(args, kwargs, made)
 
     def lasting(self, func: Any, args: Any, made: list[Tensor]) -> Iterator[tuple[str, int]]:
         """The workspaces that a thread's first products take, by library.
 
         Backward runs in a thread of its own on CUDA.
         """
-        if func in PRODUCTS and _on_card(made):
+        if func in PRODUCTS and _on_gpu(made):
             for library in (WORKSPACE, LT_WORKSPACE) if is_with_bias(func, args) else (WORKSPACE,):
                 if (which := (library, in_backward())) not in self._taken and self._bytes[library]:
                     self._taken.add(which)
                     yield library, self._bytes[library]
 
 
-def _on_card(made: list[Tensor]) -> bool:
+def _on_gpu(made: list[Tensor]) -> bool:
     return any(tensor.device.type == NAME for tensor in made)

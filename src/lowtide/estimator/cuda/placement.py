@@ -1,4 +1,4 @@
-"""What a step reaches, put on the card and back: the same Python objects all the time."""
+"""What a step reaches, put on the GPU and back: the same Python objects all the time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Placed:
     """Tensors that `put` has put on the device of `twins` are fake ones there until this block ends.
 
-    `is_there`: whether a real tensor is on a card already. Of others, pieces of larger memory come alone. With
-    `let_go` one that nobody else refers to any longer is on the card no longer.
+    `is_there`: whether a real tensor is on a GPU already. Of others, pieces of larger memory come alone. With
+    `let_go` one that nobody else refers to any longer is on the GPU no longer.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Placed:
                 continue
             if sparse.is_compressed(tensor):
                 raise RehearsalError(
-                    f"a tensor of layout {tensor.layout} can't be on a card that is not there: fake ones have no "
+                    f"a tensor of layout {tensor.layout} can't be on a GPU that is not there: fake ones have no "
                     "elements.\n  Give it as COO (`tensor.to_sparse_coo()`)."
                 )
             shown = resized(tensor)
@@ -94,7 +94,7 @@ class Placed:
 
 
 def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Tensor]:
-    """What is on the card when a step begins, in the order in which a script puts it there.
+    """What is on the GPU when a step begins, in the order in which a script puts it there.
 
     The model, other modules, parameters and state of optimizers that the step reaches, others that it trains by itself,
     the batch.

@@ -1,4 +1,4 @@
-"""Process groups of a script for CUDA, where there is no NCCL: gloo, and what is on the card is not sent."""
+"""Process groups of a script for CUDA, where there is no NCCL: gloo, and what is on the GPU is not sent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`torch.cuda`, as long as a card is rehearsed: the card is there, and "cuda" means it.
+"""`torch.cuda`, as long as a GPU is rehearsed: the GPU is there, and "cuda" means it.
 
-Functions that ask are answered for the card (`torch_cuda_api.py`). Graphs of CUDA are not there: a step that records
+Functions that ask are answered for the GPU (`torch_cuda_api.py`). Graphs of CUDA are not there: a step that records
 one is refused by torch itself.
 """
 
@@ -29,19 +29,19 @@ from lowtide.estimator.cuda.tensor_types import as_move, type_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.cuda.gpu_allocation_tracker import CardLedger
+    from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
     from lowtide.estimator.cuda.memory_stats import Usage
     from lowtide.estimator.values.assumptions import Answers
-    from lowtide.memory.gpu_specs import Card
+    from lowtide.memory.gpu_specs import GpuSpec
 
 
 class CudaMeans(TorchFunctionMode):
     """In this block "cuda" in arguments is another device, and tensors there say that they are on CUDA.
 
-    `ledger` puts what is on the CPU on the card before it asks for gradients: autograd sends none across.
+    `ledger` puts what is on the CPU on the GPU before it asks for gradients: autograd sends none across.
     """
 
-    def __init__(self, device: str, ledger: CardLedger | None = None) -> None:
+    def __init__(self, device: str, ledger: GpuAllocationTracker | None = None) -> None:
         super().__init__()
         self._ledger = ledger
         self._device = torch.device(device, 0) if device == NAME else torch.device(device)
@@ -67,25 +67,25 @@ class CudaMeans(TorchFunctionMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
         if func in _CELLS and self._ledger is not None:  # which choose their kernel by where the input is
-            args = tree_map(self._ledger.on_card, args)
+            args = tree_map(self._ledger.on_gpu, args)
         if func is torch.Tensor.to:
             args = tuple(self._translate(arg) for arg in args)
         if self._ledger is None:
             return func(*args, **kwargs)
         asks_for_gradients = func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]
         if asks_for_gradients or self._is_written_to(func, args):
-            self._ledger.put_on_card(args[0])
+            self._ledger.put_on_gpu(args[0])
         out = func(*args, **kwargs)
         if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
-            self._ledger.put_on_card(out)
+            self._ledger.put_on_gpu(out)
         return out
 
     def has(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is on the card."""
+        """Return True if a tensor is on the GPU."""
         return tensor.device.type in (NAME, "cuda")
 
     def _is_written_to(self, func: Any, args: Any) -> bool:
-        """Whether something on the card is written to a tensor on the CPU: autograd sends no gradients across."""
+        """Whether something on the GPU is written to a tensor on the CPU: autograd sends no gradients across."""
         name = getattr(func, "__name__", "")
         if not (name in _WRITING or (name.endswith("_") and not name.endswith("__"))) or len(args) < 2:
             return False
@@ -99,7 +99,7 @@ class CudaMeans(TorchFunctionMode):
 
     def _translate(self, value: Any) -> Any:
         is_cuda = (
-            type(value) is int  # the number of a card
+            type(value) is int  # the number of a GPU
             or (isinstance(value, str) and value.partition(":")[0] == "cuda")
             or (isinstance(value, torch.device) and value.type == "cuda")
         )
@@ -121,7 +121,7 @@ _ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, SET_REQUIRES_GRAD)
 
 
 class _Generator(torch.Generator):
-    """One for the card draws on the CPU, where the contents are that are known."""
+    """One for the GPU draws on the CPU, where the contents are that are known."""
 
     def __new__(cls, device: Any = "cpu") -> Self:
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
@@ -129,26 +129,30 @@ class _Generator(torch.Generator):
 
 @contextlib.contextmanager
 def cuda_is_there(
-    card: Card, means: CudaMeans, usage: Usage, ledger: CardLedger | None = None, answers: Answers | None = None
+    gpu: GpuSpec,
+    means: CudaMeans,
+    usage: Usage,
+    ledger: GpuAllocationTracker | None = None,
+    answers: Answers | None = None,
 ) -> Iterator[None]:
-    """In this block `torch.cuda` is that of the card, and so is `torch.autocast` with `answers`."""
+    """In this block `torch.cuda` is that of the GPU, and so is `torch.autocast` with `answers`."""
     importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
     with contextlib.ExitStack() as stack:
-        for owner, name, thing in (*about.answers(card, usage), *refused.stand_ins(), *tensor_types.stand_ins()):
+        for owner, name, thing in (*about.answers(gpu, usage), *refused.stand_ins(), *tensor_types.stand_ins()):
             stack.enter_context(patch.object(owner, name, thing))
         if answers is not None and ledger is not None:
             shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: ledger.is_inside)
             stack.enter_context(shown)
             stack.enter_context(patch.object(torch.utils, "swap_tensors", exchange))  # `Module.to` asks for it
-            stack.enter_context(_autocast_on_card(answers))
+            stack.enter_context(_autocast_on_gpu(answers))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(means)
         yield
 
 
 @contextlib.contextmanager
-def _autocast_on_card(answers: Answers) -> Iterator[None]:
-    """Autocast for CUDA is one for the card; one for the CPU as well, as a script without a card would ask for it."""
+def _autocast_on_gpu(answers: Answers) -> Iterator[None]:
+    """Autocast for CUDA is one for the GPU; one for the CPU as well, as a script without a GPU would ask for it."""
     entered: dict[int, str] = {}
     asked: list[str] = []
     """For which device each was asked that is in force."""
@@ -156,7 +160,7 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 
     def follow(device: str) -> None:
-        """Autocast is on the card as it is on `device`."""
+        """Autocast is on the GPU as it is on `device`."""
         torch.set_autocast_enabled(NAME, is_on(device))
         torch.set_autocast_dtype(NAME, dtype(device))
 
@@ -167,7 +171,7 @@ def _autocast_on_card(answers: Answers) -> Iterator[None]:
         if is_off and (asked[-1:] == ["cuda"] or sys._getframe(1).f_globals.get("__name__") == CHECKPOINT):
             return enter(self)  # type: ignore[no-untyped-call]
         if self.device == "cpu" and self._enabled:
-            answers.note("autocast for the CPU is taken to be for the card")
+            answers.note("autocast for the CPU is taken to be for the GPU")
         if self.device in ("cuda", "cpu", NAME):
             asked.append(self.device)
             self.device = NAME

@@ -1,4 +1,4 @@
-"""Tensor types such as `torch.cuda.FloatTensor`: one name for the card and a dtype.
+"""Tensor types such as `torch.cuda.FloatTensor`: one name for the GPU and a dtype.
 
 Torch's own are refused by C++ code where it is built without CUDA.
 """
@@ -20,7 +20,7 @@ _OWN = type(torch.FloatTensor)
 
 
 class TensorType(type):
-    """Class of the types. Calling one makes a tensor; tensors of its dtype on the card are its instances."""
+    """Class of the types. Calling one makes a tensor; tensors of its dtype on the GPU are its instances."""
 
     dtype: torch.dtype
     is_cuda, is_sparse = True, False
@@ -81,7 +81,7 @@ def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def type_name(name: str) -> str:
-    """The name of the type of a tensor on the card, by the one that torch gives."""
+    """The name of the type of a tensor on the GPU, by the one that torch gives."""
     return name.replace("torch.", "torch.cuda.", 1).replace(f"cuda.{NAME}.", "cuda.", 1)
 
 

@@ -1,7 +1,7 @@
-"""What `torch.cuda` and its like answer about a card that is not there, and do: nothing.
+"""What `torch.cuda` and its like answer about a GPU that is not there, and do: nothing.
 
 Functions that wait, seed, empty the cache or mark ranges do nothing, nor do streams and events. What is not known of a
-card is taken to be: nothing of it changes what a step takes.
+GPU is taken to be: nothing of it changes what a step takes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lowtide._torch.pytree import tree_map
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, CUDA
 from lowtide.estimator.cuda.memory_stats import RESET_PEAKS, RESET_SUMS, Usage
 from lowtide.memory.allocator.simulation import EMPTY_CACHE
-from lowtide.memory.gpu_specs import Card, context_bytes
+from lowtide.memory.gpu_specs import GpuSpec, context_bytes
 
 MULTIPROCESSORS_ASSUMED, THREADS_ASSUMED, SHARED_BYTES_ASSUMED = 100, 1536, 100 * 2**10
-"""Of any card, and of each multiprocessor: nothing here depends on them."""
+"""Of any GPU, and of each multiprocessor: nothing here depends on them."""
 
 CUDA_ASSUMED, CUDNN_ASSUMED, NCCL_ASSUMED = "13.0", 91900, (2, 27, 0)
 """Versions that wheels of torch for CUDA come with."""
@@ -58,17 +58,17 @@ class Idle:
     record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
 
 
-def properties(card: Card) -> SimpleNamespace:
+def properties(gpu: GpuSpec) -> SimpleNamespace:
     """As `torch.cuda.get_device_properties` gives them.
 
     Known are name, memory and capability. What code may divide by is assumed; clocks, caches, buses and the identity of
-    the card are 0.
+    the GPU are 0.
     """
-    major, minor = card.capability or CAPABILITY_ASSUMED
+    major, minor = gpu.capability or CAPABILITY_ASSUMED
     return SimpleNamespace(
-        name=card.name,
-        gcnArchName=card.name,
-        total_memory=card.total_bytes,
+        name=gpu.name,
+        gcnArchName=gpu.name,
+        total_memory=gpu.total_bytes,
         major=major,
         minor=minor,
         multi_processor_count=MULTIPROCESSORS_ASSUMED,
@@ -87,11 +87,11 @@ def properties(card: Card) -> SimpleNamespace:
     )
 
 
-def answers(card: Card, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
-    """What stands where, as long as the card is rehearsed: (owner, name, function)."""
+def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
+    """What stands where, as long as the GPU is rehearsed: (owner, name, function)."""
     functions = {
-        **_asked(card, usage),
-        **_memory(card, usage),
+        **_asked(gpu, usage),
+        **_memory(gpu, usage),
         **dict.fromkeys(_IDLE, _nothing),
         **dict.fromkeys(_ZERO, lambda device=None: 0),
         **dict.fromkeys(_STREAMS, Idle),
@@ -109,7 +109,7 @@ def answers(card: Card, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
     yield torch.version, "cuda", CUDA_ASSUMED
     yield torch.cuda.nccl, "version", lambda: NCCL_ASSUMED
     yield torch.cuda.nccl, "is_available", lambda tensors: False
-    yield torch.autograd.profiler.profile, "__init__", _without_card(torch.autograd.profiler.profile.__init__)
+    yield torch.autograd.profiler.profile, "__init__", _without_gpu(torch.autograd.profiler.profile.__init__)
     for name in ("__enter__", "__exit__"):
         yield torch.autograd.profiler.emit_nvtx, name, lambda self, *error: None if error else self
     for name in torch.cuda.tunable.__all__:
@@ -121,14 +121,14 @@ def answers(card: Card, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
         yield storage, "cuda", lambda self, *args, **kwargs: self
     yield torch.Tensor, "record_stream", _nothing
     yield torch.nn.DataParallel, "forward", _alone
-    for name, function in _of_accelerator(card, usage).items():
+    for name, function in _of_accelerator(gpu, usage).items():
         if hasattr(torch.accelerator, name):
             yield torch.accelerator, name, _unless_torch_asks(getattr(torch.accelerator, name), function)
 
 
-def _asked(card: Card, usage: Usage) -> dict[str, Any]:
-    """What there is to ask of a card."""
-    known = properties(card)
+def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
+    """What there is to ask of a GPU."""
+    known = properties(gpu)
     capability = known.major, known.minor
     state = torch.zeros(16, dtype=torch.uint8, device="cpu")  # seed and offset
     return {
@@ -137,7 +137,7 @@ def _asked(card: Card, usage: Usage) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "get_device_name": lambda device=None: card.name,
+        "get_device_name": lambda device=None: gpu.name,
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: known,
         "get_arch_list": lambda: [f"sm_{known.major}{known.minor}"],
@@ -154,7 +154,7 @@ def _asked(card: Card, usage: Usage) -> dict[str, Any]:
         "default_generators": (torch.default_generator,),
         "get_allocator_backend": lambda: "native",
         "get_per_process_memory_fraction": lambda device=None: 1.0,
-        "cudart": lambda: _Runtime(card, usage),
+        "cudart": lambda: _Runtime(gpu, usage),
         **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), dict),
         **dict.fromkeys(CUDA_EXCHANGES, lambda device: 0),
     }
@@ -163,8 +163,8 @@ def _asked(card: Card, usage: Usage) -> dict[str, Any]:
 class _Runtime:
     """`torch.cuda.cudart()`: every call of the CUDA runtime succeeds, and does nothing."""
 
-    def __init__(self, card: Card, usage: Usage) -> None:
-        self.cudaMemGetInfo = lambda device=0: _memory(card, usage)["mem_get_info"](device)
+    def __init__(self, gpu: GpuSpec, usage: Usage) -> None:
+        self.cudaMemGetInfo = lambda device=0: _memory(gpu, usage)["mem_get_info"](device)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *args, **kwargs: 0
@@ -192,12 +192,12 @@ _MARKS = {
 }
 
 
-def _memory(card: Card, usage: Usage) -> dict[str, Callable[..., Any]]:
+def _memory(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
     """Functions that `torch.cuda` and `torch.accelerator` have about the allocator."""
 
     def taken() -> int:
-        """Bytes of the card that are not free, with those of the largest context."""
-        return min(usage.level("reserved_bytes.all.current") + context_bytes(card)[1], card.total_bytes)
+        """Bytes of the GPU that are not free, with those of the largest context."""
+        return min(usage.level("reserved_bytes.all.current") + context_bytes(gpu)[1], gpu.total_bytes)
 
     return {
         **{name: lambda device=None, of=of: usage.level(of) for name, of in _LEVELS.items()},
@@ -205,7 +205,7 @@ def _memory(card: Card, usage: Usage) -> dict[str, Callable[..., Any]]:
         "memory_stats": lambda device=None: usage.stats(),
         "device_memory_used": lambda device=None: taken(),
         **dict.fromkeys(
-            ("mem_get_info", "get_memory_info"), lambda device=None: (card.total_bytes - taken(), card.total_bytes)
+            ("mem_get_info", "get_memory_info"), lambda device=None: (gpu.total_bytes - taken(), gpu.total_bytes)
         ),
     }
 
@@ -246,8 +246,8 @@ def _nested(stats: Counter[str]) -> dict[str, Any]:
     return found
 
 
-def _without_card(profile: Callable[..., None]) -> Callable[..., None]:
-    """Profile what the CPU does, as there are no kernels on the card."""
+def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
+    """Profile what the CPU does, as there are no kernels on the GPU."""
 
     def init(
         self: Any, enabled: bool = True, *, use_cuda: Any = False, use_device: Any = None, **settings: Any
@@ -269,7 +269,7 @@ def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 
 def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-    """With one card the module itself is called, with its inputs there."""
+    """With one GPU the module itself is called, with its inputs there."""
 
     def there(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
@@ -278,9 +278,9 @@ def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any
     return self.module(*inputs, **kwargs)
 
 
-def _of_accelerator(card: Card, usage: Usage) -> dict[str, Callable[..., Any]]:
+def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
     return {
-        **_memory(card, usage),
+        **_memory(gpu, usage),
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "device_count": lambda: 1,

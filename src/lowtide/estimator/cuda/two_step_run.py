@@ -1,4 +1,4 @@
-"""Two steps on a card that is not there: what has to be so meanwhile, and what is known afterwards."""
+"""Two steps on a GPU that is not there: what has to be so meanwhile, and what is known afterwards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from lowtide._torch.fake_modes import fake_mode, is_fake, without_function_modes, without_modes
 from lowtide.errors import RehearsalError
-from lowtide.estimator.cuda.backend import card_in_use, take_place
+from lowtide.estimator.cuda.backend import gpu_in_use, take_place
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NAME, measured, taking, unbounded
-from lowtide.estimator.cuda.gpu_allocation_tracker import CardLedger
-from lowtide.estimator.cuda.gpu_estimate import CardForesight, Outcome, known_within
+from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
+from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, Outcome, known_within
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.op_workspace import Takes
 from lowtide.estimator.cuda.ops.op_record import READ_IN
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from lowtide.memory.gpu_specs import Card
+    from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.planner.records import Plan, Static
 
 
-def foresee_on(
-    card: Card,
+def estimate_on(
+    gpu: GpuSpec,
     model: nn.Module,
     step: Callable[[Any], Any],
     batch: Any,
@@ -50,30 +50,30 @@ def foresee_on(
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
     allocator: AllocatorConfig | None = None,
-) -> CardForesight:
-    """As `lowtide.foresee` says. The allocator is set as the environment says, unless `allocator` is given."""
-    on_card = OnCard(card, model, batch, (step, optimizer), plan=plan, allocator=allocator)
-    with of_plan(plan, model, optimizer), on_card as rehearsal:
+) -> GpuMemoryEstimate:
+    """As `lowtide.estimate` says. The allocator is set as the environment says, unless `allocator` is given."""
+    on_gpu = TwoStepGpuRun(gpu, model, batch, (step, optimizer), plan=plan, allocator=allocator)
+    with of_plan(plan, model, optimizer), on_gpu as rehearsal:
         hand_back = handing_back(batch)
         step(batch)
         hand_back()
         rehearsal.second()
         step(batch)
         rehearsal.finish()
-    return rehearsal.foresight()
+    return rehearsal.estimate()
 
 
-class OnCard:
-    """In this block the model, the batch, and what else `reached` leads to are on `card`, and every operator is fake.
+class TwoStepGpuRun:
+    """In this block the model, the batch, and what else `reached` leads to are on `gpu`, and every operator is fake.
 
     Take one step, say `second`, take another one, say `finish`. At the end of the block everything is as it was.
-    `alone`: the process is there for nothing else, and a batch on the card only as long as the script has it.
+    `alone`: the process is there for nothing else, and a batch on the GPU only as long as the script has it.
     `is_there`: whether a real tensor is on CUDA already.
     """
 
     def __init__(
         self,
-        card: Card,
+        gpu: GpuSpec,
         model: nn.Module,
         batch: Any,
         reached: tuple[Any, ...],
@@ -83,18 +83,18 @@ class OnCard:
         allocator: AllocatorConfig | None = None,
         is_there: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
     ) -> None:
-        self._card, self._model, self._batch, self._alone = card, model, batch, alone
+        self._gpu, self._model, self._batch, self._alone = gpu, model, batch, alone
         self._config = AllocatorConfig.from_environment() if allocator is None else allocator
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RehearsalError(
-                    f"{type(module).__name__} is TorchScript, whose code runs past a card that is not there. Foresee "
+                    f"{type(module).__name__} is TorchScript, whose code runs past a GPU that is not there. Estimate "
                     "the model before it is scripted or traced, or without a device."
                 )
         self._engine = planned(model, batch, plan)
         self._fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
         self.answers = Answers(self._fakes)
-        self._ledger = CardLedger(self._fakes, self.answers, Takes(card))
+        self._ledger = GpuAllocationTracker(self._fakes, self.answers, Takes(gpu))
         self._kept = Everything(model, *reached, *([] if alone else [batch]))
         self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there, let_go=alone)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
@@ -106,17 +106,17 @@ class OnCard:
         with contextlib.ExitStack() as stack:
             stack.enter_context(alone_with(self._fakes))
             stack.enter_context(self._kept)
-            stack.enter_context(card_in_use(self._card))
+            stack.enter_context(gpu_in_use(self._gpu))
             at_entry = belongings(self._model, self._batch, self._kept.reached)
             if self._alone:
                 self._batch = None
             stack.enter_context(self._placed)
             self._placed.put(at_entry)
             means, usage = CudaMeans(NAME, self._ledger), Usage(self._ledger, self._config)
-            stack.enter_context(cuda_is_there(self._card, means, usage, self._ledger, self.answers))
+            stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))
             stack.enter_context(self._ledger)
             stack.callback(taking.clear)
-            taking.append(self._ledger.on_card)
+            taking.append(self._ledger.on_gpu)
             stack.enter_context(Questions(self.answers, self._ledger))
             stack.enter_context(as_they_are())
             stack.enter_context(self._running)
@@ -132,7 +132,7 @@ class OnCard:
         self._stack.__exit__(kind, error, trace)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Put more tensors on the card, of the sizes that `resized` gives them; fake ones stay where they are."""
+        """Put more tensors on the GPU, of the sizes that `resized` gives them; fake ones stay where they are."""
         fakes: list[Tensor] = []
         real: list[Tensor] = []
         for tensor in {id(t): t for t in tensors}.values():
@@ -182,27 +182,27 @@ class OnCard:
         self._measured = tuple(measured.values())
         self._names.state(self._kept.optimizers)
 
-    def foresight(self, n_passes: int = 0) -> CardForesight:
-        """What is known then. Only after the block has ended. `n_passes`: see `CardForesight`."""
+    def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
+        """What is known then. Only after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
         stream, bounds = self._ledger.stream, self._ledger.bounds
         outcome = Outcome(self._ledger.whole, bounds, self._config, is_bounded=not self._ledger.unbounded)
         needs, interval = outcome.needs()
         assert self._static is not None
-        return CardForesight(
+        return GpuMemoryEstimate(
             timeline=Timeline(stream, labels(stream, self._names)),
             static=with_left(self._static, self._blocks, stream),
             unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
-            assumed=(*_about(self._card), *compiled(self._model), *self.answers.notes, *left(self._kept)),
+            assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *left(self._kept)),
             measured=self._measured,
             n_passes=n_passes,
-            card=self._card,
+            gpu=self._gpu,
             whole=outcome.whole,
             bounds=bounds,
             config=self._config,
             needs=needs,
             interval=interval,
-            verdict=outcome.on(self._card),
-            smallest_card=outcome.smallest(self._card),
+            verdict=outcome.on(self._gpu),
+            smallest_gpu=outcome.smallest(self._gpu),
         )
 
 
@@ -212,9 +212,9 @@ def _exchange(tensor: Tensor, other: Tensor) -> None:
         swap(tensor, other)
 
 
-def _about(card: Card) -> Iterator[str]:
-    if card.capability is None:
+def _about(gpu: GpuSpec) -> Iterator[str]:
+    if gpu.capability is None:
         major, minor = CAPABILITY_ASSUMED
-        yield f"compute capability {major}.{minor}: only the memory of the card was given"
+        yield f"compute capability {major}.{minor}: only the memory of the GPU was given"
     if not torch.__version__.startswith(f"{READ_IN}."):
         yield f"CUDA's behaviours of torch {READ_IN}, whose sources were read: this is torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""What of `torch.cuda` a card that is not there can't do: refused by name, with the way out."""
+"""What of `torch.cuda` a GPU that is not there can't do: refused by name, with the way out."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from lowtide._torch.privateuse1 import JIT_KERNELS
 from lowtide.errors import RehearsalError
 
 _GRAPHS = (
-    "a CUDA graph records kernels, and a card that is not there runs none.\n  Rehearse the step without it; a graph "
+    "a CUDA graph records kernels, and a GPU that is not there runs none.\n  Rehearse the step without it; a graph "
     "keeps what it needs in a pool of its own, besides what the step needs."
 )
 _POOLS = (
-    "what is allocated past torch's own allocator can't be foreseen.\n  Rehearse without it: the answer is for "
+    "what is allocated past torch's own allocator can't be estimated.\n  Rehearse without it: the answer is for "
     "torch's allocator, set as PYTORCH_CUDA_ALLOC_CONF says."
 )
-_KERNELS = (
-    "kernels that are compiled for a card can't run where none is.\n  Rehearse with an operator of torch instead."
-)
-_CARDS = "a rehearsal is for one card.\n  Rehearse what one of several cards does, without moving tensors between them."
-_STORAGES = "storages of old can't be on a card that is not there.\n  Make a tensor, and take its untyped_storage()."
+_KERNELS = "kernels that are compiled for a GPU can't run where none is.\n  Rehearse with an operator of torch instead."
+_GPUS = "a rehearsal is for one GPU.\n  Rehearse what one of several GPUs does, without moving tensors between them."
+_STORAGES = "storages of old can't be on a GPU that is not there.\n  Make a tensor, and take its untyped_storage()."
 
 _GRAPH_NAMES = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
 _POOL_NAMES = ("MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator")
@@ -35,7 +33,7 @@ _REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
     ((torch.accelerator, torch.accelerator.graphs), ("Graph",), _GRAPHS),
     ((torch.cuda, torch.cuda.memory), (*_POOL_NAMES, *_ALLOCATING), _POOLS),
     ((torch.cuda.jiterator,), JIT_KERNELS, _KERNELS),
-    ((torch.cuda.comm, torch.nn.parallel.comm), _MOVING, _CARDS),
+    ((torch.cuda.comm, torch.nn.parallel.comm), _MOVING, _GPUS),
     ((torch.cuda,), tuple(name for name in dir(torch.cuda) if name.endswith("Storage")), _STORAGES),
 )
 """Modules, names in them, and why."""

@@ -20,7 +20,7 @@ from lowtide._torch.fake_modes import is_fake, is_strided, on_real_tensors
 from lowtide._torch.operators import draws, written_by
 from lowtide._torch.pytree import tree_leaves, tree_map
 from lowtide._torch.tensors import storage_id
-from lowtide.errors import Unforeseeable
+from lowtide.errors import DataDependentStepError
 from lowtide.estimator.op_sets import (
     ALL_OR_ANY,
     BY_INTEGERS,
@@ -87,7 +87,7 @@ class Answers:
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self.notes: dict[str, None] = {}
-        self.refused: Unforeseeable | None = None
+        self.refused: DataDependentStepError | None = None
         """The first question without an answer: who cleans up after it may ask more."""
         self._generators: dict[torch.Generator, torch.Generator] = {}
         self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
@@ -109,7 +109,7 @@ class Answers:
             return  # `torch.from_numpy`, which no mode sees
         if not is_strided(real) or real.untyped_storage().nbytes() == twin.untyped_storage().nbytes():
             contents.borrow(twin, real)
-        elif _is_small(real):  # a piece of something larger, of which only the piece is on the card
+        elif _is_small(real):  # a piece of something larger, of which only the piece is on the GPU
             self.learn(twin, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
@@ -297,7 +297,7 @@ class Answers:
         """Run an operator on contents, and learn what it gives. False if it can't be: it has done nothing then.
 
         Where something was assumed it may not be what the operator takes, such as an index that is too large. And some
-        operators are for cards alone.
+        operators are for GPUs alone.
         """
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         assumed = DRAWN if draws(func) else next(filter(None, map(contents.assumed, given)), "")
@@ -308,8 +308,8 @@ class Answers:
         try:
             real = self._run(func, args, kwargs, written)
         except (RuntimeError, IndexError, ValueError) as error:
-            is_for_cards = isinstance(error, NotImplementedError) and any(fake.device != _CPU for fake in made)
-            if not (assumed or is_for_cards):
+            is_for_gpus = isinstance(error, NotImplementedError) and any(fake.device != _CPU for fake in made)
+            if not (assumed or is_for_gpus):
                 raise
             return False
         results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
@@ -423,9 +423,9 @@ class Answers:
         """Something was assumed here."""
         self.notes[f"{where()}: {what}"] = None
 
-    def refusal(self, why: str) -> Unforeseeable:
+    def refusal(self, why: str) -> DataDependentStepError:
         """The error for a question without an answer, with the line that asked."""
-        error = Unforeseeable(
+        error = DataDependentStepError(
             f"{where()}: {why}, which a rehearsal without memory can't know.\n"
             "  Measure this step instead (lowtide.timeline), or decide there by something that the batch tells."
         )

@@ -69,7 +69,7 @@ def accumulate(
     batch's: it is refused unless `batch_norm=True` accepts that.
 
     Raises LowtideError before the first backward if a loss or batch can't be handled, and before a later one if its
-    piece was averaged in another way than foreseen; `.grad` has then only the pieces before it: zero it.
+    piece was averaged in another way than estimated; `.grad` has then only the pieces before it: zero it.
     """
     if not (weight is None or weight in ("rows", "sum") or callable(weight)):
         raise LowtideError(f'weight is "rows", "sum" or a function that counts what is in a piece; found {weight!r}.')

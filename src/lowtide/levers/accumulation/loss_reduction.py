@@ -245,20 +245,20 @@ class Shares:
         return self._shares[number]
 
     def check(self, number: int, average: Average | None) -> None:
-        """Raise LowtideError unless the piece was averaged as foreseen."""
-        foreseen = self._expected[number]
+        """Raise LowtideError unless the piece was averaged as estimated."""
+        estimated = self._expected[number]
         if (
             average is not None
             and (average.kind, average.smoothing) == (self._kind, self._smoothing)
-            and abs(average.terms - foreseen) <= 1e-6 * foreseen
+            and abs(average.terms - estimated) <= 1e-6 * estimated
         ):
             return
         found = "in a way that can't be told" if average is None else f"as a {average.kind} over {average.terms:g}"
         if average is not None and average.smoothing != self._smoothing:
             found += f", with label_smoothing={average.smoothing:g} and not {self._smoothing:g}"
         raise LowtideError(
-            f"the loss of micro-batch {number} was reduced {found}, where a {self._kind} over {foreseen:g} was "
-            "foreseen from the first one. The gradients hold only the pieces before it: zero them. Say what each "
+            f"the loss of micro-batch {number} was reduced {found}, where a {self._kind} over {estimated:g} was "
+            "estimated from the first one. The gradients hold only the pieces before it: zero them. Say what each "
             "piece's mean is divided by: weight=lambda part: ..."
         )
 

@@ -1,4 +1,4 @@
-"""An event stream through the allocator: what its blocks would make a card reserve."""
+"""An event stream through the allocator: what its blocks would make a GPU reserve."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """What a stream needs on a card, entry included: the peaks of `torch.cuda.memory_stats`, each in its own moment.
+    """What a stream needs on a GPU, entry included: the peaks of `torch.cuda.memory_stats`, each in its own moment.
 
     After a failure they are those up to there.
     """

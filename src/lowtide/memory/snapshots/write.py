@@ -3,7 +3,7 @@
     python -m torch.cuda._memory_viz trace_plot snapshot.pickle -o plot.html     or drop it on pytorch.org/memory_viz
 
 Where each block lies, and which segments there are, is what the simulated allocator says: the file shows what a CUDA
-card would hold, also for a stream that was recorded on CPU or rehearsed. Form and limits were read in torch 2.13:
+GPU would hold, also for a stream that was recorded on CPU or rehearsed. Form and limits were read in torch 2.13:
 torch/csrc/cuda/Module.cpp, torch/cuda/_memory_viz.py and torch/utils/viz/MemoryViz.js, whose pickle reader knows few
 opcodes and no protocol above 4.
 """

@@ -1,6 +1,6 @@
 """What becomes of each value under a choice: it is kept, made again in one of three ways, or only passed through.
 
-**Remade.** A slot is remade if its address is chosen and a recipe can.
+**Recomputed.** A slot is recomputed if its address is chosen and a recipe can.
 
 **Replayed.** Else the innermost replayed call around it brings it back. A replay holds its inputs, which are slots of
 the call around it: a replayed call inside another one leaves its inputs to the outer replay, which brings them back
@@ -10,18 +10,18 @@ input of the outermost. What one replayed call saves and another around that one
 the outer.
 
 **Advanced.** A call that is advanced runs forward once more for its result, from its inputs, and saves nothing: the
-result is held by nobody, whoever saves it or is given it. Except where a slot in the call itself keeps or remakes it;
-and only where no replayed call is around it. So of a chain of replayed blocks only every n-th needs to keep its input,
-and the others are made from it one after the other, once (two-level checkpointing; "advance" is what Griewank and
-Walther 2000, doi 10.1145/347837.347846, call this action).
+result is held by nobody, whoever saves it or is given it. Except where a slot in the call itself keeps or recomputes
+it; and only where no replayed call is around it. So of a chain of replayed blocks only every n-th needs to keep its
+input, and the others are made from it one after the other, once (two-level checkpointing; "advance" is what Griewank
+and Walther 2000, doi 10.1145/347837.347846, call this action).
 
 **Offloaded.** What would be kept, and whose address is chosen, is copied to the host, from where it comes back.
 
 **Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share,
 but for replays: what somebody else offloads needs none.
 
-A value without such a slot passes: it exists only while a remake runs. Where several remakes need it, it is made once
-and waits for them, as if it were saved.
+A value without such a slot passes: it exists only while a recompute runs. Where several recomputes need it, it is made
+once and waits for them, as if it were saved.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ import numpy as np
 
 from lowtide.planner.simulate.profile_index import Flags, Index, Ints
 
-KEPT, PASSED, REMADE, REPLAYED, ADVANCED, OFFLOADED = range(6)
-"""From REMADE on: made again when somebody asks."""
+KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED, OFFLOADED = range(6)
+"""From RECOMPUTED on: made again when somebody asks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Decisions as flags: `remake` and `offload` for `Index.addresses`, `replay` and `advance` for `Index.ids`."""
+    """Decisions as flags: `recompute` and `offload` for `Index.addresses`, `replay` and `advance` for `Index.ids`."""
 
-    remake: Flags
+    recompute: Flags
     replay: Flags
     advance: Flags
     offload: Flags
 
     def copy(self) -> Choice:
-        return Choice(self.remake.copy(), self.replay.copy(), self.advance.copy(), self.offload.copy())
+        return Choice(self.recompute.copy(), self.replay.copy(), self.advance.copy(), self.offload.copy())
 
     @property
     def key(self) -> bytes:
         """Equal for equal choices about one profile."""
-        return b"".join(f.tobytes() for f in (self.remake, self.replay, self.advance, self.offload))
+        return b"".join(f.tobytes() for f in (self.recompute, self.replay, self.advance, self.offload))
 
 
 class Fates(NamedTuple):
     """What becomes of the nodes, values and then calls, one row each."""
 
     state: Ints
-    """KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED; of calls KEPT or REPLAYED."""
+    """KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED; of calls KEPT or REPLAYED."""
     by_call: Ints
     """The call that is replayed or advanced for a value, or -1."""
     elsewhere: list[tuple[int, int]]
@@ -92,33 +92,33 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     active = ~index.slot_is_input | holds_inputs[index.slot_call]
     around = owner[index.slot_within]
     given = active & index.slot_is_input & ((around < 0) | index.slot_is_state)
-    remake = active & choice.remake[index.slot_address] & index.slot_remakeable
-    replay = (around >= 0) & ~remake & ~index.slot_is_state
+    recompute = active & choice.recompute[index.slot_address] & index.slot_recomputable
+    replay = (around >= 0) & ~recompute & ~index.slot_is_state
     follows = is_replayed[index.followed_in]
     follower, followed = index.follower[follows], index.followed[follows]
     # The outermost call comes last for each row, and the last is what stays.
-    remake[follower], replay[follower], around[follower] = remake[followed], replay[followed], around[followed]
+    recompute[follower], replay[follower], around[follower] = recompute[followed], replay[followed], around[followed]
     offload = np.zeros_like(active)
     if index.can_offload:
-        offload = active & ~(remake | replay | index.slot_is_state) & choice.offload[index.slot_address]
+        offload = active & ~(recompute | replay | index.slot_is_state) & choice.offload[index.slot_address]
         offload[follower] = offload[followed]
 
-    state = np.where(index.shared, REMADE, PASSED)
+    state = np.where(index.shared, RECOMPUTED, PASSED)
     by_call = np.full(index.n_values, len(index.parent), np.int64)
     rows = np.flatnonzero(active)[::-1]  # backwards, so that the first slot of a value is the last to write
-    state[index.slot_value[rows]] = np.where(remake[rows], REMADE, np.where(replay[rows], REPLAYED, KEPT))
+    state[index.slot_value[rows]] = np.where(recompute[rows], RECOMPUTED, np.where(replay[rows], REPLAYED, KEPT))
     rows = np.flatnonzero(active & replay)
     np.minimum.at(by_call, index.slot_value[rows], around[rows])  # calls are numbered from the outside in
     by_call[by_call == len(index.parent)] = -1
-    state[index.slot_value[offload & (state[index.slot_value] != REMADE)]] = OFFLOADED
-    state[index.slot_value[active & ~(remake | replay | offload)]] = KEPT
+    state[index.slot_value[offload & (state[index.slot_value] != RECOMPUTED)]] = OFFLOADED
+    state[index.slot_value[active & ~(recompute | replay | offload)]] = KEPT
 
     values = np.flatnonzero(state == REPLAYED)
-    born = index.born[index.value_storage[values]]
-    foreign = values[(born < index.enter[by_call[values]]) | (born >= index.exit[by_call[values]])]
+    allocated_at = index.allocated_at[index.value_storage[values]]
+    foreign = values[(allocated_at < index.enter[by_call[values]]) | (allocated_at >= index.exit[by_call[values]])]
     state[foreign] = KEPT
     for call in reversed(advanced):  # inner calls first
-        inside, value = index.rows_within[call], index.gives[call]
+        inside, value = index.rows_within[call], index.result_value[call]
         if state[value] != ADVANCED and not any(active[row] and not replay[row] for row in inside):
             state[value], by_call[value] = ADVANCED, call
             foreign = foreign[foreign != value]
@@ -134,5 +134,5 @@ def fates_of(index: Index, choice: Choice) -> Fates:
         elsewhere=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),
         given=np.flatnonzero(given),
         trips=trips.tolist(),
-        out=np.minimum(index.dies[trips], index.slot_filled[rows]).tolist(),
+        out=np.minimum(index.freed_at[trips], index.slot_filled[rows]).tolist(),
     )

@@ -23,7 +23,7 @@ class Forwards:
                 return 0
             held = list(left)
             more = np.zeros(exit_ - enter + 1, np.int64)
-            np.add.at(more, np.minimum(self.index.dies[held], exit_) - enter, self.index.storage_bytes[held])
+            np.add.at(more, np.minimum(self.index.freed_at[held], exit_) - enter, self.index.storage_bytes[held])
             state = int(self.index.state_bytes[call])
             self._peaks[call, left] = state + int((self._window(call) + more.cumsum()[:-1]).max())
         return self._peaks[call, left]
@@ -35,9 +35,9 @@ class Forwards:
             level = index.profile.calls[call].begins_at
             if level is None:  # it is no higher than the positions around it
                 level = index.base[max(enter - 1, 0) : exit_].min() if enter else min(0, index.base[:exit_].min())
-            inside = (index.born >= enter) & (index.born < exit_)
+            inside = (index.allocated_at >= enter) & (index.allocated_at < exit_)
             changes = np.zeros(exit_ - enter + 1, np.int64)
-            np.add.at(changes, index.born[inside] - enter, index.storage_bytes[inside])
-            np.subtract.at(changes, np.minimum(index.dies[inside], exit_) - enter, index.storage_bytes[inside])
+            np.add.at(changes, index.allocated_at[inside] - enter, index.storage_bytes[inside])
+            np.subtract.at(changes, np.minimum(index.freed_at[inside], exit_) - enter, index.storage_bytes[inside])
             self._windows[call] = index.base[enter:exit_] - level + changes.cumsum()[:-1]
         return self._windows[call]

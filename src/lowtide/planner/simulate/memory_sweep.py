@@ -5,26 +5,26 @@ A profile holds one traced step on its axis of positions, so any plan's memory i
     usage[i] = base[i] + storages alive at i + what was made again and is still waited for at i + scratch memory at i
 
 What becomes of each value is told by `assignment.py`, and when it is there by this file. Backward asks for a value
-where it reads a slot of it, a remake asks for its operands, a replay for its inputs. Values and calls are the nodes of
-one graph, visited dependents first; each tells those that it asks:
+where it reads a slot of it, a recompute asks for its operands, a replay for its inputs. Values and calls are the nodes
+of one graph, visited dependents first; each tells those that it asks:
 
     made     the first position at which anybody asks: it is made then, once
     wanted   until the last reader has let go of it and all that asked for it have been made
     held     until the last reader of it, and of all that is made from it, has let go: it could be asked for again
     later    bytes that are made from it, one from the other, at that same position: not there yet when it is made
-    kept     a storage is there from `born` to `dies`, and longer while the kept values in it are held, or a call to be
-             run again that was given one is still running
+    kept     a storage is there from `allocated_at` to `freed_at`, and longer while the kept values in it are held, or a
+             call to be run again that was given one is still running
 
 What is there in a part of a position counts in all of it, so the sum is an upper bound; but for what runs:
 
     usage[i] = results[i] + max(base[i], base at the beginning of i + memory of what runs at i)
 
-Remakes and replays run when backward reads a value, which is what a position begins with: before anything is allocated
-in it. They run one after the other, each before what is made from it: of their scratch memory only the largest counts,
-less what is made later, on top of what waits for the others. What a remake passes through is made on the way, one after
-the other (`recompute_cost.py`); what of that is there when an operand has still to be made waits for it. A replay
-allocates again what its whole forward did (`call_allocations.py`); the engine stops it early and may need less. So does
-an advance, which leaves only its result.
+Recomputes and replays run when backward reads a value, which is what a position begins with: before anything is
+allocated in it. They run one after the other, each before what is made from it: of their scratch memory only the
+largest counts, less what is made later, on top of what waits for the others. What a recompute passes through is made on
+the way, one after the other (`recompute_cost.py`); what of that is there when an operand has still to be made waits for
+it. A replay allocates again what its whole forward did (`call_allocations.py`); the engine stops it early and may need
+less. So does an advance, which leaves only its result.
 
 What is offloaded is there until the next such tensor has left, or forward has ended; and again from the moment at which
 the one that left after it is asked for, while that is waited for. Copies are counted in full, both ways, although they
@@ -53,13 +53,13 @@ REMEMBERED = 2**20
 
 
 class Copies(NamedTuple):
-    """Memory that remakes, replays and advances allocate, as columns: there in positions [start, end)."""
+    """Memory that recomputes, replays and advances allocate, as columns: there in positions [start, end)."""
 
     start: Ints
     end: Ints
     bytes: Ints
     node: Ints
-    """The value that is remade or advanced to, or `n_values` plus the call that is replayed."""
+    """The value that is recomputed or advanced to, or `n_values` plus the call that is replayed."""
 
     def at(self, position: int) -> Copies:
         """Those that are there at `position`."""
@@ -78,7 +78,7 @@ class Sweep:
     extra_ms: float
     extra_flops: int
     state: Ints
-    """For each node KEPT, PASSED, REMADE, REPLAYED, ADVANCED or OFFLOADED."""
+    """For each node KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED."""
     ends: Ints
     """For each storage the first position at which it is gone."""
     copies: Copies
@@ -97,7 +97,7 @@ class Sweeper:
         self._recent: dict[bytes, Sweep] = {}
         self._most_recent = max(REMEMBERED // (index.end + index.n_values + 1), 16)
         births = np.zeros(index.end + 1, np.int64)
-        np.add.at(births, index.born, index.storage_bytes)
+        np.add.at(births, index.allocated_at, index.storage_bytes)
         self._births = births
         before = np.concatenate((index.base[:1], index.base[:-1]))
         self._rise = np.maximum(index.base - before, 0)
@@ -118,7 +118,7 @@ class Sweeper:
         visits = self._stretches.visits(fates)
 
         rows = np.flatnonzero(fates.state[index.slot_value] == KEPT)
-        ends = index.dies.copy()
+        ends = index.freed_at.copy()
         np.maximum.at(ends, index.slot_storage[rows], index.slot_release[rows])
         rows = fates.given[fates.state[index.slot_value[fates.given]] == KEPT]
         np.maximum.at(ends, index.slot_storage[rows], index.exit[index.slot_call[rows]])

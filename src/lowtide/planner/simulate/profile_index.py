@@ -34,8 +34,12 @@ class Index:
 
         self.storage_bytes = np.array([storage.bytes for storage in profile.storages], np.int64)
         self.bytes_of: list[int] = self.storage_bytes.tolist()
-        self.born = np.minimum(np.array([storage.born for storage in profile.storages], np.int64), self.end)
-        self.dies = np.clip(np.array([storage.dies for storage in profile.storages], np.int64), self.born, self.end)
+        self.allocated_at = np.minimum(
+            np.array([storage.allocated_at for storage in profile.storages], np.int64), self.end
+        )
+        self.freed_at = np.clip(
+            np.array([storage.freed_at for storage in profile.storages], np.int64), self.allocated_at, self.end
+        )
 
         self.addresses = tuple(dict.fromkeys(slot.address for slot in profile.slots))
         self.address_index = {address: index for index, address in enumerate(self.addresses)}
@@ -100,15 +104,15 @@ class Index:
                 self.value_storage[value] = storage
         self.storage_of: list[int] = self.value_storage.tolist()
         self.value_bytes = [value.bytes for value in values]
-        self.needs: list[tuple[int, ...]] = []
+        self.operands: list[tuple[int, ...]] = []
         """As in the profile, less what is there anyway."""
-        self.remakeable = np.zeros(self.n_values, np.bool_)
+        self.recomputable = np.zeros(self.n_values, np.bool_)
         for index, value in enumerate(values):
-            needs = tuple(need for need in value.needs if need not in fixed)
-            self.needs.append(needs)
-            reachable = all(self.value_storage[need] >= 0 or self.remakeable[need] for need in needs)
-            self.remakeable[index] = value.recipe is not None and value.refused is None and reachable
-        self.slot_remakeable = self.remakeable[self.slot_value]
+            operands = tuple(need for need in value.operands if need not in fixed)
+            self.operands.append(operands)
+            reachable = all(self.value_storage[need] >= 0 or self.recomputable[need] for need in operands)
+            self.recomputable[index] = value.recipe is not None and value.refused is None and reachable
+        self.slot_recomputable = self.recomputable[self.slot_value]
 
         read = np.array([self.end if slot.need is None else slot.need for slot in slots], np.int64)
         release = np.array(
@@ -126,12 +130,12 @@ class Index:
         unsaved = np.array([index not in saved for index in range(self.n_values)], np.bool_)
         only_input = saved - fixed - {slot.value for slot in slots if not slot.is_input}
         self.may_pass = unsaved.copy()
-        """Values that nobody holds, or nobody but replays: remakes go through them."""
+        """Values that nobody holds, or nobody but replays: recomputes go through them."""
         self.may_pass[list(only_input)] = True
         self.shared = self._shared(saved - only_input)
-        """Values with bytes of their own that no slot is sure to hold and that several remakes need."""
+        """Values with bytes of their own that no slot is sure to hold and that several recomputes need."""
         self.recipes = [self.recipe(value, unsaved) for value in range(self.n_values)]
-        """How each value is remade when every value that some slot holds is there."""
+        """How each value is recomputed when every value that some slot holds is there."""
         self.passing = [
             {need for need in recipe.operands if self.shared[need] and self.value_storage[need] < 0}
             for recipe in self.recipes
@@ -161,42 +165,45 @@ class Index:
             for call in self.around[slot.call][1:] if slot.is_input else self.around[slot.call]:
                 if (call, slot.value) in input_row:
                     follows.append((row, input_row[call, slot.value], call))
-                elif not slot.is_state and calls[call].enter <= self.born[self.slot_storage[row]] < calls[call].exit:
+                elif (
+                    not slot.is_state
+                    and calls[call].enter <= self.allocated_at[self.slot_storage[row]] < calls[call].exit
+                ):
                     self.caught[call].add(slot.value)
         self.follower, self.followed, self.followed_in = np.array(follows, np.int64).reshape(-1, 3).T
         """Tensors that are also an input of a call around them: row of the slot, row of the input, the call. For each
         row the innermost call first."""
-        self.gives: list[int] = [self._given(call) for call in range(len(calls))]
+        self.result_value: list[int] = [self._given(call) for call in range(len(calls))]
         """For each call the value that it can be run forward again for, or -1."""
         self._given_by: dict[int, list[int]] = {}
         """For each such value the calls."""
-        for call, value in enumerate(self.gives):
+        for call, value in enumerate(self.result_value):
             self._given_by.setdefault(value, []).append(call)
         self.rows_within: list[list[int]] = [
             [] if value < 0 else [r for r in np.flatnonzero(self.slot_value == value).tolist() if self._is_in(call, r)]
-            for call, value in enumerate(self.gives)
+            for call, value in enumerate(self.result_value)
         ]
         """For each such call the slots of that value in it."""
         self.advances_of_id: list[list[int]] = [[] for _ in self.ids]
         """Calls by id that may be run forward again."""
-        for call, value in enumerate(self.gives):
+        for call, value in enumerate(self.result_value):
             if value >= 0:
                 self.advances_of_id[self.id_index[calls[call].id]].append(call)
 
     def _given(self, call: int) -> int:
-        value = self.profile.calls[call].gives
+        value = self.profile.calls[call].result_value
         if value is None or value in self.inputs[call] or self.value_storage[value] < 0:
             return -1
-        return value if self.enter[call] <= self.born[self.value_storage[value]] < self.exit[call] else -1
+        return value if self.enter[call] <= self.allocated_at[self.value_storage[value]] < self.exit[call] else -1
 
     def _is_in(self, call: int, row: int) -> bool:
         return call in self.around[int(self.slot_call[row])]
 
     def recipe(self, value: int, passed: Flags) -> Recipe:
-        """What it takes to remake `value` when nobody holds the values in `passed`: they are made on the way."""
-        on_the_way = passed & self.remakeable & ~self.shared
+        """What it takes to recompute `value` when nobody holds the values in `passed`: they are made on the way."""
+        on_the_way = passed & self.recomputable & ~self.shared
         try:
-            return recipe_of(value, self.profile.values, self.needs, on_the_way)
+            return recipe_of(value, self.profile.values, self.operands, on_the_way)
         except RecursionError as error:
             raise contradiction(f"value {value} is made through more others than can be followed") from error
 
@@ -207,33 +214,33 @@ class Index:
         found = {value for call in self._given_by.get(node, ()) for value in self.inputs[call]}
         through = [node]
         for value in through:  # grows while it runs
-            found.update(self.needs[value])
-            through += [need for need in self.needs[value] if self.may_pass[need] and need not in through]
+            found.update(self.operands[value])
+            through += [need for need in self.operands[value] if self.may_pass[need] and need not in through]
         return found
 
     def _shared(self, saved: set[int]) -> Flags:
-        """Remakeable values that are not `saved` and that several remakes need, also through views that are not."""
+        """Recomputable values outside of `saved` that several recomputes need, also through unsaved views."""
         needed_by = [0] * self.n_values
         for value in reversed(range(self.n_values)):
             is_view = value not in saved and not self.value_bytes[value]
-            for need in self.needs[value] if self.remakeable[value] else ():
+            for need in self.operands[value] if self.recomputable[value] else ():
                 needed_by[need] += needed_by[value] if is_view else 1
         counts = np.array(needed_by, np.int64)
         unsaved = np.array([value not in saved for value in range(self.n_values)], np.bool_)
-        shared: Flags = self.remakeable & unsaved & (counts > 1) & (np.array(self.value_bytes, np.int64) > 0)
+        shared: Flags = self.recomputable & unsaved & (counts > 1) & (np.array(self.value_bytes, np.int64) > 0)
         return shared
 
     def _dependents_first(self) -> Ints:
         asked_by: dict[int, set[int]] = {node: set() for node in range(self.n_values + len(self.inputs))}
-        for value, needs in enumerate(self.needs):
-            for need in needs:
+        for value, operands in enumerate(self.operands):
+            for need in operands:
                 asked_by[need].add(value)
         for call, inputs in enumerate(self.inputs):
             asked_by[self.n_values + call] |= self.caught[call]
             for value in inputs:
                 asked_by[value].add(self.n_values + call)
-                if self.gives[call] >= 0:
-                    asked_by[value].add(self.gives[call])
+                if self.result_value[call] >= 0:
+                    asked_by[value].add(self.result_value[call])
         try:
             return np.array(list(graphlib.TopologicalSorter(asked_by).static_order()), np.int64)
         except graphlib.CycleError as error:

@@ -1,4 +1,4 @@
-"""What one remake takes: values that nobody holds are made on the way, and each is gone when the next one is there.
+"""What one recompute takes: values that nobody holds are made on the way, and each is gone when the next one is there.
 
 Or it has become the next one: what is made for nothing else may be written over.
 
@@ -19,23 +19,23 @@ from lowtide.planner.records import Value
 
 
 class Recipe(NamedTuple):
-    """What one remake takes, together with the values that exist only while it runs; or a replay, or an advance."""
+    """What one recompute takes, together with the values that exist only while it runs; or a replay, or an advance."""
 
     operands: tuple[int, ...]
     """Values that have to be there first."""
     ms: float
     flops: int
     ahead_bytes: tuple[int, ...] = ()
-    """For each operand of a remake what has been made on the way when it is asked for."""
+    """For each operand of a recompute what has been made on the way when it is asked for."""
     scratch_bytes: int = 0
     """The most that is allocated while it runs, beyond its result; not told for replays and advances."""
     expensive: bool = False
 
 
 def recipe_of(
-    value: int, values: Sequence[Value], needs: Sequence[Sequence[int]], passes: npt.NDArray[np.bool_]
+    value: int, values: Sequence[Value], operands: Sequence[Sequence[int]], passes: npt.NDArray[np.bool_]
 ) -> Recipe:
-    """What remaking `value` takes, where the values that `passes` flags are made on the way."""
+    """What recomputing `value` takes, where the values that `passes` flags are made on the way."""
     ahead: dict[int, int] = {}
     made: dict[int, int] = {}
     there = most = 0
@@ -43,12 +43,12 @@ def recipe_of(
     def make(current: int) -> None:
         nonlocal there, most
         before = there
-        for need in reversed(needs[current]):
+        for need in reversed(operands[current]):
             if not passes[need]:
                 ahead.setdefault(need, there)
             elif need not in made:
                 make(need)
-        is_over = values[current].over in made
+        is_over = values[current].overwrites in made
         result = 0 if current == value else values[current].bytes
         room = 0 if current == value and not is_over else values[value].bytes  # the result's own, not there yet
         most = max(most, there + (0 if is_over else result) + values[current].transient_bytes - room)

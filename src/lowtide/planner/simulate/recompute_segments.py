@@ -16,7 +16,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, PASSED, REMADE, REPLAYED, Fates
+from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, PASSED, RECOMPUTED, REPLAYED, Fates
 from lowtide.planner.simulate.call_allocations import Forwards
 from lowtide.planner.simulate.profile_index import Index, Ints
 from lowtide.planner.simulate.recompute_cost import Recipe
@@ -141,7 +141,7 @@ class Stretches:
 
     def _visited(self, fates: Fates, asked: Asked) -> list[Visit]:
         found = []
-        is_busy = np.logical_or.reduceat(fates.state[self.index.order] >= REMADE, self._starts)
+        is_busy = np.logical_or.reduceat(fates.state[self.index.order] >= RECOMPUTED, self._starts)
         for number in np.flatnonzero(is_busy).tolist():
             found.append(self._all[number].visit(fates, asked))
             asked.take(found[-1])
@@ -167,7 +167,7 @@ class _Visiting:
 
     def visit(self) -> Visit:
         for node in self._nodes:
-            if self._state[node] >= REMADE:
+            if self._state[node] >= RECOMPUTED:
                 self._visit(node)
         own, n_values = set(self._nodes), self._index.n_values
         elsewhere = [(call, found) for call, found in self._brings_back.items() if n_values + call not in own]
@@ -199,7 +199,7 @@ class _Visiting:
         if is_made:
             after += self._made(node, recipe)
         for operand in recipe.operands:
-            if self._state[operand] >= REMADE:
+            if self._state[operand] >= RECOMPUTED:
                 self._ask(operand, (when, when + 1 if is_made else until, held, after))
             else:  # kept; or nobody's and without a recipe, then it is held like what is kept
                 self._holds.append((operand, held))
@@ -216,7 +216,7 @@ class _Visiting:
         if self._state[node] == ADVANCED:
             return index.advances[int(self._fates.by_call[node])]
         for operand in index.optional[node]:
-            if self._state[operand] == PASSED and index.remakeable[operand]:
+            if self._state[operand] == PASSED and index.recomputable[operand]:
                 return index.recipe(node, self._fates.state[: index.n_values] == PASSED)
         return index.recipes[node]
 
@@ -240,7 +240,7 @@ class _Visiting:
                 scratch = max(0, self._forwards.peak(int(self._fates.by_call[node]), (storage,)) - size)
             else:
                 ahead_of = zip(recipe.operands, recipe.ahead_bytes, strict=True)
-                ahead = max((ahead for operand, ahead in ahead_of if self._state[operand] >= REMADE), default=0)
+                ahead = max((ahead for operand, ahead in ahead_of if self._state[operand] >= RECOMPUTED), default=0)
                 self._waits.append((when, ahead))  # until the operand has been made
                 scratch = max(0, scratch - ahead)
             stays = until > when + 1 or index.read[node] == when  # else it is gone when the others have run

@@ -62,10 +62,10 @@ class Simulator:
     def choice(self, decisions: Decisions) -> Choice:
         """`decisions` as flags. Raises ValueError for what the profile does not know or cannot do."""
         index, choice = self.index, self.nothing()
-        for address in decisions.remake:
+        for address in decisions.recompute:
             if address not in index.address_index:
                 raise ValueError(f"no slot of this profile has the address {address!r}")
-            choice.remake[index.address_index[address]] = True
+            choice.recompute[index.address_index[address]] = True
         for ids, flags in ((decisions.replay, choice.replay), (decisions.advance, choice.advance)):
             for id_ in ids:
                 if id_ not in index.id_index:
@@ -77,10 +77,10 @@ class Simulator:
             if not index.can_offload:
                 raise ValueError(f"{address} may not be offloaded: the profile says nothing of a way to the host")
             choice.offload[index.address_index[address]] = True
-        asked = choice.remake[index.slot_address]
-        impossible = set(index.slot_address[asked]) - set(index.slot_address[asked & index.slot_remakeable])
+        asked = choice.recompute[index.slot_address]
+        impossible = set(index.slot_address[asked]) - set(index.slot_address[asked & index.slot_recomputable])
         for row in sorted(impossible):
-            raise ValueError(f"{index.addresses[row]} has no recipe that can remake it")
+            raise ValueError(f"{index.addresses[row]} has no recipe that can recompute it")
         for call in self.profile.calls:
             if call.id in decisions.replay and not index.calls_of_id[index.id_index[call.id]]:
                 raise ValueError(f"{call.id} may not be replayed: {call.refused}")
@@ -100,7 +100,7 @@ class Simulator:
     def decisions(self, choice: Choice) -> Decisions:
         """`choice` by name."""
         return Decisions(
-            remake=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.remake)),
+            recompute=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.recompute)),
             replay=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.replay)),
             advance=frozenset(self.index.ids[id_] for id_ in np.flatnonzero(choice.advance)),
             offload=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.offload)),
@@ -108,7 +108,7 @@ class Simulator:
 
     def _storages_at(self, sweep: Sweep, position: int) -> dict[str, int]:
         """Bytes by category of the storages that are there at `position`."""
-        there = np.flatnonzero((self.index.born <= position) & (position < sweep.ends))
+        there = np.flatnonzero((self.index.allocated_at <= position) & (position < sweep.ends))
         found = {"activations": 0, "loss head": 0}
         for storage in there.tolist():
             category = self.profile.storages[storage].category
@@ -125,10 +125,10 @@ class Simulator:
             "optimizer": static.optimizer,
             "buffers": static.buffers,
             "inputs": static.inputs,
-            "left from before": static.left,
+            "left from before": static.carried_over,
             "other tensors": static.others,
             "margin": static.margin,
             **self._storages_at(sweep, position),
-            "remade": int(sweep.copies.at(position).bytes.sum()),
+            "recomputed": int(sweep.copies.at(position).bytes.sum()),
             "temporaries": temporaries + freed,
         }

@@ -1,8 +1,8 @@
-"""What a solver can decide one by one: groups of remakes, replays and advances, each with what it frees and costs.
+"""What a solver can decide one by one: groups of recomputes, replays and advances, each with what it frees and costs.
 
 A storage is freed only when every value in it is dropped, and an address stands for the slots of every call of the
-model in the step. So remakes come in groups: storages that share an address go together. A replay or an advance is one
-call id; remakes inside a replay overlap with it, because what it brings back needs none.
+model in the step. So recomputes come in groups: storages that share an address go together. A replay or an advance is
+one call id; recomputes inside a replay overlap with it, because what it brings back needs none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Node = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Storages that are dropped together, by remaking or by offloading everything in them."""
+    """Storages that are dropped together, by recomputing or by offloading everything in them."""
 
     number: int
     addresses: Ints
@@ -85,8 +85,8 @@ def replays_of(index: Index) -> dict[int, Replay]:
 
 
 def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
-    """What can be remade, joined where it shares an address or a storage."""
-    joined = _joined(index, np.flatnonzero(index.slot_remakeable).tolist())
+    """What can be recomputed, joined where it shares an address or a storage."""
+    joined = _joined(index, np.flatnonzero(index.slot_recomputable).tolist())
     around = [set(index.around[call]) for call in index.slot_call.tolist()]
     for row in np.flatnonzero(index.slot_is_input).tolist():
         around[row].discard(int(index.slot_call[row]))
@@ -98,7 +98,7 @@ def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
     for members in joined.sets():
         storages = frozenset(number for kind, number in members if kind == "storage")
         rows = [row for storage in storages for row in rows_of[storage]]
-        values = sorted({value for value in index.slot_value[rows].tolist() if index.remakeable[value]})
+        values = sorted({value for value in index.slot_value[rows].tolist() if index.recomputable[value]})
         passing = set().union(*(index.passing[value] for value in values))
         recipes = [index.recipes[value] for value in (*values, *sorted(passing))]
         ids = ({index.id_index[index.profile.calls[call].id] for call in around[row]} & replays.keys() for row in rows)
@@ -122,7 +122,7 @@ def advances_of(index: Index) -> list[Advance]:
         Advance(
             id=id_,
             start=int(index.enter[its[0]]),
-            storages=frozenset(int(index.value_storage[index.gives[call]]) for call in its),
+            storages=frozenset(int(index.value_storage[index.result_value[call]]) for call in its),
             cost=sum(calls[call].advance_ms + calls[call].advance_flops * MS_PER_FLOP for call in its),
         )
         for id_, its in enumerate(index.advances_of_id)
@@ -132,7 +132,7 @@ def advances_of(index: Index) -> list[Advance]:
 
 
 def offloads_of(index: Index, n_groups: int) -> list[Group]:
-    """What can be offloaded, joined as remakes are; numbered after those, of which there are `n_groups`."""
+    """What can be offloaded, joined as recomputes are; numbered after those, of which there are `n_groups`."""
     rows = np.flatnonzero(~index.slot_is_state).tolist() if index.can_offload else ()
     found: list[Group] = []
     for members in _joined(index, rows).sets():

@@ -47,14 +47,14 @@ class Exact:
         self.cost: Floats = covering.ms + self.tie * covering.flops
         self._call_ids = [(v, index.id_index[simulator.profile.calls[call].id]) for call, v in covering.runs.items()]
         self._groups = [[covering.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups]
-        """The variables that say that a group is remade."""
+        """The variables that say that a group is recomputed."""
         self._advance_ids = [(v, index.id_index[simulator.profile.calls[c].id]) for c, v in covering.advances.items()]
         calls = [[covering.runs[call] for call in calls if call in covering.runs] for calls in index.calls_of_id]
         calls += [[covering.advances[call] for call in calls] for calls in index.advances_of_id]
         self._trips = [[covering.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads]
         """The variables that say that a group is offloaded."""
         self._together: list[Row] = []
-        """A group is remade as a whole, and a call runs again in every call of the model."""
+        """A group is recomputed as a whole, and a call runs again in every call of the model."""
         for first, *others in filter(None, [*self._groups, *self._trips, *calls]):
             for other in others:
                 self._together += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
@@ -126,7 +126,7 @@ class Exact:
         choice = self.simulator.nothing()
         for group, of_storages in zip(self.moves.groups, self._groups, strict=True):
             if variables[of_storages].max() > 0.5:
-                choice.remake[group.addresses] = True
+                choice.recompute[group.addresses] = True
         for group, of_storages in zip(self.moves.offloads, self._trips, strict=True):
             if variables[of_storages].max() > 0.5:
                 choice.offload[group.addresses] = True

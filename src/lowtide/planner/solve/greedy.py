@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lowtide.planner.simulate.assignment import OFFLOADED, REMADE, Choice
+from lowtide.planner.simulate.assignment import OFFLOADED, RECOMPUTED, Choice
 from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.planner.simulate.profile_index import Flags
 from lowtide.planner.simulate.simulator import Simulator
@@ -63,8 +63,8 @@ class Search:
         return self.sweep(choice).peak <= limit
 
     def attempts(self, limit: int, *starts: Choice) -> Iterator[Choice]:
-        """Choices that fit: greedy from `starts`; and all cheap remakes with replays of the first calls of a level."""
-        cheap = self.moves.remade(expensive=False)
+        """Yield choices that fit: greedy ones from `starts`; all cheap recomputes with replays of the first calls."""
+        cheap = self.moves.recomputed(expensive=False)
         for start in starts:
             if self.fits(choice := self.reduced(start, limit), limit):
                 yield choice
@@ -165,18 +165,18 @@ class Search:
         )
 
     def _unkeepable(self, sweep: Sweep, limit: int) -> Flags:
-        """Storages for which there is no room between the end of forward and their remake: no simulation needed."""
+        """Storages for which there is no room between the end of forward and their recompute: no simulation needed."""
         index = self.simulator.index
         node, start = sweep.copies.node, sweep.copies.start
         stored = node < index.n_values
         stored[stored] = index.value_storage[node[stored]] >= 0
-        back = np.full(len(index.dies), index.end, np.int64)
+        back = np.full(len(index.freed_at), index.end, np.int64)
         np.minimum.at(back, index.value_storage[node[stored]], start[stored])
         back[back == index.end] = 0
         # The most between two positions, where the second is the larger one; what is after every other one is not used.
-        spans = np.column_stack((index.dies, back)).ravel()
+        spans = np.column_stack((index.freed_at, back)).ravel()
         most = np.maximum.reduceat(np.append(sweep.usage, 0), spans)[::2] if len(spans) else spans
-        full: Flags = index.storage_bytes > limit - np.where(index.dies < back, most, 0)
+        full: Flags = index.storage_bytes > limit - np.where(index.freed_at < back, most, 0)
         return full
 
     def tidied(self, choice: Choice) -> Choice:
@@ -184,20 +184,20 @@ class Search:
         index, sweep = self.simulator.index, self.sweep(choice)
         calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
         calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.advances_of_id[id_]]
-        effective = sweep.state[index.slot_value] == REMADE
+        effective = sweep.state[index.slot_value] == RECOMPUTED
         effective &= ~index.slot_is_input | np.isin(index.slot_call, calls)
-        needed = np.zeros_like(choice.remake)
+        needed = np.zeros_like(choice.recompute)
         needed[index.slot_address[effective]] = True
         leaving = np.zeros_like(choice.offload)
         leaving[index.slot_address[sweep.state[index.slot_value] == OFFLOADED]] = True
-        tidy = Choice(choice.remake & needed, choice.replay, choice.advance, choice.offload & leaving)
+        tidy = Choice(choice.recompute & needed, choice.replay, choice.advance, choice.offload & leaving)
         same = self.sweep(tidy)
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
     def smallest(self) -> list[Choice]:
         """Choices with the smallest peak: of everything done at once, and of greedy searches for less and less."""
         moves = self.moves
-        starts = [self.simulator.nothing(), moves.remade(expensive=False), moves.remade(expensive=True)]
+        starts = [self.simulator.nothing(), moves.recomputed(expensive=False), moves.recomputed(expensive=True)]
         starts += [
             move.after(start)
             for start in starts
@@ -219,11 +219,11 @@ class Search:
         return [best, *([other] if self.fits(other, self.sweep(best).peak) else [])]
 
     def _floor(self) -> int:
-        """A peak that no choice can beat: nothing held, nothing remade."""
+        """A peak that no choice can beat: nothing held, nothing recomputed."""
         index = self.simulator.index
         changes = np.zeros(index.end + 1, np.int64)
-        np.add.at(changes, index.born, index.storage_bytes)
-        np.subtract.at(changes, index.dies, index.storage_bytes)
+        np.add.at(changes, index.allocated_at, index.storage_bytes)
+        np.subtract.at(changes, index.freed_at, index.storage_bytes)
         return int((index.base + changes.cumsum()[:-1]).max())
 
 

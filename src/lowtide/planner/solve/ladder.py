@@ -212,7 +212,7 @@ class Ladder:
             if self._quick:
                 begin = [span.least.choice]
                 if limit > NEAR_PLAIN * self.top.peak:
-                    begin += [self.simulator.nothing(), self.moves.remade(expensive=False)]
+                    begin += [self.simulator.nothing(), self.moves.recomputed(expensive=False)]
                 starts = [*search.attempts(limit, *begin), found.choice]
             else:
                 starts = [search.reduced(span.least.choice, limit)]
@@ -228,7 +228,7 @@ def _low(profile: Profile, is_quick: bool) -> list[Found]:
     search = Search(Moves(Simulator(by_work(profile))))
     smallest = search.smallest()
     peak = search.sweep(smallest[0]).peak
-    others = search.attempts(peak, search.moves.remade(expensive=False)) if is_quick else ()
+    others = search.attempts(peak, search.moves.recomputed(expensive=False)) if is_quick else ()
     for choice in (*smallest, *others):
         search.pruned(choice, peak)
     return sorted(search.seen.found, key=lambda found: (found.peak, found.cost))

@@ -1,16 +1,16 @@
 """The problem of a profile as a linear program that promises too much and never too little.
 
-For each storage x says that it is dropped, d that it is remade, o that it is offloaded; for each call q says that it
-runs again, and a that it is advanced; for each value that several remakes need and nobody holds p says that it is made.
-Whatever a solver decides gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time than
-the least that these rows allow. What is left out only makes it look cheaper.
+For each storage x says that it is dropped, d that it is recomputed, o that it is offloaded; for each call q says that
+it runs again, and a that it is advanced; for each value that several recomputes need and nobody holds p says that it is
+made. Whatever a solver decides gives such numbers, 0 or 1, that keep to every row below; so no plan can take less time
+than the least that these rows allow. What is left out only makes it look cheaper.
 
     dropped     x <= d + o + the q and a that can bring it back; nothing is kept that is saved in a running call alone
     passing     d <= p, and p <= p' for what p needs in its turn
     capacity    at position t: base + storages alive by themselves + (1 - x) * bytes of what is kept for backward
                 + x * bytes of what backward has read and not let go of + bytes of what is made early <= limit
-    early       what is remade needs its operands, and a call its inputs, before backward asks for them itself:
-                m[v, t] >= m[u, t] + d[v] - 1 where a remake of u needs v, with m[u, t] = d[u] once u is read;
+    early       what is recomputed needs its operands, and a call its inputs, before backward asks for them itself:
+                m[v, t] >= m[u, t] + d[v] - 1 where a recompute of u needs v, with m[u, t] = d[u] once u is read;
                 a call that runs for one value makes all others that it brings back, unless a call inside it does
 
 Left out: scratch memory, what advances are made from, operands kept longer than backward needs them, values that share
@@ -84,7 +84,7 @@ class Covering:
         """The variable of each call."""
         passing = sorted(set().union(*index.passing))
         self.passes = {value: 2 * n + len(self.calls) + number for number, value in enumerate(passing)}
-        """The variable of each value that is made once for several remakes."""
+        """The variable of each value that is made once for several recomputes."""
         first = 2 * n + len(self.calls) + len(passing)
         given = [call for calls in index.advances_of_id for call in calls]
         self.advances = {call: first + number for number, call in enumerate(given)}
@@ -95,7 +95,7 @@ class Covering:
         self.n_fixed = first + len(self.offloads)
         self._given: dict[int, list[int]] = {}
         for call, variable in self.advances.items():
-            self._given.setdefault(index.gives[call], []).append(variable)
+            self._given.setdefault(index.result_value[call], []).append(variable)
 
         rows = np.flatnonzero(~index.slot_is_input)
         pairs = sorted(set(zip(index.slot_storage[rows].tolist(), index.slot_value[rows].tolist(), strict=True)))
@@ -110,9 +110,9 @@ class Covering:
             for value in sorted(index.caught[call]):
                 self._bring.setdefault(value, []).append(call)
         self._asks: dict[int, list[int]] = {}
-        """For each value the saved values whose remake needs it."""
+        """For each value the saved values whose recompute needs it."""
         for value in self.alone.values():
-            for operand in index.recipes[value].operands if index.remakeable[value] else ():
+            for operand in index.recipes[value].operands if index.recomputable[value] else ():
                 self._asks.setdefault(operand, []).append(value)
         self._needing: dict[int, list[int]] = {}
         for call in self.calls:
@@ -143,8 +143,8 @@ class Covering:
         for storage, value in self.alone.items():
             start[storage], end[storage] = index.read[value], index.released[value]
             self.copy_bytes[storage] = min(index.bytes_of[storage], index.value_bytes[value])
-        self.base = index.base + Spans(index.born, index.dies, index.storage_bytes).usage(index.end)
-        self.kept = Spans(index.dies, until, index.storage_bytes)
+        self.base = index.base + Spans(index.allocated_at, index.freed_at, index.storage_bytes).usage(index.end)
+        self.kept = Spans(index.freed_at, until, index.storage_bytes)
         self.copied = Spans(start, end, self.copy_bytes)
         self.all_kept = self.base + self.kept.usage(index.end)
         self.plain = max(1, int(self.all_kept.max()))
@@ -156,11 +156,13 @@ class Covering:
         self.ms, self.flops, self.upper = np.zeros(self.n_fixed), np.zeros(self.n_fixed), np.ones(self.n_fixed)
         for storage, values in enumerate(self._values):
             read = [value for value in values if index.read[value] < index.end]
-            made = (index.remakeable[v] or v in self._bring or v in self._given for v in values)
+            made = (index.recomputable[v] or v in self._bring or v in self._given for v in values)
             self.upper[storage] = (all(made) or index.can_offload) and bool(values)
-            self.upper[n + storage] = self.upper[storage] and any(index.remakeable[v] or v not in read for v in values)
+            self.upper[n + storage] = self.upper[storage] and any(
+                index.recomputable[v] or v not in read for v in values
+            )
             if len(read) == len(values):
-                recipes = [index.recipes[value] for value in read if index.remakeable[value]]
+                recipes = [index.recipes[value] for value in read if index.recomputable[value]]
                 self.ms[n + storage] = min((recipe.ms for recipe in recipes), default=0.0)
                 self.flops[n + storage] = min((recipe.flops for recipe in recipes), default=0)
         for call, variable in self.runs.items():
@@ -187,7 +189,7 @@ class Covering:
         for row in np.flatnonzero(~index.slot_is_input).tolist():
             slot_calls.setdefault(int(index.slot_value[row]), []).append(int(index.slot_call[row]))
         self.inside: dict[int, list[int]] = {call: [] for call in self.calls}
-        """For each call the storages that it cannot but bring back, unless they are remade."""
+        """For each call the storages that it cannot but bring back, unless they are recomputed."""
         for storage, value in self.alone.items():
             for call in self._bring.get(value, ()) if value not in follows else ():
                 if all(call in index.around[inner] for inner in slot_calls[value]):
@@ -222,18 +224,18 @@ class Covering:
         ahead = [
             (storage, value)
             for read, storage, value in self._early
-            if index.dies[storage] <= position < min(read, index.released[value])
+            if index.freed_at[storage] <= position < min(read, index.released[value])
         ][:NEAREST]
         there = {storage: first + number for number, (storage, _) in enumerate(ahead)}
-        remade = {value: first + len(ahead) + number for number, (_, value) in enumerate(ahead)}
+        recomputed = {value: first + len(ahead) + number for number, (_, value) in enumerate(ahead)}
         runs = {call for _, value in ahead for call in (*self._bring.get(value, ()), *self._needing.get(value, ()))}
         ran = {call: first + 2 * len(ahead) + number for number, call in enumerate(sorted(runs))}
 
         def made(value: int) -> int | None:
-            """The variable that says that `value` has been remade by now."""
+            """The variable that says that `value` has been recomputed by now."""
             if index.read[value] <= position:
                 return n + self._storage_of[value]
-            return remade.get(value)
+            return recomputed.get(value)
 
         for call in ran:
             for storage in self.inside[call]:
@@ -245,7 +247,7 @@ class Covering:
             asked += [ran[call] for call in self._needing.get(value, ())]
             for variable in asked:
                 rows.append(({variable: 1.0, storage: 1.0, there[storage]: -1.0}, 1.0))
-                rows.append(({variable: 1.0, n + storage: 1.0, remade[value]: -1.0}, 1.0))
+                rows.append(({variable: 1.0, n + storage: 1.0, recomputed[value]: -1.0}, 1.0))
                 bringing = dict.fromkeys((ran[call] for call in self._bring.get(value, ())), -1.0)
                 bringing |= dict.fromkeys(self._given.get(value, ()), -1.0)
                 bringing |= {self.offloads[storage]: -1.0} if self.offloads else {}

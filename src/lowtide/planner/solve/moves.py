@@ -33,7 +33,7 @@ _Part = TypeVar("_Part")
 class Move:
     """Decisions to take, and others to take back."""
 
-    remake: tuple[Group, ...] = ()
+    recompute: tuple[Group, ...] = ()
     keep: tuple[Group, ...] = ()
     replay: tuple[Replay, ...] = ()
     unreplay: tuple[Replay, ...] = ()
@@ -46,9 +46,9 @@ class Move:
         """`choice`, changed by this move."""
         more = choice.copy()
         for group in self.keep:
-            more.remake[group.addresses] = False
-        for group in self.remake:
-            more.remake[group.addresses] = True
+            more.recompute[group.addresses] = False
+        for group in self.recompute:
+            more.recompute[group.addresses] = True
         for group in self.unoffload:
             more.offload[group.addresses] = False
         for group in self.offload:
@@ -71,28 +71,28 @@ class Moves:
         self.advances = advances_of(index)
         self.offloads = offloads_of(index, len(self.groups))
         self.moves = [
-            *(Move(remake=(group,)) for group in self.groups),
+            *(Move(recompute=(group,)) for group in self.groups),
             *(self._replayed(replay, cheap=True) for replay in self.replays.values()),
             *(self._replayed(replay, cheap=False) for replay in self.replays.values()),
             *(Move(replay=(replay,)) for replay in self.replays.values() if replay.within),
             *(Move(advance=(advance,)) for advance in self.advances),
             *(Move(offload=(group,)) for group in self.offloads),
         ]
-        """Each group remade; each call replayed with what is cheap in it remade; each with nothing in it remade; each
-        around the replays in it; each advanced; each group offloaded."""
+        """Each group recomputed; each call replayed with what is cheap in it recomputed; each with nothing in it
+        recomputed; each around the replays in it; each advanced; each group offloaded."""
 
-        self.read = np.full(len(index.born), index.end, np.int64)
+        self.read = np.full(len(index.allocated_at), index.end, np.int64)
         """For each storage the first position at which backward reads what is in it."""
         stored = index.value_storage >= 0
         np.minimum.at(self.read, index.value_storage[stored], index.read[stored])
         drops = [
-            [piece.storages for piece in (*m.remake, *m.offload)]
+            [piece.storages for piece in (*m.recompute, *m.offload)]
             + [replay.storages for replay in m.replay]
             + [advance.storages for advance in m.advance]
             for m in self.moves
         ]
         self._relieves = _pairs(drops, lambda storages: storages)
-        self._remakes = _pairs((m.remake for m in self.moves), lambda group: (group.number,))
+        self._recomputes = _pairs((m.recompute for m in self.moves), lambda group: (group.number,))
         self._keeps = _pairs((m.keep for m in self.moves), lambda group: (group.number,))
         self._unreplays = _pairs((m.unreplay for m in self.moves), lambda replay: (replay.id,))
         self._clashes = _pairs((m.replay for m in self.moves), lambda replay: (replay.id,))
@@ -115,7 +115,7 @@ class Moves:
     def _replayed(self, replay: Replay, *, cheap: bool) -> Move:
         inside = tuple(group for group in self.groups if replay.id in group.inside)
         return Move(
-            remake=tuple(group for group in inside if cheap and not group.expensive),
+            recompute=tuple(group for group in inside if cheap and not group.expensive),
             keep=tuple(group for group in inside if group.expensive or not cheap),
             replay=(replay,),
             unreplay=tuple(self.replays[id_] for id_ in sorted(replay.within)),
@@ -134,15 +134,15 @@ class Moves:
         index, n = self.simulator.index, len(self.moves)
         over = np.concatenate(([0], np.cumsum(excess > 0)))
         area = np.concatenate(([0], np.cumsum(excess)))
-        start, end = index.dies, np.maximum(self.read, index.dies)
+        start, end = index.freed_at, np.maximum(self.read, index.freed_at)
         relief = np.minimum(index.storage_bytes * (over[end] - over[start]), area[end] - area[start])
-        relief[sweep.ends <= index.dies] = 0
+        relief[sweep.ends <= index.freed_at] = 0
         move, storage = self._relieves
         gain = np.bincount(move, relief[storage], n)
 
-        made = choice.remake[self._group_address]
+        made = choice.recompute[self._group_address]
         cost = self._call_cost.copy()
-        move, group = self._remakes
+        move, group = self._recomputes
         cost += np.bincount(move, self._group_cost[group] * ~made[group], n)
         move, group = self._keeps
         cost -= np.bincount(move, self._group_cost[group] * made[group], n)
@@ -180,9 +180,9 @@ class Moves:
         """Each group and call of `choice` taken back: the costly ones first, of equal ones the late ones."""
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
-            (-group.cost, -min(int(index.born[s]) for s in group.storages), Move(keep=(group,)))
+            (-group.cost, -min(int(index.allocated_at[s]) for s in group.storages), Move(keep=(group,)))
             for group in self.groups
-            if choice.remake[group.addresses].any()
+            if choice.recompute[group.addresses].any()
         ]
         parts += [
             (-replay.cost, -replay.start, Move(unreplay=(replay,)))
@@ -190,22 +190,22 @@ class Moves:
             if choice.replay[replay.id]
         ]
         parts += [
-            (-group.cost, -min(int(index.born[s]) for s in group.storages), Move(unoffload=(group,)))
+            (-group.cost, -min(int(index.allocated_at[s]) for s in group.storages), Move(unoffload=(group,)))
             for group in self.offloads
             if choice.offload[group.addresses].any()
         ]
         parts += [(-a.cost, -a.start, Move(unadvance=(a,))) for a in self.advances if choice.advance[a.id]]
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
-    def remade(self, *, expensive: bool) -> Choice:
-        """Every cheap group remade, and if `expensive` all others too."""
+    def recomputed(self, *, expensive: bool) -> Choice:
+        """Every cheap group recomputed, and if `expensive` all others too."""
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
-        return Move(remake=groups).after(self.simulator.nothing())
+        return Move(recompute=groups).after(self.simulator.nothing())
 
     def chains(self) -> list[Choice]:
-        """Everything remade but every n-th group, in the order of the forward pass: small peaks of long chains."""
-        groups = sorted(self.groups, key=lambda group: min(self.simulator.index.born[list(group.storages)]))
-        everything = self.remade(expensive=True)
+        """Everything recomputed but every n-th group, in the order of the forward pass: small peaks of long chains."""
+        groups = sorted(self.groups, key=lambda group: min(self.simulator.index.allocated_at[list(group.storages)]))
+        everything = self.recomputed(expensive=True)
         return [Move(keep=tuple(groups[every - 1 :: every])).after(everything) for every in _strides(len(groups))]
 
     def levels(self) -> list[tuple[Replay, ...]]:

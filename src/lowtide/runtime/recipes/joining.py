@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowtide.runtime.recipes.registry import EVERY, FILLED, CannotRemake, Source, aten, recipe
+from lowtide.runtime.recipes.registry import EVERY, FILLED, CannotRecompute, Source, aten, recipe
 
 
 @recipe("CatBackward0", edges={"tensors": FILLED})
@@ -42,7 +42,7 @@ def padding(out: Tensor | None, node: Source) -> Tensor | None:
     if side is None:
         return None
     if out is None:
-        raise CannotRemake("the number that constant_pad_nd wrote is not recorded")
+        raise CannotRecompute("the number that constant_pad_nd wrote is not recorded")
     dim = out.dim() - 1 - side // 2
     edge = out.select(dim, out.shape[dim] - 1 if side % 2 else 0)
     return edge[(0,) * edge.dim()].clone()

@@ -1,6 +1,6 @@
 """How a recipe is written, and the table of all of them. docs/recipes.md has the same with an example.
 
-A recipe remakes an autograd node's output. It is a function of what it needs, in the names of the node's own saved
+A recipe recomputes an autograd node's output. It is a function of what it needs, in the names of the node's own saved
 attributes (`_saved_mat1` -> `mat1`):
 
     @recipe("AddmmBackward0", edges={"bias": 0, "mat1": 1, "mat2": 2}, owner="mat2", expensive=True)
@@ -37,14 +37,14 @@ class Source(Protocol):
     """What a `read_off` function may ask of the node."""
 
     def constant(self, name: str) -> Any:
-        """The constant `name`. Raises CannotRemake if the node does not record it."""
+        """The constant `name`. Raises CannotRecompute if the node does not record it."""
 
 
-class CannotRemake(Exception):
+class CannotRecompute(Exception):
     """Why a value has to be kept; never leaves the package."""
 
 
-class TooSmall(CannotRemake):
+class TooSmall(CannotRecompute):
     """It could be done without, but little is gained: in a smaller batch than the rehearsed one, nothing is amiss."""
 
 
@@ -63,7 +63,7 @@ OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "ou
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the output of one kind of autograd node is remade. `recipe` says what the fields mean."""
+    """How the output of one kind of autograd node is recomputed. `recipe` says what the fields mean."""
 
     node: str
     function: Function

@@ -1,6 +1,6 @@
-"""Views take no memory: what is behind them is remade, and looked at again.
+"""Views take no memory: what is behind them is recomputed, and looked at again.
 
-A saved view is the tensor behind it and a geometry, so these recipes are for views in the middle of a remake.
+A saved view is the tensor behind it and a geometry, so these recipes are for views in the middle of a recompute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flash attention and cuDNN's: what they take inside.
 
-A few products at a time are split over the keys, so that all multiprocessors have work. How many those are of a card
-is not in the table of cards: the parts are known within bounds, and counted as the most.
+A few products at a time are split over the keys, so that all multiprocessors have work. How many those are of a GPU
+is not in the table of GPUs: the parts are known within bounds, and counted as the most.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS = (
 )
 
 _MULTIPROCESSORS = range(4, 193)
-"""Of any card that flash attention runs on."""
+"""Of any GPU that flash attention runs on."""
 
 _MOST_SPLITS = 128
 

@@ -1,6 +1,6 @@
 """Memory-efficient attention: what its kernels take inside, by the tiles that they work in.
 
-The first kernel of a list is taken that can do the head size and fits into the card's shared memory. For heads of at
+The first kernel of a list is taken that can do the head size and fits into the GPU's shared memory. For heads of at
 most 64 numbers all that are left have the same tiles; beyond that the tiles are known within bounds.
 """
 
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
 
 
 def _tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
-    """Those of the kernels that can do this head size, up to the first that fits into any card's shared memory."""
+    """Those of the kernels that can do this head size, up to the first that fits into any GPU's shared memory."""
     generation = capability()
     small = Tiles(64, 64, dtype in HALF and head <= 64)
     if head <= 64:
@@ -132,7 +132,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
 
 
 ON_HOST = {aten._scaled_dot_product_efficient_attention.default: range(2, 4)}
-"""Results that are not on the card: where the random numbers begin."""
+"""Results that are not on the GPU: where the random numbers begin."""
 
 INSIDE = {
     aten._scaled_dot_product_efficient_attention.default: forward,

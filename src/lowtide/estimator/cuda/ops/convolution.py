@@ -1,4 +1,4 @@
-"""Convolutions: cuDNN chooses an algorithm, by heuristics that depend on the card, and that takes a workspace.
+"""Convolutions: cuDNN chooses an algorithm, by heuristics that depend on the GPU, and that takes a workspace.
 
 What is known is the layout of the result, where no workspace is taken, and what the common algorithms need. Kernels for
 tensor cores work on channels-last tensors: others are converted, into the workspace. In single precision there are

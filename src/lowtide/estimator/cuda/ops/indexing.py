@@ -49,10 +49,10 @@ _BLOCKS_EACH = 4
 """Blocks for each multiprocessor below which all is added up in one pass (MAX_ATOMIC_ACCUM_BLOCKS_PER_SM)."""
 
 _MULTIPROCESSORS = (4, 192)
-"""Of a card, at least and at most."""
+"""Of a GPU, at least and at most."""
 
 _COUNT = 8
-"""Bytes of a number that the kernels leave on the card."""
+"""Bytes of a number that the kernels leave on the GPU."""
 
 _HISTOGRAMS = 64 * 2**10
 

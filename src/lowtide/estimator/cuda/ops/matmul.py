@@ -12,7 +12,7 @@ from lowtide._torch.fake_modes import is_strided
 from lowtide.estimator.cpu.scratch import blas_reads
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
-from lowtide.memory.gpu_specs import Card, cublas_workspace_bytes
+from lowtide.memory.gpu_specs import GpuSpec, cublas_workspace_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,9 +68,9 @@ INSIDE = dict.fromkeys(
 )
 
 
-def workspace_bytes(card: Card) -> int:
+def workspace_bytes(gpu: GpuSpec) -> int:
     """What each thread's first product takes."""
-    known = card.cublas_workspace_bytes()
+    known = gpu.cublas_workspace_bytes()
     return cublas_workspace_bytes(CAPABILITY_ASSUMED) if known is None else known
 
 

@@ -69,7 +69,7 @@ _COLUMNS_EACH = 32
 _MOST_BLOCKS = 64 * 1024 // 2
 _MOST_EXAMPLES = 880_801
 _MOST_MULTIPROCESSORS = 192
-"""Of any card: half as many groups of columns are few."""
+"""Of any GPU: half as many groups of columns are few."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -110,7 +110,7 @@ def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Ins
 
 
 def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[Inside]:
-    """Where rows are many and short: a card with few multiprocessors does without."""
+    """Where rows are many and short: a GPU with few multiprocessors does without."""
     rows, columns = x.numel() // max(width, 1), -(-width // _COLUMNS_EACH)
     if rows <= _MANY_ROWS or width // _COLUMNS_EACH >= _MOST_MULTIPROCESSORS // 2:
         return []
@@ -148,7 +148,7 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 
 def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
-    """Nothing that is known; cuDNN says what it reserves on a card only, and documents no bound."""
+    """Nothing that is known; cuDNN says what it reserves on a GPU only, and documents no bound."""
     x, weight, training = args[0], args[1], args[5]
     if _is_cudnns(x, weight, training) and is_channels_last(x):
         unbounded.setdefault(

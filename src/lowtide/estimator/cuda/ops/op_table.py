@@ -45,7 +45,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
 )
 
 KERNELS: dict[str, Callable[..., Any]] = {**attention.KERNELS, **normalization.KERNELS, **recurrent.KERNELS}
-"""Operators by name, for autograd on the card."""
+"""Operators by name, for autograd on the GPU."""
 
 SHAPES: dict[Any, Callable[..., Any]] = {**recurrent.SHAPES}
 """What gives the results of operators that torch can't run on fake tensors."""
@@ -61,7 +61,7 @@ ORDER: dict[Any, tuple[int, ...]] = {**dropout.ORDER}
 """The order in which an operator allocates its results, where it is another one than theirs."""
 
 ON_HOST: dict[Any, range] = {**efficient.ON_HOST}
-"""Which of an operator's results are not on the card."""
+"""Which of an operator's results are not on the GPU."""
 
 INSIDE: dict[Any, Callable[[Any, Any, list[Tensor]], list[Inside]]] = {
     **flash.INSIDE,

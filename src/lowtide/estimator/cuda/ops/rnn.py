@@ -1,9 +1,9 @@
 """Recurrent layers: cuDNN runs all steps of all layers as one operator, and keeps what their backward needs.
 
 The CPU's composition keeps every gate of every step as tensors of its own. How much cuDNN reserves, and which workspace
-it takes, it only says on a card (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. Counted is what 40
+it takes, it only says on a GPU (cudnnGetRNNTempSpaceSizes), and its documentation gives no bound. Counted is what 40
 layers took on an H200 with cuDNN 9.19 (tests/estimator/data/cudnn_h200.json): the reserves of all of them to the byte,
-the workspaces within a tenth. Other cards may take others, which is
+the workspaces within a tenth. Other GPUs may take others, which is
 said; `lowtide rehearse --strict` does not take that for known.
 """
 

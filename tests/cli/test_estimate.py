@@ -1,4 +1,4 @@
-"""`lowtide rehearse --device`: an unchanged script, for a card that is not there."""
+"""`lowtide estimate --device`: an unchanged script, for a GPU that is not there."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import lowtide
 from lowtide import cli
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.runtime.fingerprint import tensors_in
-from lowtide.script import estimate_steps as foreseeing
+from lowtide.script import estimate_steps as estimating
 from lowtide.units import format_bytes
 
 TRAIN = """
@@ -52,23 +52,23 @@ print("the end")
 
 
 @pytest.fixture
-def rehearse(tmp_path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def estimate(tmp_path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def command(*options: str, text: str = TRAIN, args: tuple[str, ...] = ()) -> tuple[int, str, str]:
         path = tmp_path / "train.py"
         path.write_text(text, encoding="utf-8")
         capfd.readouterr()
-        code = cli.main(("rehearse", *options, str(path), *args))
+        code = cli.main(("estimate", *options, str(path), *args))
         torch.set_default_device(None)
         return (code, *capfd.readouterr())
 
     return command
 
 
-def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(rehearse, tmp_path) -> None:
-    code, out, err = rehearse("--device", "RTX 3060")
+def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(estimate, tmp_path) -> None:
+    code, out, err = estimate("--device", "RTX 3060")
     assert code == 0
     assert "on RTX 3060, with 11.7 GiB: it fits" in out
-    assert "smallest card on which it is sure to fit: RTX 4060" in out
+    assert "smallest GPU on which it is sure to fit: RTX 4060" in out
     assert "compiled code (torch.compile) needs what it needs as it was written" in out
     assert re.search("nothing is computed.*\nloss 1.000", err)  # said before the first number that is not true
     assert "same weights True Parameter" in err
@@ -77,39 +77,39 @@ def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(reh
     assert [*tmp_path.iterdir()] == [tmp_path / "train.py"]
 
 
-def test_what_does_not_fit_has_exit_code_1_and_names_a_card(rehearse) -> None:
-    code, out, _ = rehearse("--device", "RTX 3060", args=("--rows", "400000"))
+def test_what_does_not_fit_has_exit_code_1_and_names_a_gpu(estimate) -> None:
+    code, out, _ = estimate("--device", "RTX 3060", args=("--rows", "400000"))
     assert code == 1
     assert "it does not fit" in out
-    assert "smallest card on which it is sure to fit: L4" in out
+    assert "smallest GPU on which it is sure to fit: L4" in out
 
 
-def test_the_step_is_written_as_a_snapshot(rehearse, tmp_path) -> None:
+def test_the_step_is_written_as_a_snapshot(estimate, tmp_path) -> None:
     file = tmp_path / "step.pickle"
-    code, out, _ = rehearse("--device", "RTX 3060", "--snapshot", str(file))
+    code, out, _ = estimate("--device", "RTX 3060", "--snapshot", str(file))
     assert code == 0
     assert (
         f"{format_bytes(Timeline.from_snapshot(file).peak_bytes)}  requested at the peak of both steps, in the " in out
     )
     for options in (("--snapshot", "x"), ("--device", "T4", "--batch", "1", "--batch", "2", "--snapshot", "x")):
-        code, _, err = rehearse(*options)
+        code, _, err = estimate(*options)
         assert code == 2
         assert "--snapshot" in err
 
 
-def test_a_sweep_gives_what_the_script_does_at_those_sizes(rehearse) -> None:
-    code, out, _ = rehearse("--device", "RTX 3060", "--json", "-", "--batch", "64", "--batch", "1024")
+def test_a_sweep_gives_what_the_script_does_at_those_sizes(estimate) -> None:
+    code, out, _ = estimate("--device", "RTX 3060", "--json", "-", "--batch", "64", "--batch", "1024")
     assert code == 0
     small, large = json.loads(out)
     assert (small["batch"], large["batch"]) == (64, 1024)
     assert small["peak_requested_bytes"] < large["peak_requested_bytes"]
     for found in (small, large):
-        _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-", args=("--rows", str(found["batch"])))
+        _, alone, _ = estimate("--device", "RTX 3060", "--json", "-", args=("--rows", str(found["batch"])))
         (by_itself,) = json.loads(alone)
         assert found["peak_requested_bytes"] == pytest.approx(by_itself["peak_requested_bytes"], rel=0.02)
 
 
-ON_CARD = """
+ON_GPU = """
 import sys, torch
 from torch import nn
 
@@ -128,10 +128,10 @@ for i in range(4):
 """
 
 
-def test_a_sweep_to_far_smaller_sizes_has_nothing_of_the_large_one(rehearse) -> None:
+def test_a_sweep_to_far_smaller_sizes_has_nothing_of_the_large_one(estimate) -> None:
     found = {}
     for rows, options in ((8192, ("--batch", "512")), (64, ("--batch", "512")), (512, ())):
-        _, out, _ = rehearse("--device", "T4", "--json", "-", *options, text=ON_CARD, args=(str(rows),))
+        _, out, _ = estimate("--device", "T4", "--json", "-", *options, text=ON_GPU, args=(str(rows),))
         (found[rows],) = json.loads(out)
     for name in ("peak_requested_bytes", "peak_reserved_bytes"):
         assert found[8192][name] == found[64][name] == found[512][name]
@@ -159,10 +159,10 @@ for i in range(4):
 
 
 @pytest.mark.parametrize("rows", [64, 16, 256])
-def test_a_sweep_leaves_what_was_computed_its_graph(rehearse, rows) -> None:
+def test_a_sweep_leaves_what_was_computed_its_graph(estimate, rows) -> None:
     found = []
     for options, given in (((), 64), (("--batch", "64"), rows)):
-        _, out, err = rehearse("--device", "T4", "--json", "-", *options, text=TAKING_TURNS, args=(str(given),))
+        _, out, err = estimate("--device", "T4", "--json", "-", *options, text=TAKING_TURNS, args=(str(given),))
         (one,) = json.loads(out)
         assert not any("several sizes" in note for note in one["assumed"])  # it is another model that begins a step
         found.append((one["peak_requested_bytes"], one["peak_reserved_bytes"], err.count("0")))
@@ -186,16 +186,16 @@ for i in range(3):
 """
 
 
-def test_a_sweep_leaves_what_is_of_another_length(rehearse) -> None:
+def test_a_sweep_leaves_what_is_of_another_length(estimate) -> None:
     found = []
     for options, rows in ((("--batch", "512"), "32"), ((), "512")):
-        _, out, _ = rehearse("--device", "T4", "--json", "-", *options, text=TOWERS, args=(rows,))
+        _, out, _ = estimate("--device", "T4", "--json", "-", *options, text=TOWERS, args=(rows,))
         (one,) = json.loads(out)
         found.append((one["peak_requested_bytes"], one["peak_reserved_bytes"]))
     assert found[0] == found[1]
 
 
-def test_the_first_batch_is_gone_when_the_script_lets_go_of_it(rehearse) -> None:
+def test_the_first_batch_is_gone_when_the_script_lets_go_of_it(estimate) -> None:
     rows = 2048
     model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -207,43 +207,43 @@ def test_the_first_batch_is_gone_when_the_script_lets_go_of_it(rehearse) -> None
         optimizer.step()
 
     batch = torch.randn(rows, 1024), torch.randint(0, 10, (rows,))
-    foreseen = lowtide.foresee(model, step, batch, device="T4", optimizer=optimizer)
-    code, out, _ = rehearse("--device", "T4", "--json", "-", text=ON_CARD, args=(str(rows),))
+    estimated = lowtide.estimate(model, step, batch, device="T4", optimizer=optimizer)
+    code, out, _ = estimate("--device", "T4", "--json", "-", text=ON_GPU, args=(str(rows),))
     assert code == 0
     (found,) = json.loads(out)
-    assert found["peak_requested_bytes"] == foreseen.peak_requested_bytes
-    assert found["peak_reserved_bytes"] == foreseen.peak_reserved_bytes
+    assert found["peak_requested_bytes"] == estimated.peak_requested_bytes
+    assert found["peak_reserved_bytes"] == estimated.peak_reserved_bytes
 
 
-def test_a_sweep_looks_for_tensors_in_the_script_and_not_around_it(rehearse, monkeypatch) -> None:
+def test_a_sweep_looks_for_tensors_in_the_script_and_not_around_it(estimate, monkeypatch) -> None:
     around, seen = [torch.zeros(256, 64)], []
 
     def looking(value):
         seen.append(value)
         return tensors_in(value)
 
-    monkeypatch.setattr(foreseeing, "tensors_in", looking)
-    assert rehearse("--device", "RTX 3060", "--batch", "64")[0] == 0
+    monkeypatch.setattr(estimating, "tensors_in", looking)
+    assert estimate("--device", "RTX 3060", "--batch", "64")[0] == 0
     assert seen
     assert not any(value is around for value in seen)
 
 
-def test_a_script_that_fails_has_exit_code_2(rehearse) -> None:
-    code, _, err = rehearse("--device", "RTX 3060", text="raise ValueError('no data')")
+def test_a_script_that_fails_has_exit_code_2(estimate) -> None:
+    code, _, err = estimate("--device", "RTX 3060", text="raise ValueError('no data')")
     assert code == 2
     assert "no data" in err
     assert err.endswith("train.py ended with exit code 1, before two steps of it were rehearsed.\n")
-    code, _, err = rehearse("--device", "RTX 3060", text=f"{ON_CARD}    raise SystemExit(3)", args=("64",))
+    code, _, err = estimate("--device", "RTX 3060", text=f"{ON_GPU}    raise SystemExit(3)", args=("64",))
     assert code == 2
     assert "ended with exit code 3, before two steps" in err
-    code, _, err = rehearse(
-        *("--device", "RTX 3060", "--batch", "32"), text=ON_CARD.replace("model(x)", "model(x).view(rows, 10)"),
+    code, _, err = estimate(
+        *("--device", "RTX 3060", "--batch", "32"), text=ON_GPU.replace("model(x)", "model(x).view(rows, 10)"),
         args=("64",),
     )  # fmt: skip
     assert code == 2
     assert "With --batch 32 all tensors" in err
     decides = TRAIN.replace("optimizer.zero_grad()", "loss.item() < 100 and optimizer.zero_grad()")
-    code, _, err = rehearse("--device", "RTX 3060", text=decides)
+    code, _, err = estimate("--device", "RTX 3060", text=decides)
     assert code == 2
     assert "train.py:" in err
     assert "it decides by a number from a tensor" in err
@@ -252,14 +252,14 @@ def test_a_script_that_fails_has_exit_code_2(rehearse) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--device", "RTX 9999"), "no card"),
+        (("--device", "RTX 9999"), "no GPU"),
         (("--batch", "4"), "--device"),
         (("--device", "T4", "--plain"), "--plain"),
         (("--device", "T4", "--snapshot", "no such folder/step.pickle"), "no such folder is not a folder"),
     ],
 )
-def test_what_can_not_be_meant_is_refused_before_the_script_runs(rehearse, options, said) -> None:
-    code, out, err = rehearse(*options, text="print('it runs')")
+def test_what_can_not_be_meant_is_refused_before_the_script_runs(estimate, options, said) -> None:
+    code, out, err = estimate(*options, text="print('it runs')")
     assert code == 2
     assert said in err
     assert "it runs" not in out + err
@@ -282,10 +282,10 @@ for i in range(4):
 """
 
 
-def test_a_sweep_leaves_inputs_that_are_differentiated_by(rehearse) -> None:
-    _, out, _ = rehearse("--device", "T4", "--json", "-", "--batch", "512", text=PHYSICS)
+def test_a_sweep_leaves_inputs_that_are_differentiated_by(estimate) -> None:
+    _, out, _ = estimate("--device", "T4", "--json", "-", "--batch", "512", text=PHYSICS)
     (swept,) = json.loads(out)
-    _, out, _ = rehearse("--device", "T4", "--json", "-", text=PHYSICS.replace("256", "512"))
+    _, out, _ = estimate("--device", "T4", "--json", "-", text=PHYSICS.replace("256", "512"))
     (given,) = json.loads(out)
     assert swept["peak_requested_bytes"] == pytest.approx(given["peak_requested_bytes"], rel=0.01)
 
@@ -315,8 +315,8 @@ for step in range(5):
         "forward = model",
     ],
 )
-def test_parameters_that_are_found_late(rehearse, kind: str) -> None:
-    code, out, err = rehearse("--device", "RTX 3060", text=FOUND_LATE.format(kind=kind))
+def test_parameters_that_are_found_late(estimate, kind: str) -> None:
+    code, out, err = estimate("--device", "RTX 3060", text=FOUND_LATE.format(kind=kind))
     assert code == 0, err
     sizes = [64 * 64, 64, 1] if "exp" in kind else [64 * 64, 64, 64, 1]
     assert re.search(f"optimizer state +{format_bytes(2 * 4 * sum(sizes))}  there before", out)
@@ -325,7 +325,7 @@ def test_parameters_that_are_found_late(rehearse, kind: str) -> None:
 
 @pytest.mark.parametrize(("name", "hints"), [("no.py", False), ("package.train", True)])
 def test_a_file_that_is_not_there_may_be_a_module(capfd: pytest.CaptureFixture[str], name: str, hints: bool) -> None:
-    assert cli.main(("rehearse", "--device", "T4", name)) == 2
+    assert cli.main(("estimate", "--device", "T4", name)) == 2
     assert (f"use -m {name}" in capfd.readouterr().err) == hints
 
 
@@ -333,7 +333,7 @@ def test_a_file_that_is_not_there_may_be_a_module(capfd: pytest.CaptureFixture[s
 def test_a_profile_is_no_script(tmp_path, capfd: pytest.CaptureFixture[str], options) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text("null", encoding="utf-8")
-    assert cli.main(("rehearse", *options, str(profile))) == 2
+    assert cli.main(("estimate", *options, str(profile))) == 2
     assert "is a profile" in capfd.readouterr().err
 
 
@@ -352,8 +352,8 @@ for step in range(5):
 """
 
 
-def test_a_script_with_a_scheduler(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 3060", text=SCHEDULED)
+def test_a_script_with_a_scheduler(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 3060", text=SCHEDULED)
     assert code == 0, err
     assert "on RTX 3060, with 11.7 GiB: it fits" in out
 
@@ -374,19 +374,19 @@ for step in range(5):
 """
 
 
-def test_models_beside_the_trained_one_are_on_the_card_from_the_start(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=BESIDE)
+def test_models_beside_the_trained_one_are_on_the_gpu_from_the_start(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 3060", "--json", "-", text=BESIDE)
     assert code == 0, err
     parameters = 4 * (65 * 4096 + 65 * 256 + 257 * 4096)
     assert json.loads(out)[0]["peak_requested_bytes"] > 1.9 * parameters - 4 * 65 * 4096  # and gradients of the model
     assert len(json.loads(out)[0]["assumed"]) == 2  # the second batch, where the model and where the teacher reads it
 
 
-def test_a_model_that_is_called_in_parts_is_rehearsed_as_it_is_as_a_whole(rehearse) -> None:
+def test_a_model_that_is_called_in_parts_is_rehearsed_as_it_is_as_a_whole(estimate) -> None:
     as_whole = TRAIN.replace("model = torch.compile(model)", "")
     calls = "model[3](model[2](model[1](model[0](x))))"
-    whole_code, whole, _ = rehearse("--device", "RTX 3060", "--json", "-", text=as_whole)
-    code, parts, err = rehearse("--device", "RTX 3060", "--json", "-", text=as_whole.replace("model(x)", calls))
+    whole_code, whole, _ = estimate("--device", "RTX 3060", "--json", "-", text=as_whole)
+    code, parts, err = estimate("--device", "RTX 3060", "--json", "-", text=as_whole.replace("model(x)", calls))
     assert (whole_code, code) == (0, 0), err
     (alone,), (found,) = json.loads(whole), json.loads(parts)
     for bytes_of in ("peak_requested_bytes", "peak_reserved_bytes"):
@@ -394,10 +394,10 @@ def test_a_model_that_is_called_in_parts_is_rehearsed_as_it_is_as_a_whole(rehear
     assert "same weights True Parameter" in err
 
 
-def test_something_small_that_is_called_before_the_model_is_not_taken_for_it(rehearse) -> None:
+def test_something_small_that_is_called_before_the_model_is_not_taken_for_it(estimate) -> None:
     first = "model[0](torch.randn(2, 64).to(device)); "
-    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=TRAIN.replace("try:", f"{first}\ntry:"))
-    _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-")
+    code, out, err = estimate("--device", "RTX 3060", "--json", "-", text=TRAIN.replace("try:", f"{first}\ntry:"))
+    _, alone, _ = estimate("--device", "RTX 3060", "--json", "-")
     assert code == 0, err
     assert json.loads(out)[0]["peak_reserved_bytes"] == json.loads(alone)[0]["peak_reserved_bytes"]
 
@@ -429,8 +429,8 @@ for step in range(9):
 """
 
 
-def test_a_loop_that_pads_and_masks_by_itself(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 4090", text=LOOP)
+def test_a_loop_that_pads_and_masks_by_itself(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 4090", text=LOOP)
     assert code == 0, err
     assert "it fits" in out
     sizes = re.search(r"batches are of several sizes, and these two steps had (\[8, \d+\]).* and (\[8, \d+\])", out)
@@ -438,8 +438,8 @@ def test_a_loop_that_pads_and_masks_by_itself(rehearse) -> None:
     assert sizes[1] != sizes[2]
 
 
-def test_batches_of_one_size_are_not_said_to_be_of_several(rehearse) -> None:
-    _, out, _ = rehearse("--device", "RTX 3060")
+def test_batches_of_one_size_are_not_said_to_be_of_several(estimate) -> None:
+    _, out, _ = estimate("--device", "RTX 3060")
     assert "several sizes" not in out
 
 
@@ -477,16 +477,16 @@ for step in range(5):
 """
 
 
-def test_a_script_finds_on_cuda_what_it_asked_for_there(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 4090", text=ASKS)
+def test_a_script_finds_on_cuda_what_it_asked_for_there(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 4090", text=ASKS)
     assert code == 0, err
     assert "assumed" not in out
 
 
-def test_what_a_script_makes_by_default_is_on_the_device_that_it_named(rehearse) -> None:
+def test_what_a_script_makes_by_default_is_on_the_device_that_it_named(estimate) -> None:
     by_default = TRAIN.replace('device = "cuda"', 'torch.set_default_device("cuda")\ndevice = "cuda"')
-    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=by_default)
-    _, alone, _ = rehearse("--device", "RTX 3060", "--json", "-")
+    code, out, err = estimate("--device", "RTX 3060", "--json", "-", text=by_default)
+    _, alone, _ = estimate("--device", "RTX 3060", "--json", "-")
     assert code == 0, err
     assert json.loads(out)[0]["peak_reserved_bytes"] == json.loads(alone)[0]["peak_reserved_bytes"]
 
@@ -508,18 +508,18 @@ for epoch in range(9):
 """
 
 
-def test_data_come_from_other_processes_also_when_nothing_is_computed(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 4090", text=WORKERS)
+def test_data_come_from_other_processes_also_when_nothing_is_computed(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 4090", text=WORKERS)
     assert code == 0, err
     assert "it fits" in out
 
 
-def test_what_is_decided_on_the_cpu_is_refused_with_its_line(rehearse) -> None:
+def test_what_is_decided_on_the_cpu_is_refused_with_its_line(estimate) -> None:
     matched = WORKERS.replace("optimizer.step()", "optimizer.step(); cost = model(x.cuda()).detach().cpu().numpy()")
-    code, out, _ = rehearse("--device", "RTX 4090", text=matched)
+    code, out, _ = estimate("--device", "RTX 4090", text=matched)
     assert code == 0
     assert "train.py:14: the numbers of an array, which are not known, are taken as 1" in out
-    code, _, err = rehearse("--device", "RTX 4090", text=matched.replace(".numpy()", ".numpy(); sorted(cost[0])"))
+    code, _, err = estimate("--device", "RTX 4090", text=matched.replace(".numpy()", ".numpy(); sorted(cost[0])"))
     assert code == 2
     assert "train.py:14: it decides by a number from a tensor" in err
 
@@ -543,7 +543,7 @@ for step in range(9):
 
 
 @pytest.mark.parametrize("here", ["checkpoint(model, x, use_reentrant=False)", "model(x)"])
-def test_a_script_that_checkpoints_its_model(here: str, rehearse) -> None:
+def test_a_script_that_checkpoints_its_model(here: str, estimate) -> None:
     inside = (
         CHECKPOINTED.replace("model = nn.Sequential(", "model = nn.Sequential(Checkpointed(")
         .replace(
@@ -555,7 +555,7 @@ def test_a_script_that_checkpoints_its_model(here: str, rehearse) -> None:
         .replace("64)).cuda()", "64))).cuda()")
     )
     text = inside if here == "model(x)" else CHECKPOINTED
-    code, out, err = rehearse("--device", "RTX 4090", text=text.replace("HERE", here))
+    code, out, err = estimate("--device", "RTX 4090", text=text.replace("HERE", here))
     assert code == 0, err
     assert "it fits" in out
 
@@ -575,10 +575,10 @@ for first in range(0, 1000, 96):
 """
 
 
-def test_a_script_that_takes_its_batches_from_a_table_on_the_cpu(rehearse) -> None:
+def test_a_script_that_takes_its_batches_from_a_table_on_the_cpu(estimate) -> None:
     found = []
     for text in (TABLE, TABLE.replace("table[first : first + 96]", "torch.empty(96, 64)")):
-        code, out, err = rehearse("--device", "cuda:1GiB", "--json", "-", text=text)
+        code, out, err = estimate("--device", "cuda:1GiB", "--json", "-", text=text)
         assert code == 0, err
         found.append(json.loads(out)[0]["peak_reserved_bytes"])
     assert found[0] == found[1]
@@ -653,8 +653,8 @@ for step in range(5):
 """
 
 
-def test_a_script_may_ask_what_a_card_can_be_asked_before_its_first_forward_and_after(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 4090", text=API)
+def test_a_script_may_ask_what_a_gpu_can_be_asked_before_its_first_forward_and_after(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 4090", text=API)
     assert code == 0, err
     assert "assumed" not in out
 
@@ -702,8 +702,8 @@ for epoch in range(9):
 """
 
 
-def test_guards_and_early_stopping_let_training_go_on_and_the_best_model_is_kept(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 4090", text=STOPS)
+def test_guards_and_early_stopping_let_training_go_on_and_the_best_model_is_kept(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 4090", text=STOPS)
     assert code == 0, err
     notes = [line.partition("train.py:")[2] for line in out.partition("assumed:\n")[2].splitlines()]
     more = "the way that saves or copies something is taken, as the one that needs more memory"
@@ -712,7 +712,7 @@ def test_guards_and_early_stopping_let_training_go_on_and_the_best_model_is_kept
         *(f"34: {more}", f"10: {more}", "12: torch.save is left out", "39: training is taken to go on"),
     ]
     shrinks = STOPS.replace("optimizer.zero_grad()\n        cont", "x = torch.cat([x, x])\n        cont")
-    code, _, err = rehearse("--device", "RTX 4090", text=shrinks)
+    code, _, err = estimate("--device", "RTX 4090", text=shrinks)
     assert code == 2
     assert "train.py:27: it decides by the contents of a tensor" in err
 
@@ -742,20 +742,20 @@ for step in range(STEPS):
     ],
     ids=["no_grad", "data", "other data"],
 )
-def test_parameters_may_be_updated_by_hand(update, steps, rehearse) -> None:
+def test_parameters_may_be_updated_by_hand(update, steps, estimate) -> None:
     by_hand = BY_HAND.replace("STEPS", steps)
-    code, out, err = rehearse("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", "sgd.step()"))
+    code, out, err = estimate("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", "sgd.step()"))
     assert code == 0, err
     (alone,) = json.loads(out)
     by_hand = by_hand.replace("sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)\n", "")
-    code, out, err = rehearse("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", update))
+    code, out, err = estimate("--device", "RTX 4090", "--json", "-", text=by_hand.replace("UPDATE", update))
     assert code == 0, err
     (found,) = json.loads(out)
     assert found["peak_reserved_bytes"] == alone["peak_reserved_bytes"]
     assert found["assumed"] == [
         "a step is over when the model is called after its parameters changed: no torch.optim.Optimizer updates them"
     ]
-    code, out, _ = rehearse("--device", "RTX 4090", text=by_hand.replace("UPDATE", "pass"))
+    code, out, _ = estimate("--device", "RTX 4090", text=by_hand.replace("UPDATE", "pass"))
     assert code == 0
     assert f"{steps} forward and backward passes, for no optimizer stepped" in out
 
@@ -783,12 +783,12 @@ finally:
 """
 
 
-def test_derivatives_for_what_is_computed_before_the_model_is_called(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 3060", "--json", "-", text=PHYSICS)
+def test_derivatives_for_what_is_computed_before_the_model_is_called(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 3060", "--json", "-", text=PHYSICS)
     assert code == 0, err
     assert "as before True True True" in err
-    on_card = PHYSICS.replace("dtype=torch.float64, requires_grad=True)", "requires_grad=True)")
-    _, plain, _ = rehearse("--device", "RTX 3060", "--json", "-", text=on_card.replace("points.float()", "points"))
+    on_gpu = PHYSICS.replace("dtype=torch.float64, requires_grad=True)", "requires_grad=True)")
+    _, plain, _ = estimate("--device", "RTX 3060", "--json", "-", text=on_gpu.replace("points.float()", "points"))
     (found,), (expected,) = json.loads(out), json.loads(plain)
     assert found["peak_requested_bytes"] == pytest.approx(expected["peak_requested_bytes"], rel=0.02)
 
@@ -813,9 +813,9 @@ for step in range(4):
 """
 
 
-def test_inner_updates_of_parameters_that_are_exchanged_end_no_step(rehearse) -> None:
-    code, out, err = rehearse("--device", "RTX 3060", text=LEARNS)
+def test_inner_updates_of_parameters_that_are_exchanged_end_no_step(estimate) -> None:
+    code, out, err = estimate("--device", "RTX 3060", text=LEARNS)
     assert code == 0, err
-    assert foreseeing.BY_HAND not in out
+    assert estimating.BY_HAND not in out
     assert out.count("forward  ") == 4
     assert err.count("step 0") == 1

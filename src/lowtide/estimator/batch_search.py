@@ -1,4 +1,4 @@
-"""`lowtide.largest`: the largest batch, or the longest sequence, that fits, without running out of memory once."""
+"""`lowtide.largest_batch`: the largest batch or longest sequence that fits, without running out of memory once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from lowtide._torch.pytree import tree_map
 from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
-from lowtide.estimator.estimate import foresee
-from lowtide.estimator.memory_estimate import Foresight
-from lowtide.memory.gpu_specs import Card, context_bytes, parse_card
+from lowtide.estimator.estimation import estimate
+from lowtide.estimator.memory_estimate import MemoryEstimate
+from lowtide.memory.gpu_specs import GpuSpec, context_bytes, parse_gpu
 from lowtide.runtime.fingerprint import tensors_in, with_tensors
 from lowtide.units import format_apart
 from lowtide.utils.amounts import parse_bytes
@@ -32,15 +32,15 @@ MOST = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
+class LargestBatch:
     """The largest size that fits, and what was looked at on the way to it."""
 
     size: int
-    foresight: Foresight
+    estimate: MemoryEstimate
     """Of the step at that size."""
     budget_bytes: int
     peaks: dict[int, int]
-    """Predicted peak at each size that was tried, bytes; on a card the most that can be reserved."""
+    """Predicted peak at each size that was tried, bytes; on a GPU the most that can be reserved."""
 
     def __str__(self) -> str:
         budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])
@@ -51,18 +51,18 @@ class Largest:
         return f"{fits}; size {larger} would need {format_apart(self.budget_bytes, self.peaks[larger])[1]}"
 
 
-def largest(
+def largest_batch(
     model: nn.Module,
     step: Callable[[Any], Any],
     batch: Any,
     *,
     budget: int | str | None = None,
-    device: str | Card | None = None,
+    device: str | GpuSpec | None = None,
     batch_dim: int = 0,
     most: int = MOST,
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
-) -> Largest:
+) -> LargestBatch:
     """The largest size of `batch` along `batch_dim` at which the step's predicted peak is within `budget` bytes.
 
     Every tensor and array of `batch` that is as long along `batch_dim` as the first one is made longer or shorter:
@@ -70,30 +70,30 @@ def largest(
     sequence; say the `most` that the model takes, such as its number of positions. With `plan` the step runs under it,
     and on larger batches than those it is for under the most saving one, as it would in training.
 
-    With `device`, a card as `foresee` takes it, the peak is the most that the allocator can reserve there, and without
+    With `device`, a GPU as `estimate` takes it, the peak is the most that the allocator can reserve there, and without
     a `budget` it has to be there beside the largest CUDA context, so that the cache never has to be emptied.
 
-    The peak is taken to grow with the size. Each size that is tried costs a `foresee`: a handful, for peaks are nearly
-    linear. Raises Infeasible if size 1 does not fit, BudgetError if neither a budget nor a card is given, and whatever
-    `foresee` raises.
+    The peak is taken to grow with the size. Each size that is tried costs a `estimate`: a handful, for peaks are nearly
+    linear. Raises Infeasible if size 1 does not fit, BudgetError if neither a budget nor a GPU is given, and whatever
+    `estimate` raises.
     """
     if most < 1:
         raise LowtideError(f"most is the largest size that may be tried, at least 1; found {most}.")
-    card = None if device is None else parse_card(device)
-    budget_bytes = _limit(budget, card)
+    gpu = None if device is None else parse_gpu(device)
+    budget_bytes = _limit(budget, gpu)
     given = size_of(batch, batch_dim)
-    tried: dict[int, Foresight] = {}
+    tried: dict[int, MemoryEstimate] = {}
     peaks: dict[int, int] = {}
 
     def peak(size: int) -> int:
         if size not in tried:
             other = _resized(batch, batch_dim, given, size)
             with _at(size, peaks, budget_bytes):
-                if card is None:
-                    tried[size] = foresee(model, step, other, plan=plan, optimizer=optimizer)
+                if gpu is None:
+                    tried[size] = estimate(model, step, other, plan=plan, optimizer=optimizer)
                     peaks[size] = tried[size].peak_bytes
                 else:
-                    tried[size] = found = foresee(model, step, other, device=card, plan=plan, optimizer=optimizer)
+                    tried[size] = found = estimate(model, step, other, device=gpu, plan=plan, optimizer=optimizer)
                     peaks[size] = found.interval[1]
         return peaks[size]
 
@@ -101,9 +101,9 @@ def largest(
     if size == 0:
         parts = dict(zip(("static", "step"), (tried[1].static.total, tried[1].timeline.peak_bytes), strict=True))
         raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=peak(1), parts=parts)
-    return Largest(
+    return LargestBatch(
         size=size,
-        foresight=tried[size],
+        estimate=tried[size],
         budget_bytes=budget_bytes,
         peaks={n: peaks[n] for n in sorted(peaks)},
     )
@@ -124,12 +124,12 @@ def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
         ) from error
 
 
-def _limit(budget: int | str | None, card: Card | None) -> int:
+def _limit(budget: int | str | None, gpu: GpuSpec | None) -> int:
     if budget is not None:
         return parse_bytes(budget)
-    if card is None:
+    if gpu is None:
         raise BudgetError('give a budget="8GiB", or a device="RTX 4090" whose memory it has to fit in.')
-    return card.total_bytes - context_bytes(card)[1]
+    return gpu.total_bytes - context_bytes(gpu)[1]
 
 
 def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:

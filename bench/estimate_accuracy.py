@@ -1,7 +1,7 @@
-"""How close a foreseen peak is to the measured one, and what foreseeing costs.
+"""How close an estimated peak is to the measured one, and what estimating costs.
 
-    python bench/foresight.py [ZOO.py]           every entry of a zoo: `model, batch, step = ZOO[name]()`
-    python bench/foresight.py --gpt2 small|xl    time and host memory of two whole steps, AdamW, 8 x 1024 tokens
+    python bench/estimate_accuracy.py [ZOO.py]           every entry of a zoo: `model, batch, step = ZOO[name]()`
+    python bench/estimate_accuracy.py --gpt2 small|xl    time and host memory of two whole steps, AdamW, 8 x 1024 tokens
 
 The zoo of the tests is the default. Measured is the CPU allocator's own account of the same step (`lowtide.timeline`);
 both peaks are over entry. GPT-2 small has real parameters, GPT-2 XL parameters on the meta device.
@@ -34,30 +34,30 @@ def compare(path: Path) -> None:
     zoo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(zoo)
     errors = []
-    print(f"{'entry':20} {'foreseen':>12} {'measured':>12} {'error':>10} {'seconds':>8}  not known; assumed")
+    print(f"{'entry':20} {'estimated':>12} {'measured':>12} {'error':>10} {'seconds':>8}  not known; assumed")
     for name, build in zoo.ZOO.items():
         model, batch, step = build()
         began = time.process_time()
         try:
-            foreseen = lowtide.foresee(model, step, batch)
+            estimated = lowtide.estimate(model, step, batch)
         except lowtide.RehearsalError as error:
             print(f"{name:20} {str(error).splitlines()[0]}", flush=True)
             continue
         seconds = time.process_time() - began
         torch.manual_seed(1)
         measured = lowtide.timeline(model, step, batch).peak_bytes
-        error = foreseen.timeline.peak_bytes / measured - 1
+        error = estimated.timeline.peak_bytes / measured - 1
         errors.append(abs(error))
-        notes = f"{len(foreseen.unknown)}; {len(foreseen.assumed)}"
+        notes = f"{len(estimated.unknown)}; {len(estimated.assumed)}"
         print(
-            f"{name:20} {foreseen.timeline.peak_bytes:>12,} {measured:>12,} {error:>+10.4%} {seconds:>8.1f}  {notes}",
+            f"{name:20} {estimated.timeline.peak_bytes:>12,} {measured:>12,} {error:>+10.4%} {seconds:>8.1f}  {notes}",
             flush=True,
         )
     print(f"\nerror: median {statistics.median(errors):.4%}, worst {max(errors):.4%}, of {len(errors)} entries")
 
 
 def gpt2(size: str) -> None:
-    """Print what foreseeing two steps of GPT-2 takes."""
+    """Print what estimating two steps of GPT-2 takes."""
     sizes: dict[str, Any] = {"small": {}, "xl": dict(n_layer=48, n_embd=1600, n_head=25)}
     with torch.device("cpu" if size == "small" else "meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes[size])).train()
@@ -70,10 +70,10 @@ def gpt2(size: str) -> None:
         optimizer.zero_grad()
 
     began, began_cpu = time.perf_counter(), time.process_time()
-    foreseen = lowtide.foresee(model, step, {"input_ids": ids, "labels": ids})
+    estimated = lowtide.estimate(model, step, {"input_ids": ids, "labels": ids})
     wall, cpu = time.perf_counter() - began, time.process_time() - began_cpu
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"GPT-2 {size}: {wall:.1f} s ({cpu:.1f} s of processor), {host:.2f} GiB of host memory in all\n\n{foreseen}")
+    print(f"GPT-2 {size}: {wall:.1f} s ({cpu:.1f} s of processor), {host:.2f} GiB of host memory in all\n\n{estimated}")
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
-"""Real training steps on a CUDA card: plain, with torch's checkpointing, and under Lowtide's plans.
+"""Real training steps on a GPU: plain, with torch's checkpointing, and under Lowtide's plans.
 
-    python bench/on_card.py                     every model below, bf16 autocast, AdamW
-    python bench/on_card.py gpt2 --steps 10
-    python bench/on_card.py --out FOLDER        also as JSON
-    python bench/on_card.py --foresee h200      what such steps need on a card, without one
+    python bench/on_gpu.py                     every model below, bf16 autocast, AdamW
+    python bench/on_gpu.py gpt2 --steps 10
+    python bench/on_gpu.py --out FOLDER        also as JSON
+    python bench/on_gpu.py --estimate h200      what such steps need on a GPU, without one
 
 Each model runs in a process of its own. `peak` is what `torch.cuda.max_memory_allocated` says of whole steps; times are
 medians, of steps that take turns. Budgets are for what is asked of the allocator: the peak of checkpointing every
-block, and the plain peak less half and less three quarters of what it may save. Needs a CUDA card, but to foresee.
+block, and the plain peak less half and less three quarters of what it may save. Needs a GPU, but to estimate.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import lowtide
-from lowtide.memory.gpu_specs import Card
+from lowtide.memory.gpu_specs import GpuSpec
 from lowtide.planner import smallest_peak
 
 BEGAN = time.perf_counter()
@@ -84,7 +84,7 @@ MODELS: dict[str, Callable[[], Entry]] = {
 
 
 def built(name: str, device: str = "cuda") -> tuple[torch.nn.Module, Any, Step]:
-    """The model there, with random weights, its batch and its step with AdamW on a card."""
+    """The model there, with random weights, its batch and its step with AdamW on a GPU."""
     torch.manual_seed(0)
     with torch.device(device):
         model, batch = MODELS[name]()
@@ -199,21 +199,21 @@ def work(name: str, steps: int) -> dict[str, Any]:
     return {"model": name, "rehearsal_s": rehearsed, "plain_counted": plain, "least": least, "rows": rows}
 
 
-def foreseen(name: str, card: str | Card, *, checkpointing: bool = False) -> lowtide.CardForesight:
-    """What a step needs on a card, that need not be there."""
+def estimated(name: str, gpu: str | GpuSpec, *, checkpointing: bool = False) -> lowtide.GpuMemoryEstimate:
+    """What a step needs on a GPU, that need not be there."""
     model, batch, step = built(name, "cpu")
     if checkpointing:
         checkpointed(model)
-    return lowtide.foresee(model, step, batch, device=card)
+    return lowtide.estimate(model, step, batch, device=gpu)
 
 
-def show_foreseen(name: str, card: str) -> None:
+def show_estimated(name: str, gpu: str) -> None:
     """A row for each way that the model has."""
     with torch.device("meta"):
         model, _ = MODELS[name]()
     for way in ("plain", "checkpointing") if can_checkpoint(model) else ("plain",):
         began = time.perf_counter()
-        found = foreseen(name, card, checkpointing=way == "checkpointing")
+        found = estimated(name, gpu, checkpointing=way == "checkpointing")
         took = time.perf_counter() - began
         peaks = (found.peak_requested_bytes, found.peak_allocated_bytes, found.peak_reserved_bytes)
         print(f"{name:8} {way:14}" + "".join(f" {peak:>15,}" for peak in peaks) + f" {took:6.1f} s", flush=True)
@@ -240,18 +240,18 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--foresee", metavar="CARD")
+    parser.add_argument("--estimate", metavar="GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    if options.foresee:
-        print(f"{options.foresee}, torch {torch.__version__}: requested, allocated and reserved at the peak")
+    if options.estimate:
+        print(f"{options.estimate}, torch {torch.__version__}: requested, allocated and reserved at the peak")
         for name in options.names:
-            show_foreseen(name, options.foresee)
+            show_estimated(name, options.estimate)
         return
     if not torch.cuda.is_available():
-        sys.exit("no CUDA card here: run this where torch.cuda.is_available(), or with --foresee.")
+        sys.exit("no GPU here: run this where torch.cuda.is_available(), or with --estimate.")
     if options.worker:
         gc.collect()
         print(json.dumps(work(options.names[0], options.steps)))
@@ -272,7 +272,7 @@ def main() -> None:
         show(found)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            about = {"card": properties.name, "driver": driver, "torch": torch.__version__}
+            about = {"gpu": properties.name, "driver": driver, "torch": torch.__version__}
             (options.out / f"{name}.json").write_text(json.dumps({**about, **found}, indent=1))
 
 

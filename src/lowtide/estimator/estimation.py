@@ -1,4 +1,4 @@
-"""`lowtide.foresee`: run a training step on fake tensors, and say what it will need in memory."""
+"""`lowtide.estimate`: run a training step on fake tensors, and say what it will need in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowtide.estimator.fake_tensors import placed
 from lowtide.estimator.values.assumptions import Answers
 from lowtide.estimator.values.queries import Questions
 from lowtide.levers import of_plan
-from lowtide.memory.gpu_specs import Card, parse_card
+from lowtide.memory.gpu_specs import GpuSpec, parse_gpu
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import NESTED, check
@@ -30,46 +30,46 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.estimator.cuda.gpu_estimate import CardForesight
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.estimator.fake_step import adopt, alone_with, as_they_are, compiled, left, planned, static_of, with_left
-from lowtide.estimator.memory_estimate import Foresight
+from lowtide.estimator.memory_estimate import MemoryEstimate
 
 
 @overload
-def foresee(
+def estimate(
     model: nn.Module,
     step: Callable[[Any], Any],
     batch: Any,
     *,
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
-) -> Foresight: ...
+) -> MemoryEstimate: ...
 
 
 @overload
-def foresee(
+def estimate(
     model: nn.Module,
     step: Callable[[Any], Any],
     batch: Any,
     *,
-    device: str | Card,
+    device: str | GpuSpec,
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
     allocator: AllocatorConfig | None = None,
-) -> CardForesight: ...
+) -> GpuMemoryEstimate: ...
 
 
-def foresee(
+def estimate(
     model: nn.Module,
     step: Callable[[Any], Any],
     batch: Any,
     *,
-    device: str | Card | None = None,
+    device: str | GpuSpec | None = None,
     plan: Plan | None = None,
     optimizer: Optimizer | None = None,
     allocator: AllocatorConfig | None = None,
-) -> Foresight:
+) -> MemoryEstimate:
     """What `step(batch)` will need in memory, without taking it: the peak, and what is alive at each moment.
 
     `step` runs forward and backward of `model`, and the optimizer if it likes. It is run twice on fake tensors, of
@@ -82,16 +82,16 @@ def foresee(
     are the true ones. No memory is taken but by trials: an operator of which it is not known what it takes inside is
     run once by itself, if its arguments have at most 64 MiB; else it is listed in `unknown`.
 
-    Raises Unforeseeable, with the line, for a step that decides by what is in other tensors; RehearsalError for a step
-    that can't be rehearsed; StalePlan for a plan of another model.
+    Raises DataDependentStepError, with the line, for a step that decides by what is in other tensors; RehearsalError
+    for a step that can't be rehearsed; StalePlan for a plan of another model.
     """
     if plan is not None:
-        Plan.expect(plan, "foresee")
+        Plan.expect(plan, "estimate")
     check(model, step, batch)
     if device is not None:
-        from lowtide.estimator.cuda.two_step_run import foresee_on  # only who asks for a card needs one
+        from lowtide.estimator.cuda.two_step_run import estimate_on  # only who asks for a GPU needs one
 
-        return foresee_on(parse_card(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
+        return estimate_on(parse_gpu(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
     own = device_of(model).replace("meta", "cpu")
     engine = planned(model, batch, plan, own)
     fakes = fake_mode(nested=RehearsalError(NESTED))
@@ -113,7 +113,7 @@ def foresee(
                     step(batch)
                 names.state(kept.optimizers)
     scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
-    return Foresight(
+    return MemoryEstimate(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
         static=with_left(static, blocks, ledger.stream),
         unknown=(*scratch.unknown, *scratch_unknown),

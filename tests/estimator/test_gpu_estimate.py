@@ -1,4 +1,4 @@
-"""A step on a card that is not there: what CUDA's operators keep, what the allocator makes of it, whether it fits."""
+"""A step on a GPU that is not there: what CUDA's operators keep, what the allocator makes of it, whether it fits."""
 
 import sys
 import warnings
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from conftest import RunPython
 from lowtide.estimator.cuda.ops.matmul import workspace_bytes
-from lowtide.memory.gpu_specs import parse_card
+from lowtide.memory.gpu_specs import parse_gpu
 from lowtide.units import format_bytes
 from models import build
 
@@ -29,33 +29,33 @@ def test_a_linear_layer_byte_by_byte() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    foreseen = lowtide.foresee(model, step, torch.randn(256, 1024), device="RTX 3060")
+    estimated = lowtide.estimate(model, step, torch.randn(256, 1024), device="RTX 3060")
     parameters = 4 * (1024 * 2048 + 2048 + 2048 * 512 + 512)
-    assert foreseen.static.parameters == parameters
-    assert foreseen.static.optimizer == 2 * parameters  # the counters of steps are on the CPU
-    assert foreseen.fits
-    assert foreseen.peak_requested_bytes <= foreseen.peak_allocated_bytes <= foreseen.peak_reserved_bytes
+    assert estimated.static.parameters == parameters
+    assert estimated.static.optimizer == 2 * parameters  # the counters of steps are on the CPU
+    assert estimated.fits
+    assert estimated.peak_requested_bytes <= estimated.peak_allocated_bytes <= estimated.peak_reserved_bytes
 
 
 @pytest.mark.parametrize("version", ["2.13.1", "2.15.0+cu132"])
 def test_a_torch_whose_sources_were_not_read_is_said(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     case = build("gpt2")
-    foreseen = lowtide.foresee(case.model, case.step, case.batch, device="RTX 3060")
+    estimated = lowtide.estimate(case.model, case.step, case.batch, device="RTX 3060")
     said = ("CUDA's behaviours of torch 2.13, whose sources were read: this is torch 2.15.0+cu132",)
-    assert foreseen.assumed == (said if version == "2.15.0+cu132" else ())
-    assert foreseen.fits
+    assert estimated.assumed == (said if version == "2.15.0+cu132" else ())
+    assert estimated.fits
 
 
-def test_rehearsing_for_a_card_is_foreseeing() -> None:
+def test_rehearsing_for_a_gpu_is_estimating() -> None:
     case = build("gpt2")
     there = lowtide.rehearse(case.model, case.step, case.batch, device="cuda:24GiB")
-    assert isinstance(there, lowtide.CardForesight)
-    assert str(there) == str(lowtide.foresee(case.model, case.step, case.batch, device="cuda:24GiB"))
+    assert isinstance(there, lowtide.GpuMemoryEstimate)
+    assert str(there) == str(lowtide.estimate(case.model, case.step, case.batch, device="cuda:24GiB"))
     assert isinstance(lowtide.rehearse(case.model, case.step, case.batch), lowtide.Profile)
 
 
-def test_tensors_come_to_the_card_in_the_format_that_is_asked_for() -> None:
+def test_tensors_come_to_the_gpu_in_the_format_that_is_asked_for() -> None:
     model = nn.Conv2d(3, 8, 3)
 
     def step(batch: torch.Tensor) -> None:
@@ -65,28 +65,28 @@ def test_tensors_come_to_the_card_in_the_format_that_is_asked_for() -> None:
         assert not batch.cuda(0, non_blocking=True).is_contiguous(memory_format=torch.channels_last)
         model(given).sum().backward()
 
-    lowtide.foresee(model, step, torch.randn(4, 3, 16, 16), device="L4")
+    lowtide.estimate(model, step, torch.randn(4, 3, 16, 16), device="L4")
 
 
 def test_foreach_makes_the_optimizers_temporaries() -> None:
     """AdamW takes all parameters at once on CUDA: one more copy of them, where the CPU's takes them one by one."""
     case = build("gpt2")
     parameters = sum(p.numel() * p.element_size() for p in case.model.parameters())
-    here = lowtide.foresee(case.model, case.step, case.batch)
-    there = lowtide.foresee(case.model, case.step, case.batch, device="A100-40")
+    here = lowtide.estimate(case.model, case.step, case.batch)
+    there = lowtide.estimate(case.model, case.step, case.batch, device="A100-40")
     optimizer = [next(p.peak_bytes for p in f.timeline.phases if p.name == "optimizer") for f in (here, there)]
     assert optimizer[1] >= optimizer[0] + parameters // 2
 
 
-@pytest.mark.parametrize(("device", "what"), [("nothing", "no card that is known"), ("A100", "several cards")])
-def test_a_card_that_is_unclear_is_refused(device: str, what: str) -> None:
+@pytest.mark.parametrize(("device", "what"), [("nothing", "no GPU that is known"), ("A100", "several GPUs")])
+def test_a_gpu_that_is_unclear_is_refused(device: str, what: str) -> None:
     case = build("gpt2")
     with pytest.raises(lowtide.LowtideError, match=what):
-        lowtide.foresee(case.model, case.step, case.batch, device=device)
+        lowtide.estimate(case.model, case.step, case.batch, device=device)
 
 
 def test_an_optimizer_in_backward_steps_there_as_well() -> None:
-    """Each gradient is gone before the next one comes, as on a card."""
+    """Each gradient is gone before the next one comes, as on a GPU."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     optimizers = {p: torch.optim.SGD([p]) for p in model.parameters()}
 
@@ -97,7 +97,7 @@ def test_an_optimizer_in_backward_steps_there_as_well() -> None:
     x = torch.randn(4, 512)
 
     def peak():
-        return lowtide.foresee(model, lambda x: model(x).sum().backward(), x, device="L4").peak_bytes
+        return lowtide.estimate(model, lambda x: model(x).sum().backward(), x, device="L4").peak_bytes
 
     weight = 512 * 512 * 4
     plain = peak()
@@ -110,13 +110,13 @@ def test_an_optimizer_in_backward_steps_there_as_well() -> None:
 def test_a_model_on_the_meta_device_and_a_plan_of_the_cpu() -> None:
     with torch.device("meta"):
         large = nn.Linear(2**15, 2**15)
-    found = lowtide.foresee(large, lambda x: large(x).sum().backward(), torch.ones(1, 2**15), device="A100-40")
+    found = lowtide.estimate(large, lambda x: large(x).sum().backward(), torch.ones(1, 2**15), device="A100-40")
     assert found.static.parameters == (2**30 + 2**15) * 4
     assert large.weight.device.type == "meta"
     case = build("llama")
     plan = lowtide.plan(lowtide.rehearse(case.model, case.step, case.batch), "70%")
     plain, planned = (
-        lowtide.foresee(case.model, case.step, case.batch, device="A100-40", **options)
+        lowtide.estimate(case.model, case.step, case.batch, device="A100-40", **options)
         for options in ({}, {"plan": plan})
     )
     assert planned.peak_bytes < 0.8 * plain.peak_bytes
@@ -130,8 +130,8 @@ def test_an_operator_of_somebody_else_makes_no_promise() -> None:
     twice.register_fake(torch.empty_like)
     twice.register_autograd(lambda ctx, grad: grad * 2)
     model = nn.Linear(8, 8)
-    found = lowtide.foresee(model, lambda x: twice(model(x)).sum().backward(), torch.ones(2, 8), device="A100-80")
-    assert (found.verdict, found.fits, found.smallest_card) == ("unknown", False, None)
+    found = lowtide.estimate(model, lambda x: twice(model(x)).sum().backward(), torch.ones(2, 8), device="A100-80")
+    assert (found.verdict, found.fits, found.smallest_gpu) == ("unknown", False, None)
     assert any("lowtide_tests::twice" in line for line in found.unknown)
 
 
@@ -157,7 +157,7 @@ def test_training_goes_on_between_rehearsals_bit_by_bit() -> None:
         for _ in range(3):
             losses.append(step(torch.ones(4, 8)).item())
             if look:
-                lowtide.foresee(model, step, torch.ones(4, 8), device="A100-40")
+                lowtide.estimate(model, step, torch.ones(4, 8), device="A100-40")
         return losses
 
     plain = trained(look=False)
@@ -177,7 +177,7 @@ import lowtide
 
 model = torch.nn.Linear(2, 2)
 step = lambda batch: model(batch).sum().backward()
-lowtide.foresee(model, step, torch.ones(1, 2), device="A100-40")
+lowtide.estimate(model, step, torch.ones(1, 2), device="A100-40")
 """
 
 
@@ -207,7 +207,7 @@ def test_cuda_is_there_in_the_step_and_nowhere_else() -> None:
         torch.cuda.synchronize()
         model(moved + made).sum().backward()
 
-    assert lowtide.foresee(model, step, torch.randn(4, 8), device="L4").fits
+    assert lowtide.estimate(model, step, torch.randn(4, 8), device="L4").fits
     assert not torch.cuda.is_available() or torch.cuda.get_device_name() != "L4"
 
 
@@ -227,11 +227,11 @@ def test_gradients_of_what_a_script_made_on_the_cpu(make: Callable[[], torch.Ten
         (slope,) = torch.autograd.grad(critic(mix).sum(), mix, create_graph=True)
         ((slope.norm(dim=1) - 1).square().mean() + critic(batch).mean()).backward()
 
-    foreseen = lowtide.foresee(critic, step, torch.ones(4, 8), device="L4")
-    assert any("a tensor on the CPU is taken to be on the card" in line for line in foreseen.assumed)
+    estimated = lowtide.estimate(critic, step, torch.ones(4, 8), device="L4")
+    assert any("a tensor on the CPU is taken to be on the GPU" in line for line in estimated.assumed)
 
 
-def test_what_backward_runs_forward_again_is_on_the_card_as_well() -> None:
+def test_what_backward_runs_forward_again_is_on_the_gpu_as_well() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -250,7 +250,7 @@ def test_what_backward_runs_forward_again_is_on_the_card_as_well() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nor is anything said of plans, where there is none
-        assert lowtide.foresee(model, step, torch.randn(8, 16, requires_grad=True), device="L4").verdict == "fits"
+        assert lowtide.estimate(model, step, torch.randn(8, 16, requires_grad=True), device="L4").verdict == "fits"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -271,7 +271,7 @@ def test_what_backward_runs_forward_again_is_under_the_same_autocast(device) -> 
         assert seen == [torch.bfloat16, torch.float32] * 2
         seen.clear()
 
-    lowtide.foresee(body, step, torch.randn(8, 64, requires_grad=True), device="L4")
+    lowtide.estimate(body, step, torch.randn(8, 64, requires_grad=True), device="L4")
 
 
 def test_an_error_out_of_a_saved_tensor_is_the_steps_error() -> None:
@@ -287,7 +287,7 @@ def test_an_error_out_of_a_saved_tensor_is_the_steps_error() -> None:
         loss.backward()
 
     with pytest.raises(ValueError, match="nothing is left of it"):
-        lowtide.foresee(model, step, torch.randn(4, 8), device="L4")
+        lowtide.estimate(model, step, torch.randn(4, 8), device="L4")
 
 
 @torch.library.custom_op("lowtide_tests::doubled", mutates_args=())
@@ -310,11 +310,11 @@ def test_fake_kernels_of_others_make_tensors_where_their_arguments_are() -> None
         assert batch.device.type == "cuda"
         doubled(model(batch)).sum().backward()
 
-    foreseen = lowtide.foresee(model, step, torch.randn(4, 8), device="L4")
-    assert "lowtide_tests::doubled" in " ".join(foreseen.unknown)
+    estimated = lowtide.estimate(model, step, torch.randn(4, 8), device="L4")
+    assert "lowtide_tests::doubled" in " ".join(estimated.unknown)
 
 
-def test_a_module_that_is_moved_in_its_forward_stays_on_the_card() -> None:
+def test_a_module_that_is_moved_in_its_forward_stays_on_the_gpu() -> None:
     class Router(nn.Module):
         def __init__(self):
             super().__init__()
@@ -332,7 +332,7 @@ def test_a_module_that_is_moved_in_its_forward_stays_on_the_card() -> None:
         model(batch).sum().backward()
         model.zero_grad()
 
-    assert lowtide.foresee(model, step, torch.randn(4, 8), device="L4").verdict == "fits"
+    assert lowtide.estimate(model, step, torch.randn(4, 8), device="L4").verdict == "fits"
     assert model.chooses.weight is weight
     assert torch.equal(weight, before)
 
@@ -343,13 +343,13 @@ def test_a_piece_of_something_larger_comes_alone() -> None:
     def step(batch):
         model(batch).sum().backward()
 
-    piece = lowtide.foresee(model, step, table[32:64], device="L4")
-    alone = lowtide.foresee(model, step, table[32:64].clone(), device="L4")
+    piece = lowtide.estimate(model, step, table[32:64], device="L4")
+    alone = lowtide.estimate(model, step, table[32:64].clone(), device="L4")
     assert piece.static.inputs == alone.static.inputs == 32 * 64 * 4
     assert piece.peak_reserved_bytes == alone.peak_reserved_bytes
 
 
-def test_what_is_known_of_a_tensor_on_the_cpu_is_known_on_the_card_and_no_longer_than_there() -> None:
+def test_what_is_known_of_a_tensor_on_the_cpu_is_known_on_the_gpu_and_no_longer_than_there() -> None:
     model, anchors = nn.Linear(16, 4), torch.arange(64).view(8, 8)
     rows = []
 
@@ -365,12 +365,12 @@ def test_what_is_known_of_a_tensor_on_the_cpu_is_known_on_the_card_and_no_longer
         total += model(batch).detach().sum(0)
         rows.append(bool((total == 0).all()))
 
-    with pytest.raises(lowtide.Unforeseeable, match="contents of a tensor"):
-        lowtide.foresee(model, step, torch.randn(8, 16), device="L4")
+    with pytest.raises(lowtide.DataDependentStepError, match="contents of a tensor"):
+        lowtide.estimate(model, step, torch.randn(8, 16), device="L4")
     assert rows == []
 
 
-def test_what_the_card_gives_may_be_written_to_a_tensor_that_was_made_without_a_device() -> None:
+def test_what_the_gpu_gives_may_be_written_to_a_tensor_that_was_made_without_a_device() -> None:
     model, head = nn.Linear(16, 16), nn.Linear(16, 4)
 
     def step(batch):
@@ -383,7 +383,7 @@ def test_what_the_card_gives_may_be_written_to_a_tensor_that_was_made_without_a_
         assert model.weight.grad is not None
 
     whole = nn.ModuleList([model, head])
-    assert lowtide.foresee(whole, step, torch.randn(8, 16), device="L4").verdict == "fits"
+    assert lowtide.estimate(whole, step, torch.randn(8, 16), device="L4").verdict == "fits"
 
 
 def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> None:
@@ -397,10 +397,10 @@ def test_the_peak_of_both_steps_is_told_apart_from_the_one_that_is_shown() -> No
         optimizer.zero_grad()
         sizes.reverse()
 
-    workspaces = workspace_bytes(parse_card("L4"))
+    workspaces = workspace_bytes(parse_gpu("L4"))
     for which, n_bytes in (("first", workspaces), ("second", 2 * workspaces)):  # the second is of backward's thread
-        foreseen = lowtide.foresee(model, step, torch.randn(1, 256), device="L4")
-        assert f"both steps, in the {which} one, with {format_bytes(n_bytes)} of cuBLAS's" in str(foreseen)
+        estimated = lowtide.estimate(model, step, torch.randn(1, 256), device="L4")
+        assert f"both steps, in the {which} one, with {format_bytes(n_bytes)} of cuBLAS's" in str(estimated)
         sizes.reverse()
 
 
@@ -413,4 +413,4 @@ def test_what_no_cpu_can_compute_is_not_known() -> None:
         counted = torch.histc(ids.int() if ids.is_cuda else ids.float(), bins=3, min=0, max=2)
         (model(batch.float()).sum() * counted.cumsum(0)[-1]).backward()
 
-    assert not [note for note in lowtide.foresee(model, step, batch, device="T4").assumed if "histc" in note]
+    assert not [note for note in lowtide.estimate(model, step, batch, device="T4").assumed if "histc" in note]

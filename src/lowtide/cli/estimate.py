@@ -1,0 +1,117 @@
+"""`lowtide estimate`: predict what the training step of a script needs on a GPU that need not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from lowtide.cli.script_or_profile import (
+    OWN_OPTIONS_FIRST,
+    is_profile,
+    output_option,
+    script_arguments,
+    to_be_written,
+    write,
+)
+from lowtide.utils.messages import say
+
+if TYPE_CHECKING:
+    from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
+
+
+_STAND_INS = "from here on nothing is computed: numbers that the script prints stand in for true ones"
+
+
+@click.command("estimate", context_settings=OWN_OPTIONS_FIRST)
+@click.option(
+    "--device",
+    metavar="GPU",
+    required=True,
+    help='The GPU, which need not be here: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB".',
+)
+@click.option("--strict", is_flag=True, help="Exit code 1 also where not all that is counted is known.")
+@click.option("--batch", "sizes", type=click.IntRange(1), multiple=True, help="A batch of this size; may be repeated.")
+@click.option(
+    "--snapshot",
+    "snapshot_to",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=to_be_written,
+    help="Write the two steps as a memory snapshot, for pytorch.org/memory_viz.",
+)
+@output_option("--json", "json_to", 'Write the estimate to FILE; "-": print that alone.')
+@script_arguments()
+def estimate(
+    device: str,
+    strict: bool,
+    sizes: tuple[int, ...],
+    snapshot_to: str | None,
+    json_to: str | None,
+    target: str,
+    args: tuple[str, ...],
+    is_module: bool,
+) -> int:
+    """Predict the memory that a training step of SCRIPT needs, without taking the step.
+
+    From the first training forward on the script runs on tensors without memory, for two steps, and is ended there. The
+    answer is what the GPU would be asked for, what its allocator would reserve, and whether the GPU has that. Options
+    of its own come before SCRIPT; all that follows is the script's.
+
+    With --batch, which may be repeated, the script is run once for each size. The exit code is 0 if all fit, 1 if one
+    does not, or might not, and 2 if it could not be said. What cuDNN takes for recurrent layers is counted as it was
+    measured on one GPU; with --strict that is not known, and the exit code is 1. A loop without an optimizer is run to
+    its end.
+    """
+    if is_profile(target, is_module=is_module):
+        raise click.UsageError(f"{target} is a profile, and an estimate is made of a script: give that.")
+    if snapshot_to is not None and len(sizes) > 1:
+        raise click.UsageError("--snapshot is of one step, and --batch is given more than once.")
+
+    from lowtide.memory.gpu_specs import parse_gpu
+
+    gpu = parse_gpu(device)  # nonsense is refused before torch is loaded
+
+    from lowtide.utils.optional_deps import require_torch
+
+    require_torch("lowtide estimate")
+    from lowtide.script.estimate_steps import estimate_script
+    from lowtide.script.runner import INTERRUPTED, Script
+
+    script = Script(target=target, args=args, is_module=is_module)
+    found: dict[int | None, GpuMemoryEstimate] = {}
+    for size in sizes or (None,):
+        with contextlib.redirect_stdout(sys.stderr):
+            code, estimate = estimate_script(script, gpu, size, told=lambda: say(_STAND_INS) if not found else None)
+        if estimate is None:
+            if code != INTERRUPTED:
+                click.echo(_ended(target, code, size), err=True)
+            return INTERRUPTED if code == INTERRUPTED else 2
+        found[size] = estimate
+        if snapshot_to is not None:
+            estimate.to_snapshot(snapshot_to)
+        if json_to != "-" and len(sizes) < 2:
+            click.echo(str(estimate))
+    if json_to != "-" and len(sizes) > 1:
+        from lowtide.cli.gpu_table import sweep
+
+        click.echo(sweep({size: estimate for size, estimate in found.items() if size is not None}))
+    if json_to is not None:
+        from lowtide.cli.gpu_table import record
+
+        write(json.dumps([record(estimate, size) for size, estimate in found.items()], indent=1), json_to)
+    return 0 if all(one.is_sure if strict else one.fits for one in found.values()) else 1
+
+
+def _ended(target: str, code: int, size: int | None) -> str:
+    ended = f"lowtide: {target} ended with exit code {code}, before two steps of it were rehearsed."
+    if size is None:
+        return ended
+    return (
+        f"{ended}\n  With --batch {size} all tensors that the model is given, or a variable holds, get that length "
+        "where their first dimension is as long as the batch; what is elsewhere keeps its own.\n"
+        "  Give the script that batch size itself."
+    )
