@@ -16,19 +16,21 @@ from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError,
 from lowtide.levers import DEFAULT, named
 from lowtide.levers.lever import Site
 from lowtide.levers.selection import Choice, advice, choose, optimizer_of
+from lowtide.memory.device_budget import on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.planning import plain_peak_bytes, simulator_of, smallest_plan
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.profiler import OTHER_WORK, rehearse
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
-from lowtide.runtime.fingerprint import Optimizers, check_made_for, device_of
+from lowtide.runtime.fingerprint import Optimizers, check_made_for, device_of, place_of
 from lowtide.state.reachable_objects import looking_on
 from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import unless_out_of_memory
 from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.amounts import check_budget, parse_budget
 from lowtide.utils.interrupts import held_back
+from lowtide.utils.messages import tell
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -119,7 +121,8 @@ def fit(
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
     `step` takes the batch, or as many arguments as a batch that is a tuple or list has. `optimizer` may be a list.
-    `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; it is for all memory of the step:
+    `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; on a GPU also `"90% of gpu"`, or
+    `"auto"`, which is what is free there less a margin for the allocator's pieces. It is for all memory of the step:
     parameters, gradients, optimizer state and batch included, and whatever else is in memory, such as other models.
     Optimizers of `model` that exist, `optimizer` among them, update it after each step that they don't step in; where
     there is none yet, that is noted, and what one makes later is said when it is there. `step(batch)` runs forward and
@@ -172,6 +175,7 @@ def _fit(
     shapes: Any,
 ) -> Fitted:
     check_budget(budget)
+    budget = on_device(budget, place_of(model), tell)
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":

@@ -53,7 +53,7 @@ class Lookout:
         if self._is_over:
             return
         found = tensors_in_call(args, kwargs)
-        shapes = tuple(tuple(tensor.shape) for tensor in found)
+        shapes = tuple(tuple(tensor.shape) for tensor in found if tensor.dim())
         if self._known and not any(no_larger(shapes, most) for most in self._known):
             what = f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
             if elements(shapes) > self._most and self._is_taken(what):

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from lowtide.api.apply import Applied
 from lowtide.api.fit import REPAIRS, over_budget
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
+from lowtide.memory.device_budget import on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import smallest_plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.online import NOT_RUN, PATIENCE
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
-from lowtide.runtime.fingerprint import check_made_for, fingerprint, in_words, tensors_in
+from lowtide.runtime.fingerprint import check_made_for, fingerprint, in_words, place_of, tensors_in
 from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import others_at_hand
@@ -160,6 +161,7 @@ class Fitting(UnderPlan):
             self.done = True
         elif self.plan is None:
             self.model_name = name_of(model)
+            self._budget = on_device(self._budget, place_of(model), self._say)
             hidden = self._rehearsing.n_hidden
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:

@@ -21,13 +21,25 @@ if TYPE_CHECKING:
 _alone = threading.Lock()
 """Held while the steps of a program are watched: there is one recorder of memory, and one budget, for a process."""
 
+left_over: list[Callable[[], None]] = []
+"""Called before steps are watched: blocks that are entered and left by two callbacks end where their loop is over."""
+
+
+def forget_left_over(end: Callable[[], None]) -> None:
+    """Call that one no longer."""
+    left_over[:] = [each for each in left_over if each != end]
+
 
 @contextlib.contextmanager
-def watched(crew: Crew, model: nn.Module | None = None, *, catchable: bool = False) -> Iterator[Steps]:
+def watched(
+    crew: Crew, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+) -> Iterator[Steps]:
     """A block with `crew` on the steps that are taken in it; see `Steps`.
 
     Raises LowtideError inside of such a block, or beside one in another thread.
     """
+    for end in [*left_over]:
+        end()
     if not _alone.acquire(blocking=False):
         raise LowtideError(
             "the training steps of this process are watched already: by lowtide.within around this block or in another "
@@ -35,7 +47,7 @@ def watched(crew: Crew, model: nn.Module | None = None, *, catchable: bool = Fal
             "one of the two out, or let the first block end before."
         )
     try:
-        with held_back(), Steps(crew, model, catchable=catchable) as steps:
+        with held_back(), Steps(crew, model, when_failed=when_failed) as steps:
             yield steps
     finally:
         _alone.release()

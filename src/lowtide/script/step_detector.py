@@ -52,16 +52,18 @@ class Steps:
     They are those of one thread: the one that enters the block, or one that starts inside of it, whichever trains
     first. With `model` they are the steps of that model alone, also where it is called by a wrapper of it.
 
-    A failure of the crew is raised as Enough, which no `except Exception` of the program's stops. With `catchable` it
-    is raised itself, once, and the program may go on without the crew.
+    A failure of the crew is raised as Enough, which no `except Exception` of the program's stops. With `when_failed` it
+    is raised itself, after that was called, which ends the block: the program may go on without the crew.
 
     Something stands in for `nn.Module.__call__` meanwhile: a hook would come too late, when the call is already past
     the place where the engine gets in.
     """
 
-    def __init__(self, crew: Crew, model: nn.Module | None = None, *, catchable: bool = False) -> None:
+    def __init__(
+        self, crew: Crew, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+    ) -> None:
         self.crew = crew
-        self._is_given, self._catchable = model is not None, catchable
+        self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
         """Updates by optimizers so far."""
         self.model: nn.Module | None = model
@@ -233,11 +235,7 @@ class Steps:
     @never_compiled
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:  # somebody caught that all the same
-            if not self._catchable:
-                raise Enough from self.failed
-            self.crew.leaves()
-            self.stop()
-            return
+            raise Enough from self.failed
         if self._is_given and not self._is_ours(module):
             return
         self._thread = threading.current_thread()
@@ -329,8 +327,6 @@ class Steps:
             if self.crew.wants_more() and (model := self._afterwards.model()) is not None:
                 self._resume(model, self._afterwards.optimizers())
             return
-        if self.failed is not None and self._catchable:
-            return
         self._optimizers[id(optimizer)] = optimizer
         if self.model is None and (found := self._prompted.updated(optimizer)) is not None:
             self.model = found
@@ -365,9 +361,10 @@ class Steps:
         except (LowtideError, Enough) as error:
             if self.failed is None:
                 where = f"after update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
-                error.add_note(f"{'Training' if self._catchable else 'The script'} was ended {where}.")
+                error.add_note(f"{'Training' if self._when_failed else 'The script'} was ended {where}.")
                 self.failed = error
-            if self._catchable:
+            if self._when_failed is not None:  # hooks may be removed here: those that follow are not called any more
+                self._when_failed()
                 raise
             raise Enough from self.failed
 

@@ -35,7 +35,6 @@ class Run:
         self._fitting, self._model, self._say = fitting, model, say
         self._stack = contextlib.ExitStack()
         self._steps: Steps | None = None
-        self._failed: BaseException | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -62,10 +61,15 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(none_lost())
             stack.enter_context(as_far_as())
-            self._steps = stack.enter_context(watched(self._fitting, model, catchable=True))
+            self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self._end))
             stack.callback(self._fitting.take_off)
             self._stack = stack.pop_all()
         return self
+
+    @whole
+    def _end(self) -> None:
+        """Leave the model, and all else, as it was before."""
+        self._stack.close()
 
     @whole
     def __exit__(
@@ -79,7 +83,6 @@ class Run:
                 fitting.finish()
                 if not fitting.done and fitting.plan is None:
                     self._say(f"note: {why_not('the block', steps, fitting)}")
-        self._failed = steps.failed
         if error is None and steps.failed is not None:  # the loop has caught it, and went on
             raise steps.failed
 
@@ -87,8 +90,8 @@ class Run:
         fitting = self._fitting
         if fitting.unplanned is not None:
             return f"{fitting.unplanned} Training went on without a plan."
-        if self._failed is not None:
-            return f"ended: {self._failed}"
+        if self._steps is not None and self._steps.failed is not None:
+            return f"ended: {self._steps.failed}"
         if fitting.plan is None:
             return f"no plan yet: a model gets one when it {fitting.awaits}."
         return "\n".join([*map(self._in_a_line, fitting.plans), *self._proof(fitting.plan)])
@@ -129,7 +132,8 @@ def within(
 
     Args:
         budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
-            gradients, optimizer state and batch included, and all else that is in memory, such as other models.
+            gradients, optimizer state and batch included, and all else that is in memory, such as other models. On a
+            GPU also "90% of gpu", or "auto": what is free there, less a margin for the allocator's pieces.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
         on_infeasible: Where no plan fits, "raise" ends training with the error, "smallest" goes on under the most
             saving plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
