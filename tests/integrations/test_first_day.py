@@ -90,14 +90,12 @@ def with_accelerate(model: nn.Module) -> list[float]:
 @pytest.mark.parametrize("loop", [with_a_loader, with_a_grad_scaler, with_a_checkpoint_resumed, with_accelerate])
 def test_it_trains_to_the_same_bits_within_a_budget(loop: Callable[[nn.Module], list[float]]) -> None:
     found: list[tuple[list[float], dict[str, Tensor]]] = []
-    run = None
     for budget in (None, "90%"):
         model = net()
         torch.manual_seed(1)
         with nullcontext() if budget is None else lowtide.within(budget) as run:
             losses = loop(model)
         found.append((losses, model.state_dict()))
-    assert run is not None
     assert run.verdict is not None
     assert run.verdict.within_budget
     (plain, weights), (under, weights_under) = found

@@ -21,7 +21,7 @@ class HostRun:
     """`lowtide.within` in two halves: entered by one callback and left by another.
 
     A loop that is ended by an exception may call no other one. Then the block is left when training begins anew, or
-    any other block does, or by `end`.
+    any other block does, or by `leave`.
     """
 
     def __init__(
@@ -35,20 +35,26 @@ class HostRun:
 
     def begin(self, model: nn.Module) -> None:
         """Training of `model` begins in the function that has called the callback."""
-        self.end()
+        self.leave()
         self.run = self._new(model)
         self._loop = _Loop()
         self.run.__enter__()
         self._is_open = True
-        left_over.append(self._end_if_over)
+        left_over.append(self._leave_if_over)
 
     def end(self) -> None:
-        """Training is over: the model is given back as it was. May be called again."""
+        """Give the model back as it was: training is over. Raises an error of the block that the loop has caught."""
         if self._is_open:
             assert self.run is not None
-            self._is_open = False
-            forget_left_over(self._end_if_over)
+            self._close()
             self.run.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Give the model back as it was, where an exception has ended training. May be called again."""
+        if self._is_open:
+            assert self.run is not None
+            self._close()
+            self.run.leave()
 
     def metrics(self) -> dict[str, float]:
         """Numbers for the logs of the loop, once there is a plan."""
@@ -72,9 +78,13 @@ class HostRun:
             progress=self._progress,
         )
 
-    def _end_if_over(self) -> None:
+    def _close(self) -> None:
+        self._is_open = False
+        forget_left_over(self._leave_if_over)
+
+    def _leave_if_over(self) -> None:
         if self._loop.is_over():
-            self.end()
+            self.leave()
 
 
 class _Loop:

@@ -56,4 +56,4 @@ class LowtideCallback(lightning.Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Give the module back as it was."""
-        self._host.end()
+        self._host.leave()

@@ -69,4 +69,4 @@ class LowtideCallback(TrainerCallback):
 
     def close(self) -> None:
         """Give the model back as it was, where training was ended by an exception."""
-        self._host.end()
+        self._host.leave()

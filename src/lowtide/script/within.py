@@ -61,14 +61,14 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(none_lost())
             stack.enter_context(as_far_as())
-            self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self._end))
+            self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
             stack.callback(self._fitting.take_off)
             self._stack = stack.pop_all()
         return self
 
     @whole
-    def _end(self) -> None:
-        """Leave the model, and all else, as it was before."""
+    def leave(self) -> None:
+        """Leave the model, and all else, as it was before, in the midst of the block or where it has no end."""
         self._stack.close()
 
     @whole
