@@ -16,9 +16,10 @@ from lowtide.profiler.peak_margin import recorded_peak
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trial_updates import Updates
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of
 from lowtide.state.observed_changes import not_put_back
 from lowtide.state.process_group import check_waits_for_nobody, n_sent
+from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import Unchanged
 from lowtide.units import format_apart, format_ratio, format_time
@@ -26,7 +27,6 @@ from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 REPEATED = 5
 """Plain steps that are run at most to see whether what differs under the plan differs without it, too: some kernels of
@@ -146,7 +146,7 @@ class Verdict(Record):
 
 @held_back()
 def verify(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, plan: Plan, *, optimizer: Optimizer | None = None
+    model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, *, optimizer: Optimizers = None
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
@@ -159,6 +159,7 @@ def verify(
     rehearsed; LowtideError if a plan is in force already, or a lever of this one can't be put on.
     """
     Plan.expect(plan, "verify")
+    step = of_one_argument(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)

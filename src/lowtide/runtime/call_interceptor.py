@@ -22,7 +22,7 @@ from lowtide.runtime.module_changes import AsPlanned
 from lowtide.runtime.operand_capture import OperandCapture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lowtide.runtime.engine import Engine
     from lowtide.runtime.plan_table import Actions
@@ -125,10 +125,13 @@ class OuterInterceptor:
     module with the plan that is in force on it, none, once or several times.
     """
 
-    __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module")
+    __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module", "owner")
 
-    def __init__(self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
-        self.module, self.around = module, around
+    def __init__(
+        self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any], owner: object = None
+    ) -> None:
+        """`owner` is alive as long as this stands, and `owners` finds it."""
+        self.module, self.around, self.owner = module, around, owner
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
         self.inner: Callable[..., Any] = self.before or past_fronts(module)
@@ -144,7 +147,7 @@ class OuterInterceptor:
         while self._own_calls:
             self._own_calls.pop()()
         _remove_from_chain(self)
-        self.around = _pass_on
+        self.around, self.owner = pass_on, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
@@ -166,8 +169,18 @@ def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what is behind a front, and nothing else."""
     return inner(*args, **kwargs)
+
+
+def owners(module: nn.Module) -> Iterator[object]:
+    """Give the owners of the fronts that stand before `module`."""
+    front = module.__dict__.get(CALL)
+    while isinstance(front, CallInterceptor | OuterInterceptor):
+        if isinstance(front, OuterInterceptor) and front.owner is not None:
+            yield front.owner
+        front = front.before
 
 
 def _remove_from_chain(gone: CallInterceptor | OuterInterceptor) -> None:

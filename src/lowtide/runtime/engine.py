@@ -391,7 +391,8 @@ class Engine:
         while isinstance(front, CallInterceptor | OuterInterceptor):
             if isinstance(front, CallInterceptor) and front.engine.model is self.model:
                 raise LowtideError(
-                    f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
+                    f"there is a plan in force on this {type(self.model).__name__} already: "
+                    "take it off first with lowtide.remove(model)."
                 )
             front = front.before
         if self.is_measured or any(self.in_place):
@@ -426,8 +427,9 @@ class Engine:
 
     def copied(self, tensor: Tensor, who: str) -> None:
         """A tensor was copied before it is written to, as something is still to be made of it."""
+        name = self.name_of(tensor) or "a tensor"
         self.say(
-            f"{who} writes to {self.name_of(tensor) or 'a tensor'} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
+            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
             "reads it once more after that: it was copied, so the peak may be above the budget. Fit, or rehearse and "
             "plan, in a step that does so."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_of, within
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.guards import passed_by
@@ -74,6 +75,9 @@ class Switched(Removable):
 
     def __init__(self, engine: Switching) -> None:
         self._engine = engine
+        self.holder: Removable = self
+        """Alive as long as the plans are in force; `lowtide.fitted` gives it."""
+        self._front = OuterInterceptor(engine.model, pass_on, self)
         self._passed_by: RemovableHandle | None = None
         if engine.does_anything:
             engine.install()
@@ -87,5 +91,6 @@ class Switched(Removable):
     def remove(self) -> None:
         """Give the model back as it was. May be called again."""
         self._engine.remove()
+        self._front.remove()
         if self._passed_by is not None:
             self._passed_by.remove()
