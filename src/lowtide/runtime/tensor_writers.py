@@ -45,8 +45,8 @@ class Overwritten(RuntimeError):
         super().__init__(
             f"{changed_in_place(tensor, version)}\n"
             f"  The plan makes {reader} again from {name}, which was written to {often} between forward and "
-            "backward; no rehearsed step did so. This step ends before its update. From here on what is made of that tensor is kept: a loop that catches this error can "
-            "take the same batch again.\n"
+            "backward; no rehearsed step did so. This step ends before its update. From here on what is made of that "
+            "tensor is kept: a loop that catches this error can take the same batch again.\n"
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
