@@ -218,7 +218,7 @@ def test_a_second_plan_on_the_same_model_is_refused():
     model = Language(layers=1)
     with (
         in_force(model, "keep"),
-        pytest.raises(lowtide.LowtideError, match="already: call remove"),
+        pytest.raises(lowtide.LowtideError, match=r"already: take it off first with lowtide\.remove"),
         in_force(model, "keep"),
     ):
         pass

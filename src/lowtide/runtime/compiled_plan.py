@@ -11,8 +11,7 @@ import hashlib
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
+from lowtide._torch.custom_partitioner import CustomPartitionerFn
 from lowtide._torch.joint_graph import JointGraph, keep_products_apart, partitioned
 from lowtide.runtime.joint_slots import JointSlots
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks
 from lowtide.diagnostics.leaks.inspection import module_names, roots_of
 from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
 from lowtide.diagnostics.leaks.running_frames import variable_name
@@ -109,7 +110,7 @@ def _outside_optimizers(live: LiveObjects) -> Iterator[Tensor]:
 
 def _is_read(parameter: Tensor) -> bool:
     """Return True if a hook of the parameter may read its gradient."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return has_gradient_hooks(parameter) or has_accumulation_hooks(parameter)
 
 
 def _idle_modules(module: nn.Module, idle: set[int]) -> Iterator[nn.Module]:
