@@ -58,7 +58,7 @@ def main() -> None:
     print(watch)
 
 
-def tiny(n_steps: int = 1000, rounds: int = 5) -> None:
+def tiny(n_steps: int = 300, rounds: int = 3) -> None:
     """Compare loops of tiny steps: plain, watched, and measured as a whole."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

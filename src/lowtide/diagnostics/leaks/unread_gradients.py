@@ -55,7 +55,7 @@ class UnreadGradients:
             self._candidates = {
                 id(p): _Candidate(weakref.ref(p), weakref.ref(gradient))
                 for p in _outside_optimizers(live)
-                if not _is_read(p) and (gradient := p.grad) is not None
+                if not _is_read(p) and (gradient := p.grad) is not None and gradient.grad_fn is None
             }
 
     def step_begins(self, model: nn.Module | None, stats: Iterable[SiteStats], step: int, least_bytes: int) -> None:

@@ -153,10 +153,6 @@ class KeptOnObjects(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_part = item.holder is not None and item.holder.is_part and not item.has_graph
-        return (
-            is_part
-            and item.is_output
-            and history.n_steps > 1
-            and _grows(history.held_bytes)
-            and not _grows(history.entries)
-        )
+        if not is_part or not item.is_output or history.n_steps < 2 or not history.entries[-1]:  # 0: a bounded queue
+            return False
+        return _grows(history.held_bytes) and not _grows(history.entries)
