@@ -129,9 +129,9 @@ def fit(
     iterator or a file is, the proof names. A `profile` from `rehearse` of the same step saves five of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
-    some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "products
-    apart", "loss head", "step in backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
-    the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
+    some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "products apart",
+    "loss head", "step in backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit
+    with the step that has the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
 
     With `offload=True` saved tensors may also wait for backward in memory of the host, where that takes less time than
     making them again; not on a CPU.
