@@ -35,7 +35,7 @@ from lowtide._torch import (
     privateuse1,
     tensors,
 )
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 
 # --- tensors and their memory ---------------------------------------------------------------------------------------
 
@@ -304,11 +304,11 @@ def test_what_torch_compile_made() -> None:
     assert not compiled_code.is_compiled(module)
     module.compile(backend="eager")
     assert compiled_code.is_compiled(module)
-    plan = Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    plan = OuterInterceptor(module, lambda inner, args, kwargs: inner(*args, **kwargs))
     assert compiled_code.is_compiled(module)
     plan.remove()
     del module.__dict__[modules.CALL]
-    Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    OuterInterceptor(module, lambda inner, args, kwargs: inner(*args, **kwargs))
     assert not compiled_code.is_compiled(module)
 
 
@@ -851,7 +851,7 @@ import torch
 from torch.optim import optimizer
 from lowtide._torch import backward, compiled_code, cpu_profiler, cuda_history, distributed, fake_modes, fsdp
 from lowtide._torch import modes, modules, nodes, operators, optim, privateuse1, tensors
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
 assert privateuse1.device_place() is None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,8 @@ if TYPE_CHECKING:
     pass
 from lowtide._torch.fake_modes import FakeTensor
 
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a view was taken of, through any number of views; None for no view. 2.13."""
-    return tensor._base
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""Return the tensor that a view was taken of, through any number of views; None for no view. 2.13."""
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowtide.api.apply import Applied, apply
+from lowtide.api.fitted import check_has_no_plan
 from lowtide.api.shape_buckets.dispatch import Switched, Switching
 from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
@@ -16,23 +17,25 @@ from lowtide.levers import DEFAULT, named
 from lowtide.levers.lever import Site
 from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, advice, choose, optimizer_of
+from lowtide.memory.device_budget import on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.planning import plain_peak_bytes, smallest_plan, unplanned_step
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.profiler import OTHER_WORK, rehearse
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
-from lowtide.runtime.fingerprint import check_made_for, device_of
+from lowtide.runtime.fingerprint import Optimizers, check_made_for, device_of, place_of
 from lowtide.state.reachable_objects import looking_on
+from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import unless_out_of_memory
 from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.amounts import check_budget, parse_budget
 from lowtide.utils.interrupts import held_back
+from lowtide.utils.messages import tell
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 REPAIRS = 4
 """Plans that are tried before a budget is given up: each aims lower by what the last one was over."""
@@ -45,6 +48,7 @@ class Fitted(Removable):
 
     def __init__(self, applied: Applied | Switched, profile: Profile, plan: Plan, verdict: Verdict) -> None:
         self.applied = applied
+        applied.holder = self
         self.profile = profile
         self.plan = plan
         self.verdict = verdict
@@ -106,11 +110,11 @@ def _time(plan: Plan, verdict: Verdict) -> str:
 @held_back()
 def fit(
     model: nn.Module,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     batch: Any,
     *,
     budget: int | str,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     profile: Profile | None = None,
     levers: Collection[str] = DEFAULT,
     offload: bool = False,
@@ -119,7 +123,9 @@ def fit(
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
-    `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; it is for all memory of the step:
+    `step` takes the batch, or as many arguments as a batch that is a tuple or list has. `optimizer` may be a list.
+    `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; on a GPU also `"90% of gpu"`, or
+    `"auto"`, which is what is free there less a margin for the allocator's pieces. It is for all memory of the step:
     parameters, gradients, optimizer state and batch included, and whatever else is in memory, such as other models.
     Optimizers of `model` that exist, `optimizer` among them, update it after each step that they don't step in; where
     there is none yet, that is noted, and what one makes later is said when it is there. `step(batch)` runs forward and
@@ -152,8 +158,11 @@ def fit(
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
     reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned;
     ReplayMismatch if what is made again is never what it was, as where weights are written through `.data` between
-    forward and backward; StalePlan for a `profile` of another model, batch or device. Then nothing is applied.
+    forward and backward; StalePlan for a `profile` of another model, batch or device; LowtideError if the model has
+    a plan already (`lowtide.remove(model)` takes it off). Then nothing is applied.
     """
+    check_has_no_plan(model)
+    step = of_one_argument(step, batch)
     changes = looking_on(model, step, batch)
     fitted = _fit(model, step, batch, budget, optimizer, profile, levers, offload, in_place, shapes)
     fitted.verdict = replace(fitted.verdict, changes=changes())
@@ -165,7 +174,7 @@ def _fit(
     step: Callable[[Any], Any],
     batch: Any,
     budget: int | str,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     profile: Profile | None,
     levers: Collection[str],
     offload: bool,
@@ -173,6 +182,7 @@ def _fit(
     shapes: Any,
 ) -> Fitted:
     check_budget(budget)
+    budget = on_device(budget, place_of(model), tell)
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
@@ -322,7 +332,7 @@ def _fit_sizes(
     step: Callable[[Any], Any],
     sizes: Range,
     budget: int | str,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     profile: Profile,
 ) -> FittedSizes:
     def fit_one(batch: Any, budget_bytes: int, profile: Profile) -> tuple[Plan, Verdict]:

@@ -33,7 +33,7 @@ from lowtide.profiler.preconditions import (
 from lowtide.profiler.random_work import called, drawn_as, fullest
 from lowtide.profiler.trace import MostSaving, Trace
 from lowtide.profiler.trial_updates import Updates
-from lowtide.runtime.fingerprint import fingerprint, place_of, static_bytes
+from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.state.process_group import check_waits_for_nobody, n_sent
 from lowtide.state.step_outcome import is_out_of_memory, unless_out_of_memory
@@ -43,7 +43,6 @@ from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Static
@@ -73,7 +72,7 @@ OTHER_WORK: Final = (
 
 @held_back()
 def rehearse(
-    model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None, in_place: bool = True
+    model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizers = None, in_place: bool = True
 ) -> Profile:
     """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)

@@ -21,16 +21,15 @@ from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
 from lowtide.profiler.trial_updates import Updates
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.runtime.compiled_plan import Partitioner
-from lowtide.runtime.fingerprint import fingerprint, place_of, static_bytes
+from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
 from lowtide.runtime.fingerprint import in_words as in_words_of
 from lowtide.state.step_snapshot import Unchanged
 from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from lowtide.planner.records import Profile
     from lowtide.runtime.joint_slots import JointSlots
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 @held_back()
 def rehearse_compiled(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizer | None = None
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizers = None
 ) -> Profile:
     """The profile of `step(batch)`, which is compiled anew and run three times."""
     check_compiled(model)
@@ -90,7 +89,7 @@ def _noted_calls(model: nn.Module) -> Iterator[list[str]]:
         found.append(in_words_of(tensors_in_call(args, kwargs)))
         return inner(*args, **kwargs)
 
-    front = Front(model, around) if is_compiled(model) else None
+    front = OuterInterceptor(model, around) if is_compiled(model) else None
     try:
         yield found
     finally:

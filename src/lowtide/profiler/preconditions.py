@@ -10,7 +10,7 @@ from lowtide._torch.compiled_code import is_compiled, is_compiled_function
 from lowtide._torch.joint_graph import hindrances
 from lowtide._torch.modules import Convolution
 from lowtide.errors import RehearsalError
-from lowtide.runtime.fingerprint import tensors_in
+from lowtide.runtime.fingerprint import listed, tensors_in
 from lowtide.state.introspection import names_in, users_functions, variables
 from lowtide.state.process_group import check_sharding
 from lowtide.state.reachable_state import Reached
@@ -39,11 +39,12 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
         raise RehearsalError(
             f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
         )
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise RehearsalError(
-            f"optimizer takes a torch.optim.Optimizer, found {type(optimizer).__name__}. Leave it out: tensors of its "
-            "own that the step's code refers to are put back without it."
-        )
+    for each in listed(optimizer):
+        if not hasattr(each, "param_groups"):
+            raise RehearsalError(
+                f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave it "
+                "out: tensors of its own that the step's code refers to are put back without it."
+            )
     if not torch.is_grad_enabled():  # in inference mode, too
         block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RehearsalError(

@@ -26,7 +26,7 @@ from lowtide.state.reachable_state import Reached, is_torchs
 from lowtide.utils.object_slots import in_slots
 
 if TYPE_CHECKING:
-    from lowtide.runtime.call_context import Surroundings
+    from lowtide.runtime.call_context import CallContext
 
 CHANGES = "it changes something outside of its modules, which a replay would change once more"
 ITERATES = "its code has an iterator, and what that has given can't be given back"
@@ -38,7 +38,7 @@ LARGEST_BYTES = 2**22
 class OwnState(Reached):
     """What the code of `module` can reach, as it is now; but what `surroundings` puts back."""
 
-    def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
+    def __init__(self, module: nn.Module, surroundings: CallContext) -> None:
         parts = tuple(module.modules())
         self._put_back = {id(vars(part).get(name)) for part in parts for name in _TORCHS}
         self._put_back |= surroundings.attributes.put_back_ids
