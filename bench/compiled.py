@@ -5,7 +5,8 @@
 
 Each repeated block is compiled in place by inductor. Peaks are the CPU allocator's. Times are the fastest of 8 steps
 over the fastest of 8 plain ones before; they scatter by some 10 %. A way's bits are compared with those of the plain
-step of the same compiled blocks.
+step of the same compiled blocks. Other bits under `activation_memory_budget` with dropout are wrong gradients: below 1
+torch draws the random numbers again in backward, and others.
 """
 
 from __future__ import annotations

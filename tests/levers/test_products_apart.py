@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.levers import LEVERS
+from lowtide.levers.lever import NoUse, Site
 
 
 class Tied(nn.Module):
@@ -59,9 +61,9 @@ def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> Non
     assert 0 <= fitted.verdict.relative_differences["gradients"] < 1e-5
 
 
-def test_it_is_of_no_use_for_a_model_that_is_not_compiled_and_that_is_said() -> None:
-    torch.manual_seed(0)
+def test_it_is_of_no_use_for_a_model_that_is_not_compiled() -> None:
     model, ids = Tied(), torch.randint(2048, (256,))
-    fitted = lowtide.fit(model, lambda batch: model(batch).backward(), ids, budget="90%", levers=["products apart"])
-    with fitted:
-        assert any("'products apart' is not used: the model is not compiled" in note for note in fitted.plan.notes)
+    site = Site(model, lambda batch: model(batch).backward(), ids, None)
+    with pytest.raises(NoUse, match="not compiled as a whole"):
+        LEVERS["products apart"].settings(site)
+    assert not LEVERS["products apart"].may_save(site, {"temporaries": 2**20})

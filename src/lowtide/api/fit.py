@@ -135,12 +135,16 @@ def fit(
     iterator or a file is, the proof names. A `profile` from `rehearse` of the same step saves five of them.
 
     `levers` are changes of the step that may be made where they pay (`lowtide/levers`), and each that is tried takes
-    some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "loss head", "step
-    in backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit with the step that has
-    the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
+    some more steps: "outputs" (exact; by default), and, where you name them, "fused optimizer", "products apart",
+    "loss head", "step in backward" and "micro-batches". With one that is not exact, the plan is compared bit by bit
+    with the step that has the lever alone, and `verdict.relative_differences` says how far that is from the plain step.
 
     With `offload=True` saved tensors may also wait for backward in memory of the host, where that takes less time than
     making them again; not on a CPU.
+
+    A model that `torch.compile` compiles as a whole with inductor is compiled anew under the plan, which then decides
+    what its joint graphs save for backward; so is a compiled function of `step` that calls `model`. All that torch has
+    compiled in the process is let go of for that.
 
     With `in_place=False` no gradient is written over the one that it is computed from, and no kernel is put where
     torch would look for it: nothing of torch's is changed then (docs/process.md).

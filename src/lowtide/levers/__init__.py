@@ -85,6 +85,10 @@ def in_script(text: str) -> AppliedLever:
     lever = named(name)
     if lever.wants_optimizer:
         raise LowtideError(f"the lever {name!r} changes the optimizer: use lowtide.fit, or change it in the script.")
+    if lever.name == ProductsApart.name:
+        raise LowtideError(
+            f"the lever {name!r} is for models that are compiled as a whole: use lowtide.fit in the script."
+        )
     takes_number = lever.name == MicroBatches.name
     if takes_number != number.isdigit() or number == "0":
         wanted = "a number of pieces, as in micro-batches=4" if takes_number else "no number"
