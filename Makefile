@@ -28,11 +28,12 @@ integrations: $(READY) ## run the tests of the callbacks, with the packages that
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -c constraints-integrations.txt -e '.[integrations]'
 	$(BIN)/pytest tests/integrations $(PYTEST_ARGS)
 
-lint: $(READY) ## check style, format, types and layers
+lint: $(READY) ## check style, format, types, layers and prose
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python tools/prose.py
 
 bench: $(READY) ## measure Lowtide beside the others: docs/benchmarks.md
 	@set -e; for name in $(BENCH); do echo "== bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done
