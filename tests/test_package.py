@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_description import RELATIVE_LINK, long_description
 from torch import nn
 from torch.optim import Optimizer
 
@@ -183,3 +184,15 @@ def test_a_torch_that_is_new_enough_is_taken(version: str, tmp_path: Path, run_p
     code = "from lowtide.utils.optional_deps import require_torch; require_torch('this test')"
     done = run_python("-c", code, path=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_links_of_the_long_description_work_outside_of_a_checkout() -> None:
+    readme = "[file](docs/a.md#b), ![a picture](docs/c.svg), [web](https://pypi.org), [part](#more)"
+    assert long_description(readme, None) == "file, *a picture*, [web](https://pypi.org), [part](#more)"
+    assert long_description(readme, "https://example.org/x/") == (
+        "[file](https://example.org/x/blob/HEAD/docs/a.md#b), ![a picture](https://example.org/x/raw/HEAD/docs/c.svg), "
+        "[web](https://pypi.org), [part](#more)"
+    )
+    own = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    assert RELATIVE_LINK.search(own)
+    assert RELATIVE_LINK.search(long_description(own, None)) is None
