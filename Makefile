@@ -8,7 +8,13 @@
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 BENCH ?= peers
 VENV := .venv
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+EXE := .exe
+else
 BIN := $(VENV)/bin
+EXE :=
+endif
 READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 
@@ -48,7 +54,7 @@ clean: ## remove .venv and every cache
 # READY is written when an install is through, so a second run has nothing to do. UNFINISHED is there while one runs: a
 # .venv that still has it was cut off and may be broken anywhere, so it is made anew, as is one without a working pip.
 # The constraints fix every version, torch's among them.
-$(READY): pyproject.toml constraints.txt $(BIN)/python
+$(READY): pyproject.toml constraints.txt $(BIN)/python$(EXE)
 	@if [ -z "$(PYTHON)" ]; then \
 	  echo "lowtide needs Python 3.11 or newer, and found no python3.11 or python3." >&2; \
 	  echo "  Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 2; \
@@ -66,4 +72,4 @@ $(READY): pyproject.toml constraints.txt $(BIN)/python
 
 # A missing or dangling interpreter (first run; the system's Python was replaced) makes READY stale. No recipe: READY's
 # own makes .venv.
-$(BIN)/python:
+$(BIN)/python$(EXE):

@@ -1,8 +1,8 @@
 """The long description of the package: README.md without links that only work inside of a checkout.
 
-hatchling calls `get_metadata_hook` when it builds the package. A package index shows the README away from the files that
-its relative links point to. With the address of a repository as `Source` in `project.urls`, links and pictures become
-absolute; without one, a link becomes its text, and a picture its description.
+hatchling calls `get_metadata_hook` when it builds the package. A package index shows the README away from the files
+that its relative links point to. With the address of a repository as `Source` in `project.urls`, links and pictures
+become absolute; without one, a link becomes its text, and a picture its description.
 """
 
 from __future__ import annotations
