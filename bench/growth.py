@@ -10,6 +10,7 @@ frontier of 200 blocks is to take at most 2.5 times that of 96, and four times t
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -32,22 +33,25 @@ STEPS = (500, 2000)
 
 
 class Recurrent(nn.Module):
-    """A cell that is called once for each step."""
+    """A cell that is called once for each step; its results are dropped as they come, or stacked at the end."""
 
-    def __init__(self, cell: nn.RNNCellBase, steps: int) -> None:
+    def __init__(self, cell: nn.RNNCellBase, steps: int, *, stacks: bool) -> None:
         super().__init__()
-        self.cell, self.steps = cell, steps
+        self.cell, self.steps, self.stacks = cell, steps, stacks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         state = x[:, 0]
+        states = []
         for step in range(self.steps):
             state = self.cell(x[:, step], state)
-        return state.square().mean()
+            if self.stacks:
+                states.append(state)
+        return (torch.stack(states, 1) if states else state).square().mean()
 
 
-def rehearsed(kind: type[nn.RNNCellBase], steps: int, *, width: int = 16, rows: int = 8) -> None:
+def rehearsed(kind: type[nn.RNNCellBase], steps: int, *, stacks: bool, width: int = 16, rows: int = 8) -> None:
     """One rehearsal."""
-    model: Any = Recurrent(kind(width, width), steps)
+    model: Any = Recurrent(kind(width, width), steps, stacks=stacks)
     lowtide.rehearse(model, lambda batch: model(batch).backward(), torch.randn(rows, steps, width))
 
 
@@ -58,15 +62,16 @@ def table(name: str, cases: Iterable[tuple[str, Callable[[], object]]]) -> None:
         began = time.process_time()
         run()
         took = time.process_time() - began
-        print(f"{name:24}{label:>14}{took:9.1f} s" + (f"  x {took / before:.2f}" if before else ""), flush=True)
+        print(f"{name:28}{label:>14}{took:9.1f} s" + (f"  x {took / before:.2f}" if before else ""), flush=True)
         before = took
 
 
 def main() -> None:
     importlib.import_module("scipy.optimize")
-    rehearsed(nn.RNNCell, 10)  # what is loaded and set up once
-    for kind in (nn.RNNCell, nn.GRUCell):
-        table(f"rehearsal, {kind.__name__}", ((f"{n} steps", partial(rehearsed, kind, n)) for n in STEPS))
+    rehearsed(nn.RNNCell, 10, stacks=True)  # what is loaded and set up once
+    for kind, stacks in itertools.product((nn.RNNCell, nn.GRUCell), (False, True)):
+        name = f"rehearsal, {kind.__name__}" + (", stacked" if stacks else "")
+        table(name, ((f"{n} steps", partial(rehearsed, kind, n, stacks=stacks)) for n in STEPS))
     table("frontier", ((f"{n} blocks", partial(frontier, transformer(n))) for n in BLOCKS))
     files = [(path.stem, Profile.from_json(path)) for path in map(Path, sys.argv[1:])]
     table("frontier", ((stem, partial(frontier, profile)) for stem, profile in files))

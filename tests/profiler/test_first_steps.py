@@ -89,3 +89,39 @@ def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
     assert freed_blocks(Flat()) == frozenset()
     wrapped = nn.Sequential(nn.Sequential(model), nn.Conv2d(2, 2, 1))
     assert freed_blocks(wrapped) == freed_blocks(model)
+
+
+class Renormalised(nn.Module):
+    """A table whose rows each call writes to, before backward has read what an earlier one looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 64, max_norm=1.0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.mean(1)
+
+
+def test_a_table_that_a_second_call_renormalises_is_copied_where_an_audit_has_let_go_of_rows():
+    torch.manual_seed(0)
+    model, plain = Renormalised(), Renormalised()
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randint(0, 50, (2, 32, 32))
+
+    def gradients(model):
+        model.zero_grad()
+        (model(batch[0]) - model(batch[1])).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    observed = Observed(model)
+    for _ in range(2):
+        observed.begin(batch)
+        found = gradients(model)
+        observed.end()
+        assert all(torch.equal(*pair) for pair in zip(found, gradients(plain), strict=True))
+    observed.leave()
+    assert observed.profile is not None

@@ -2,8 +2,9 @@
 
 import torch
 
-from lowtide.profiler.external_references import Holding
-from lowtide.runtime.saved_values import Handle, Value, rootless
+from lowtide._torch.tensors import WeakStorage
+from lowtide.profiler.external_references import RECENT, Holding
+from lowtide.runtime.saved_values import Handle, Value, value_without_grad_fn
 
 
 def test_memory_is_let_go_of_when_only_saved_tensors_are_left():
@@ -18,7 +19,7 @@ def test_memory_is_let_go_of_when_only_saved_tensors_are_left():
     del handle, handles[1:]
     assert holding.let_go() == ()
     del tensor
-    assert holding.let_go() == (address,)
+    assert holding.let_go() == ((address, 1),)
     assert holding.let_go() == ()  # each once
 
 
@@ -32,8 +33,76 @@ def test_memory_that_is_gone_altogether_is_not_let_go_of():
 
 def test_parameters_are_not_watched():
     weight = torch.nn.Parameter(torch.randn(64, 64))
-    handle = Handle(rootless(weight), weight.t().detach())
+    handle = Handle(value_without_grad_fn(weight), weight.t().detach())
     holding = Holding()
     holding.watch(handle)
     del weight
     assert holding.let_go() == ()
+
+
+def test_what_a_list_holds_is_looked_at_as_often_as_there_are_marks(monkeypatch):
+    looks = 0
+    owners = WeakStorage.owners
+
+    def counted(storage):
+        nonlocal looks
+        looks += 1
+        return owners(storage)
+
+    monkeypatch.setattr(WeakStorage, "owners", counted)
+    holding, held = Holding(), []
+    handles = []
+    for _ in range(20 * RECENT):
+        held.append(torch.randn(4))
+        handles.append(Handle(Value(held[-1].detach())))
+        holding.watch(handles[-1])
+        assert holding.let_go() == ()
+    assert looks <= 3 * RECENT * len(held)
+
+
+def test_the_end_of_a_long_list_is_seen_where_its_call_ends():
+    held = [torch.randn(4) for _ in range(4 * RECENT)]
+    addresses = {tensor.data_ptr() for tensor in held}
+    handles = [Handle(Value(tensor.detach())) for tensor in held]
+    holding = Holding()
+    for handle in handles:
+        holding.watch(handle)
+    since = holding.n_watched
+    assert holding.let_go() == ()
+    late = torch.randn(4)
+    handles.append(Handle(Value(late.detach())))
+    holding.watch(handles[-1])
+    assert holding.let_go(since=since) == ()
+    held.clear()
+    assert len(holding.let_go(since=0)) == len(addresses)
+    assert holding.let_go(everything=True) == ()
+
+
+def test_what_ends_between_two_looks_is_said_to_have_been_held_at_the_first():
+    held = [torch.randn(4) for _ in range(8 * RECENT)]
+    address = held[0].data_ptr()
+    handles = [Handle(Value(tensor.detach())) for tensor in held]
+    holding = Holding()
+    for handle in handles:
+        holding.watch(handle)
+    assert holding.let_go(everything=True) == ()
+    del held[0]
+    n = 1
+    while not (found := holding.let_go()):
+        n += 1
+    assert found == ((address, n),)
+    assert n == 8
+
+
+def test_an_address_that_is_used_again_is_watched_again():
+    tensor = torch.randn(4)
+    address = tensor.data_ptr()
+    handle = Handle(Value(tensor.detach()))
+    holding = Holding()
+    holding.watch(handle)
+    del handle
+    handle = Handle(Value(tensor.detach()))
+    holding.watch(handle)
+    assert holding.let_go() == ()
+    del tensor
+    assert holding.let_go() == ((address, 1),)

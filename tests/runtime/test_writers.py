@@ -156,7 +156,8 @@ def test_another_writer_ends_one_step_in_words_and_the_plan_gives_way(name: str)
     with lowtide.apply(model, plan, say=lambda what: None):
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
             step(model)
-        assert "From here on what is made of it is kept. Fit, or rehearse and plan, in a step" in str(error.value)
+        assert f" again from {name}, which was written to once between forward and backward" in str(error.value)
+        assert "From here on what is made of that tensor is kept" in str(error.value)
         step(plain)
         assert same(step(model), step(plain))
     del model, plain, error

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.joint_graph import partition_by, products_are_apart
 from lowtide.levers import of_plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
@@ -40,6 +42,19 @@ class Applied(Removable):
         """`plans` are for batches of one size each, the smallest first. As for `outgrown`, see Lookout."""
         self.plan = plan = plans[-1]
         self.holder: Removable = self
+        self._unknown: set[str] = set()
+        """Hashes of joint graphs that were compiled and are not the plan's."""
+        if plan.graphs:
+            self._engine = Planned(model)
+            with contextlib.ExitStack() as undo:
+                undo.callback(of_plan(plan, model, optimizer).remove)
+                if plan.predicted != plan.plain:
+                    undo.callback(self._partitioned(say))
+                if is_compiled(model):  # else calls of it are traced, and nothing may stand before them
+                    undo.callback(Lookout(model, plan, say, self, outgrown).remove)
+                undo.callback(more_state(model, plan, say).remove)
+                self._undo = undo.pop_all()
+            return
         self._engine = Planned(model, *plans)
         self._engine.tell = say
         with contextlib.ExitStack() as undo:
@@ -60,11 +75,28 @@ class Applied(Removable):
     @property
     def drifted(self) -> frozenset[str]:
         """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
-        return frozenset(self._engine.drifted)
+        return frozenset(self._engine.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
         """A block for one step, in which ReplayMismatch is raised where backward reads other bits than were saved."""
         return Checked(self._engine).running()
+
+    def _partitioned(self, say: Callable[[str], None]) -> Callable[[], None]:
+        """Have inductor compile as the plan says, until what this returns is called."""
+        from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
+
+        def unknown(key: str) -> None:
+            if not self._unknown:
+                say(
+                    "a graph was compiled that the plan is not for, of another model or for another form of batch: it "
+                    "saves for backward what torch says, and the peak may be above the budget. If it is of this "
+                    "model, fit again with the batch as it is now."
+                )
+            self._unknown.add(key)
+
+        partitioner = Partitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
+        partitioner.unknown = unknown
+        return partition_by(partitioner)
 
     def remove(self) -> None:
         """Give the model, and the optimizer, back as they were. May be called again."""

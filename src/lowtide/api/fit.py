@@ -15,11 +15,12 @@ from lowtide.api.verify import Verdict, verify
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, named
 from lowtide.levers.lever import Site
+from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, advice, choose, optimizer_of
 from lowtide.memory.device_budget import on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
-from lowtide.planner.planning import plain_peak_bytes, simulator_of, smallest_plan
+from lowtide.planner.planning import plain_peak_bytes, smallest_plan, unplanned_step
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.profiler import OTHER_WORK, rehearse
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 REPAIRS = 4
 """Plans that are tried before a budget is given up: each aims lower by what the last one was over."""
+COMPILED_REPAIRS = 3
+"""The same where each is compiled."""
 
 
 class Fitted(Removable):
@@ -189,6 +192,14 @@ def _fit(
     else:
         check_made_for(Profile.expect(profile, "fit(profile=...)").fingerprint, model, batch, what="profile")
         profile = profile if in_place else without_in_place(profile)
+    if profile.graphs:
+        levers = [name for name in levers if name not in DEFAULT]
+        if set(levers) - {ProductsApart.name} or offload or shapes is not None:
+            raise LowtideError(
+                f"{type(model).__name__} is compiled as a whole, which goes with the lever {ProductsApart.name!r}, and "
+                "with neither other levers, offload nor shapes: leave them out, or compile its repeated blocks "
+                "instead (block.compile())."
+            )
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)
         return _fit_sizes(model, step, sizes, budget, optimizer, profile)
@@ -200,15 +211,21 @@ def _fit(
     while True:
         verdict = _proof(site, made)
         if not verdict.identical:
-            raise RehearsalError(_not_identical(verdict))
+            raise RehearsalError(_not_identical(verdict, is_compiled=bool(choice.profile.graphs)))
         if verdict.within_budget:
+            if measured and choice.profile.graphs:
+                made = replace(made, notes=(*made.notes, f"{len(measured) + 1} plans were compiled and measured"))
             return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
-        if len(measured) == REPAIRS:
+        if len(measured) == (COMPILED_REPAIRS if choice.profile.graphs else REPAIRS):
             raise over_budget(choice.profile, budget_bytes, measured)
-        over = verdict.measured_peak_bytes - budget_bytes
+        if choice.profile.graphs:
+            choice = replace(choice, profile=_measured(choice.profile, made, verdict, len(measured)))
+            aim_bytes = budget_bytes
+        else:
+            aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
         try:
-            made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
+            made = _planned(choice, max(1, aim_bytes), budget_bytes, offload)
         except Infeasible:
             least = smallest_plan(choice.profile)
             if least.decisions == made.decisions or offload:
@@ -220,7 +237,7 @@ def _first(
     site: Site, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
 ) -> tuple[Choice, Plan]:
     """The levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
-    plain = simulator_of(profile).predict(Decisions())
+    plain = unplanned_step(profile)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
     if profile.levers:  # they were chosen before
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
@@ -239,7 +256,7 @@ def _first(
             smallest_peak_bytes=error.smallest_peak_bytes,
             parts=error.parts,
             extra_ratio=error.extra_ratio,
-            nearest=advice(site, levers, choice.notes, error),
+            nearest=() if profile.graphs else advice(site, levers, choice.notes, error),
             notes=(*error.notes, *choice.notes.values()),
         ) from None
 
@@ -277,6 +294,15 @@ def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
     return _own(choice, plan(choice.profile, aim_bytes, offload=offload), budget_bytes)
 
 
+def _measured(profile: Profile, made: Plan, verdict: Verdict, n: int) -> Profile:
+    """`profile` with as much more in all its peaks as the compiled plan `made`, the `n`th, was measured to need.
+
+    Plans that save less are further off: what the second needs beyond the first is counted once more for the third.
+    """
+    more = n * (verdict.measured_peak_bytes - made.predicted.peak_bytes)
+    return replace(profile, static=replace(profile.static, margin=profile.static.margin + more))
+
+
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
     """`made` as the plan for the budget, of the step as it is without levers."""
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
@@ -312,10 +338,17 @@ def _fit_sizes(
     return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))
 
 
-def _not_identical(verdict: Verdict) -> str:
+def _not_identical(verdict: Verdict, *, is_compiled: bool) -> str:
     differences = (verdict.differences or {}).items()
     found = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
     kinds = ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
+    if is_compiled:
+        return (
+            f"under the plan compiled code gave other bits than without it: {kinds}. Where it computes again what it "
+            "saved, inductor fuses other kernels, and these may round or add up in another order, as with autocast: "
+            "no plan is put in force.\n  Give a larger budget, or compile the repeated blocks instead, each in its "
+            "place: `for block in model.layers: block.compile()`."
+        )
     return (
         f"under the plan the step gave other bits than without it: {kinds}. Plain steps from the same state did not "
         "differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, numbers of its "

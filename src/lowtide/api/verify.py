@@ -22,7 +22,7 @@ from lowtide.state.process_group import check_waits_for_nobody, n_sent
 from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import Unchanged
-from lowtide.units import format_apart
+from lowtide.units import format_apart, format_ratio, format_time
 from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Verdict(Record):
     planned_ms: float
     plain_ms: float | None
     """None where the plain step does not fit in memory."""
+    predicted_extra: float | None = None
+    """Extra time that the plan predicts, as a share of the rehearsed step's; None where no time was measured."""
     differences: dict[str, tuple[str, ...]] | None
     """For random numbers and what the step has made or changed out of loss (what it returns), gradients, parameters,
     buffers, optimizer state and counters (whole numbers and words that Python holds): the names whose bits are not
@@ -73,6 +75,11 @@ class Verdict(Record):
     @property
     def within_budget(self) -> bool:
         return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def measured_extra(self) -> float | None:
+        """Extra time of the planned step, as a share of the plain one's; None where that does not fit."""
+        return self.planned_ms / self.plain_ms - 1 if self.plain_ms else None
 
     @property
     def identical(self) -> bool:
@@ -129,7 +136,12 @@ class Verdict(Record):
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         kept = "within" if self.within_budget else "OVER"
-        return f"{measured} peak measured: {kept} the budget of {budget}\n{self.proof}"
+        lines = [f"{measured} peak measured: {kept} the budget of {budget}"]
+        if self.predicted_extra is not None:
+            found = self.measured_extra
+            beside = f"{format_time(self.planned_ms)} a step" if found is None else format_ratio(found, signed=True)
+            lines.append(f"extra time: {format_ratio(self.predicted_extra, signed=True)} predicted, {beside} measured")
+        return "\n".join([*lines, self.proof])
 
 
 @held_back()
@@ -190,6 +202,7 @@ def verify(
         measured_peak_bytes=max(peaks),
         planned_ms=planned_ms,
         plain_ms=plain_ms,
+        predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,
         differences=found,
         levers=tuple(lever.name for lever in inexact),
         relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,

@@ -17,6 +17,7 @@ from lowtide.levers.lever import Lever, NoUse, On
 from lowtide.levers.loss_only_outputs import Outputs
 from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.optimizer_in_backward import StepInBackward
+from lowtide.levers.products_apart import ProductsApart
 from lowtide.planner.records import AppliedLever
 from lowtide.runtime.fingerprint import Optimizers, listed
 from lowtide.utils.removable import Removable
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Plan
 
-_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), LossHead(), StepInBackward(), MicroBatches())
+_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), ProductsApart(), LossHead(), StepInBackward(), MicroBatches())
 
 LEVERS = {lever.name: lever for lever in _ALL}
 """All levers by name, in the order in which they are tried: those that cost least come first."""

@@ -23,10 +23,11 @@ from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
     by_contents,
     check,
+    check_not_scripted,
     check_same_work,
     check_saved,
-    check_uncompiled,
     doubts,
+    is_planned_by_its_compiler,
     is_specialised,
 )
 from lowtide.profiler.random_work import called, drawn_as, fullest
@@ -75,7 +76,11 @@ def rehearse(
 ) -> Profile:
     """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
-    check_uncompiled(model)
+    check_not_scripted(model)
+    if is_planned_by_its_compiler(model, step):
+        from lowtide.profiler.compiled_steps import rehearse_compiled  # imports inductor, which takes seconds
+
+        return rehearse_compiled(model, step, batch, optimizer=optimizer)
     with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
         step, made_for = updates.step, fingerprint(model, batch)
         if is_specialised(model):

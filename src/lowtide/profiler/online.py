@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Profile, Static
     from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
-    from lowtide.runtime.replay import Frame
+    from lowtide.runtime.replay import ReplayFrame
 
 NOT_RUN = "no plain step was run: its peak is predicted"
 
@@ -350,7 +350,7 @@ def _in_words(inputs: list[list[str]]) -> str:
 class _OwnAudit(Audit):
     """An audit that ends a step which it has changed, before there is an update."""
 
-    def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
+    def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         refused = super().try_all(call, frame, returned)
         if self.leaked is not None:
             raise RehearsalError(

@@ -50,7 +50,9 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
     at: dict[int, int] = {}
     addresses: dict[int, int] = {}
     made: set[int] = set()
-    making = last_mark = 0
+    making = 0
+    marks = [0]
+    """Events of the marks, from before the first one."""
     for i, event in enumerate(stream.events):
         if type(event) is Allocate:
             at[event.address] = event.block
@@ -65,12 +67,12 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
                 del at[where]
         elif type(event) is Mark:
             if event.label == "alone" and isinstance(event.data, tuple):
-                for where in event.data:
+                for where, n_marks in event.data:
                     if where in at:
-                        seen.alone.setdefault(at[where], (last_mark, i))
+                        seen.alone.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
                 continue
             _note(seen, before if event.label == "gradients at entry" else at, i, event.label, event.data)
-            last_mark = i
+            marks.append(i)
             making += {"making": 1, "made": -1}.get(event.label, 0)
     seen.copies |= made & seen.freed_at.keys()  # what stays is a library's own, such as what cuBLAS computes in
     for (slot, _), block in seen.given.items():

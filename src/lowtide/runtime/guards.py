@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_interceptor import Front, pass_on
+from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import in_words, is_of, place_of, state_bytes
 from lowtide.units import format_bytes
@@ -46,7 +46,7 @@ class Lookout:
         self._n_trained = self._n_now()
         self._most = max(map(elements, self._known), default=0)
         self._is_over = False
-        self._front = Front(model, self._around, owner)
+        self._front = OuterInterceptor(model, self._around, owner)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model, or a part of it by itself, is called in training."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planner.records import Decided, Plan
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 
 def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
@@ -44,7 +44,7 @@ class Planned(Engine):
         """Told of what a part of the model is given that a step calls by itself."""
         self._most = [most_elements(plan) for plan in plans]
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The plan for as many elements as a call is given; where it is more than were rehearsed, what is for more.
 
         One that is longer and has fewer rows, as where batches are put together by their tokens, is none.
@@ -56,4 +56,4 @@ class Planned(Engine):
         return 0
 
     def keeps_all(self, plan: int) -> bool:
-        return not self.tables[plan] and values.probe_of(self) is None  # which is told what is kept, too
+        return not self.tables[plan] and values.observer_of(self) is None  # which is told what is kept, too

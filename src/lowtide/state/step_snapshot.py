@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import of_this_thread
-from lowtide._torch.tensors import is_plain, parts_of
+from lowtide._torch.tensors import is_leaf_tensor, is_plain, parts_of
 from lowtide.memory.entry_storages import set_aside
 from lowtide.runtime.fingerprint import Optimizers, listed, place_of, tensors_in
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
@@ -90,7 +90,7 @@ class Unchanged:
         ]
         self._known = {id(tensor) for tensor in (*content, *buffers)}
         self._tensors = [*map(_Content, _unique([*content, *buffers])), *self._copied(parameters)]
-        leaves = [t for t in _unique([*content, *kept.tensors]) if t.is_leaf and not t.is_inference()]
+        leaves = [t for t in _unique([*content, *kept.tensors]) if is_leaf_tensor(t) and not t.is_inference()]
         self._gradients = [_Content(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
         self._states = states(kept.stateful)
         self._random = RandomState.now(kept.generators)
