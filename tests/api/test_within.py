@@ -300,7 +300,7 @@ def test_a_word_that_is_no_way_on_is_refused() -> None:
 
 
 def test_the_model_that_is_given_is_planned_for_among_several() -> None:
-    made, other = Made(), nn.Linear(64, 64)
+    other, made = nn.Linear(64, 64), Made()
     optimizer = torch.optim.SGD(other.parameters())
     with lowtide.within("95%", model=made.model) as run:
         for _ in range(5):

@@ -244,7 +244,9 @@ class Fitting(UnderPlan):
 
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
-        self._in_force = None if self._applied is None else weakref.ref(self._applied)
+        if self._applied is not None:
+            self._in_force = weakref.ref(self._applied)
+            self._rehearsing.begin_anew()  # what was recorded is not held any longer
         super().lets_go()
         self._rehearsing = Rehearsing()
 
@@ -363,7 +365,6 @@ class Fitting(UnderPlan):
         if self._in_force is None or (applied := self._in_force()) is None:
             return False
         self._applied, self._rehearsing, self._in_force = applied, applied.rehearsing, None
-        self._rehearsing.begin_anew()
         self._n_looked, self.done = 0, False
         return True
 
