@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_shapes import elements, shapes_in, shapes_of
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import Actions, actions_for
+from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +28,8 @@ class Planned(Engine):
     def __init__(self, model: nn.Module, plan: Plan | None) -> None:
         decided = [] if plan is None else [plan] if plan.fallback is None else [plan, plan.fallback]
         tables = [*map(table_of, decided)] or [{}]
+        if plan is not None and plan.draws:
+            tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
         self.excluded_modules = frozenset(plan.excluded_modules if plan is not None else ())
         self.ambiguous_addresses = frozenset(plan.ambiguous_addresses if plan is not None else ())

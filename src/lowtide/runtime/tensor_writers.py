@@ -40,13 +40,11 @@ class Overwritten(RuntimeError):
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
         name = next((name for relied_on in _watching if (name := relied_on.name_of(tensor))), "it")
-        n_writes = tensor._version - version
         super().__init__(
             f"{changed_in_place(tensor, version)}\n"
-            f"  The plan makes {reader} again from {name}, which was written to {'once' if n_writes == 1 else n_writes} "
-            f"{'' if n_writes == 1 else 'times '}between forward and backward; no rehearsed step did so. This step ends "
-            "before its update. From here on what is made of that tensor is kept: a loop that catches this error can "
-            "take the same batch again.\n"
+            f"  The plan makes {reader} again from {name}, which was written to between forward and backward (writes: "
+            f"{tensor._version - version}); no rehearsed step did so. This step ends before its update. From here on "
+            "what is made of that tensor is kept: a loop that catches this error can take the same batch again.\n"
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
