@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench mutants clean
+.PHONY: help demo test integrations lint bench mutants clean
 
 help: ## say what there is (the default)
 	@sed -n 's/^\([a-z]*\):[^#]*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -23,6 +23,10 @@ demo: $(READY) ## a real model on real text: its memory before and after, and th
 
 test: $(READY) ## run the tests
 	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+integrations: $(READY) ## run the tests of the callbacks, with the packages that they are for
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -c constraints-integrations.txt -e '.[integrations]'
+	$(BIN)/pytest tests/integrations $(PYTEST_ARGS)
 
 lint: $(READY) ## check style, format, types and layers
 	$(BIN)/ruff check

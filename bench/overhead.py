@@ -1,24 +1,29 @@
-"""What the hooks cost in Python: microseconds a saved tensor, a module call and a replay, on tensors of four numbers.
+"""Measure the host time of a plan: a saved tensor, a module call, a replay, and whole models with tiny tensors.
 
-    python bench/overhead.py
+    python bench/overhead.py          # microseconds a saved tensor and a call, beyond the operators that run again
+    python bench/overhead.py models   # steps of ResNet-50's and GPT-2's structure, and their Python calls
 
-Each row is the time of a whole step with the plan less that without, over the number of tensors or calls; the op that a
-recompute redoes is part of it. Best of many runs on one thread, so that a busy machine changes little.
+Each row of the first table is the time of a whole step with the plan less that without, and less that of the operators
+that the plan runs again, over the number of tensors or calls. The models are rehearsed with larger tensors, planned for
+75 % of their plain peak, and then run with tiny ones under the same decisions. Processor time of one thread, minima of
+interleaved runs, so that a busy machine changes little.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
+import lowtide
 from lowtide.planner.address_nodes import NOTED
+from lowtide.runtime import bitmask
 from lowtide.runtime.engine import Engine, actions_for
 
 COUNT = 200
@@ -58,13 +63,6 @@ class Calls(nn.Module):
         return x
 
 
-class Block(nn.Sequential):
-    """Something of an ordinary size."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.LayerNorm(512), nn.Linear(512, 512), nn.GELU())
-
-
 class Short(nn.Module):
     """Something to replay: two ops that save three tensors, one of which is the argument."""
 
@@ -72,73 +70,150 @@ class Short(nn.Module):
         return x.sin() * x.tanh()
 
 
-@contextmanager
-def planned(model: nn.Module, recompute: dict[str, str] | None = None, replay: list[str] | None = None) -> Any:
-    engine = Engine(model, actions_for(recompute or {}, replay or []))
-    engine.install()
-    try:
-        yield
-    finally:
-        engine.remove()
+RUNS = 30
+SHARE = 0.75
+"""Of the plain peak, what the models are planned for."""
 
 
-def best(
-    model: nn.Module,
-    around: AbstractContextManager[Any],
-    *,
-    backward: bool = True,
-    runs: int = 60,
-    x: Tensor = FOUR,
-) -> float:
-    """Microseconds of the fastest step."""
-    fastest = float("inf")
-    with around:
-        for _ in range(runs):
-            began = time.perf_counter()
-            loss = model(x).sum()
-            if backward:
-                loss.backward()
-            fastest = min(fastest, time.perf_counter() - began)
-            del loss
-    return fastest * 1e6
+def interleaved(step: Callable[[], object], engines: dict[str, Engine | None], runs: int = RUNS) -> dict[str, float]:
+    """Measure microseconds of the fastest step under each engine, and without one."""
+    fastest = dict.fromkeys(engines, float("inf"))
+    for _ in range(runs):
+        for name, engine in engines.items():
+            if engine is not None:
+                engine.install()
+            step()
+            for _ in range(3):
+                began = time.thread_time()
+                step()
+                fastest[name] = min(fastest[name], time.thread_time() - began)
+            if engine is not None:
+                engine.remove()
+        gc.collect(0)
+    return {name: seconds * 1e6 for name, seconds in fastest.items()}
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    chain, numbers, identities, shorts = (
-        model.train() for model in (Chain(), Numbers(), Calls(nn.Identity), Calls(Short))
-    )
+def own_time(operators: Callable[[], object]) -> float:
+    """Measure microseconds of operators by themselves, called from Python without gradients."""
+    with torch.no_grad():
+        return interleaved(lambda: [operators() for _ in range(COUNT)], {"": None})[""] / COUNT
+
+
+def extra(model: nn.Module, recompute: dict[str, str], replay: list[str], n_slots: int) -> float:
+    """Measure microseconds that each of `n_slots` tensors or calls adds to a step."""
+
+    def step() -> None:
+        model(FOUR).sum().backward()
+
+    times = interleaved(step, {"plain": None, "planned": Engine(model.train(), actions_for(recompute, replay))})
+    return (times["planned"] - times["plain"]) / n_slots
+
+
+def slots() -> None:
+    """Print what a saved tensor and a call cost."""
+    one = FOUR.detach()
+    tanh, both = own_time(one.tanh), own_time(lambda: one.sin() + 0.5)
+    short = own_time(lambda: one.sin() * one.tanh())
     all_recomputed = {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}
     all_noted = {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}
-    all_replayed = [f"parts.{n}#0" for n in range(COUNT)]
-    identity_hooks = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    plain, sums, calls, short = (best(model, nullcontext()) for model in (chain, numbers, identities, shorts))
-    seams = best(shorts, planned(shorts))
+    decided = {"#0:100": "TanhBackward0"}
     rows = [
-        ("hooks that do nothing, a tensor", best(chain, identity_hooks) - plain, None),
-        ("kept, a tensor", best(chain, planned(chain)) - plain, 5),
-        ("recomputed, a tensor (its op included)", best(chain, planned(chain, all_recomputed)) - plain, 15),
-        ("recomputed with a number, a tensor (two ops)", best(numbers, planned(numbers, all_noted)) - sums, None),
-        ("seam, a module call", best(identities, planned(identities)) - calls, None),
-        ("seam without gradients, a module call", best_without_gradients(identities), None),
-        ("replayed, a call (its three ops included)", best(shorts, planned(shorts, None, all_replayed)) - seams, None),
+        ("kept, nothing is decided", extra(Chain(), {}, [], COUNT), None),
+        ("kept beside a decided one", extra(Chain(), decided, [], COUNT), 1.2),
+        ("recomputed", extra(Chain(), all_recomputed, [], COUNT) - tanh, 4),
+        ("recomputed with a number", extra(Numbers(), all_noted, [], COUNT) - both, 15),
+        ("a module call", extra(Calls(nn.Identity), {}, [], COUNT), None),
+        (
+            "a replayed call",
+            extra(Calls(Short), {}, [f"parts.{n}#0" for n in range(COUNT)], COUNT) - short,
+            40,
+        ),
     ]
-    blocks, x = Calls(Block, 12).train(), torch.randn(256, 512)
-    pairs = [(best(blocks, nullcontext(), x=x, runs=1), best(blocks, planned(blocks), x=x, runs=1)) for _ in range(40)]
-    without, kept = map(min, zip(*pairs, strict=True))
-    print(f"12 blocks of width 512, all kept: {kept / without - 1:+.2%}; with a plan that changes nothing: no hooks\n")
-    print(f"a plain step takes {plain / COUNT:.1f} us an op, and {short / COUNT:.1f} us a call of three ops\n")
-    print(f"{'what':44} {'us':>7} {'at most':>8}")
-    for what, total, limit in rows:
-        print(f"{what:44} {total / COUNT:7.2f} {limit if limit is not None else '':>8}")
+    print(f"{'what':30} {'us':>7} {'at most':>8}")
+    for what, found, limit in rows:
+        print(f"{what:30} {found:7.2f} {limit if limit is not None else '':>8}")
 
 
-def best_without_gradients(model: nn.Module) -> float:
-    with torch.no_grad():
-        plain = best(model, nullcontext(), backward=False)
-        return best(model, planned(model), backward=False) - plain
+def resnet(*, tiny: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    widths = {"embedding_size": 4, "hidden_sizes": [8] * 4} if tiny else {"hidden_sizes": [32, 64, 128, 256]}
+    model = ResNetForImageClassification(ResNetConfig(num_labels=10, **widths))
+    rows, size = (2, 32) if tiny else (16, 96)
+    return model, {"pixel_values": torch.randn(rows, 3, size, size), "labels": torch.randint(10, (rows,))}
+
+
+def gpt2(*, tiny: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    width, rows, length = (24, 1, 8) if tiny else (96, 8, 128)
+    config = GPT2Config(use_cache=False, attn_pdrop=0.0, n_embd=width, vocab_size=1024, n_positions=length)
+    model = GPT2LMHeadModel(config)
+    ids = torch.randint(0, 1024, (rows, length))
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def step_of(model: nn.Module, batch: dict[str, Tensor]) -> Callable[..., Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(batch: dict[str, Tensor] = batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss: Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def python_calls(step: Callable[[], object]) -> int:
+    """Count the calls of Python functions in one step, in this thread."""
+    count = 0
+
+    def told(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    step()
+    sys.setprofile(told)
+    step()
+    sys.setprofile(None)
+    return count
+
+
+def models() -> None:
+    """Print what plans cost on whole models with tiny tensors."""
+    print(f"{'model':10} {'plan':16} {'ms':>7} {'x':>6} {'Python calls':>13} {'x':>6}")
+    for build in (resnet, gpt2):
+        model, batch = build(tiny=False)
+        profile = lowtide.rehearse(model.train(), step_of(model, batch), batch)
+        plan = lowtide.plan(profile, int(SHARE * profile.measured_plain_peak_bytes))
+        model, batch = build(tiny=True)
+        step = step_of(model.train(), batch)
+        bitmask.LEAST_BYTES = 0
+        engines = {
+            "none": None,
+            "all kept": Engine(model, actions_for({}, [])),
+            f"{SHARE:.0%} of the peak": Engine(
+                model, actions_for(plan.recompute, plan.replay, plan.advance), in_place=[plan.in_place]
+            ),
+        }
+        calls: dict[str, int] = {}
+        for name, engine in engines.items():
+            if engine is not None:
+                engine.install()
+            calls[name] = python_calls(step)
+            if engine is not None:
+                engine.remove()
+        for name, us in (times := interleaved(step, engines)).items():
+            ratios = us / times["none"], calls[name] / calls["none"]
+            print(f"{build.__name__:10} {name:16} {us / 1e3:7.2f} {ratios[0]:6.2f} {calls[name]:13} {ratios[1]:6.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gc.disable()
+    models() if "models" in sys.argv[1:] else slots()

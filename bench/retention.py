@@ -170,9 +170,15 @@ class Case:
 
 LOSS_ONLY = "`loss = model(...).loss`; `lowtide.loss_only`"
 
+NODES = "nothing to gain on the device; host memory for each node ([below](#when-it-does-not)): `.detach()`"
+
 CASES = (
     Case("ordinary loop, `loss` kept after backward", ordinary, "nothing to gain"),
-    Case("`total += loss` after backward", total, "nothing to gain (some kB of host memory a step: `.detach()`)"),
+    Case(
+        "`total += loss` after backward",
+        total,
+        NODES,
+    ),
     Case("backward skipped, or evaluation without `no_grad`", skipped, "`del loss`; `torch.no_grad()`"),
     Case("`retain_graph=True`", retained, "`del loss`; no `retain_graph`"),
     Case("`backward(inputs=...)` of the last layer", partial, "`del loss`"),

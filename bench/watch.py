@@ -1,6 +1,7 @@
 """What watching costs: the step time of the demo's GPT-2 with and without `lowtide.watch`, in turns.
 
     python bench/watch.py [--layers 6] [--batch-size 8] [--length 128] [--pairs 12]
+    python bench/watch.py --tiny        # a loop of tiny steps: `watch` and `measure` against the plain loop
 
 A pair is one step with the watch and one without, of the same model on the same batch; the ratio is the median over all
 pairs, so that a busy machine changes little. The first steps, which are looked at closely, are said apart.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -24,7 +26,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--tiny", action="store_true", help="a loop of tiny steps instead")
     asked = parser.parse_args()
+    if asked.tiny:
+        tiny()
+        return
     work = workload("gpt2", layers=asked.layers, batch_size=asked.batch_size, length=asked.length)
 
     def step(number: int) -> float:
@@ -50,6 +56,41 @@ def main() -> None:
     print(f"first {close} steps, looked at closely: {sum(watched[:close]) - sum(plain[:close]):+.2f} s in all")
     print(f"later steps: {statistics.median(ratios):.4f} of a plain step (median of {len(ratios)} pairs; at most 1.03)")
     print(watch)
+
+
+def tiny(n_steps: int = 1000, rounds: int = 5) -> None:
+    """Compare loops of tiny steps: plain, watched, and measured as a whole."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(4, 16), torch.randn(4, 1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def plain() -> None:
+        for _ in range(n_steps):
+            step()
+
+    def watched() -> None:
+        with lowtide.watch(model):
+            plain()
+
+    def measured() -> None:
+        with lowtide.measure(model, optimizer):
+            plain()
+
+    def seconds(loop: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        loop()
+        return time.perf_counter() - began
+
+    plain()
+    times = [(seconds(plain), seconds(watched), seconds(measured)) for _ in range(rounds)]
+    print(f"plain step {1e6 * statistics.median(t[0] for t in times) / n_steps:.0f} us")
+    print(f"watched: {statistics.median(t[1] / t[0] for t in times):.2f} times the plain step (at most 4)")
+    print(f"measured: {statistics.median(t[2] / t[0] for t in times):.2f} times the plain step (at most 10)")
 
 
 if __name__ == "__main__":

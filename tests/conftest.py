@@ -67,6 +67,14 @@ def _nothing_of_earlier_tests_is_counted() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _errors_are_shown_as_python_shows_them() -> Iterator[None]:
+    """Take away what `torch.distributed.init_process_group` puts in `sys.excepthook`: it names a rank, and stays."""
+    before = sys.excepthook
+    yield
+    sys.excepthook = before
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Groups of tests that one worker runs alone come first, so that no other waits for it in the end.
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)

@@ -11,6 +11,7 @@ from lowtide.utils.rendering import register_renderers
 if TYPE_CHECKING:
     from lowtide.api.apply import Applied, apply
     from lowtide.api.fit import Fitted, FittedSizes, fit
+    from lowtide.api.fitted import fitted, remove
     from lowtide.api.rehearse import rehearse
     from lowtide.api.release import loss_only, release, step
     from lowtide.api.timeline import timeline
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lowtide.planner import plan
     from lowtide.planner.budget_frontier import Frontier, frontier
     from lowtide.planner.records import Plan, Profile
+    from lowtide.script.within import Run, RunVerdict, within
 
 __version__ = "0.1.0"
 
@@ -61,6 +63,8 @@ __all__ = [
     "Profile",
     "RehearsalError",
     "ReplayMismatch",
+    "Run",
+    "RunVerdict",
     "StalePlan",
     "TorchMissing",
     "Verdict",
@@ -71,6 +75,7 @@ __all__ = [
     "estimate",
     "explain_oom",
     "fit",
+    "fitted",
     "frontier",
     "graph",
     "largest_batch",
@@ -80,10 +85,12 @@ __all__ = [
     "plan",
     "rehearse",
     "release",
+    "remove",
     "step",
     "timeline",
     "verify",
     "watch",
+    "within",
 ]
 
 # Where each public name lives. tests/test_package.py holds this, __all__ and the imports above to the same set.
@@ -104,6 +111,8 @@ _HOMES = {
     "Profile": "lowtide.planner.records",
     "RehearsalError": "lowtide.errors",
     "ReplayMismatch": "lowtide.errors",
+    "Run": "lowtide.script.within",
+    "RunVerdict": "lowtide.script.within",
     "StalePlan": "lowtide.errors",
     "TorchMissing": "lowtide.errors",
     "DataDependentStepError": "lowtide.errors",
@@ -113,6 +122,7 @@ _HOMES = {
     "apply": "lowtide.api.apply",
     "explain_oom": "lowtide.diagnostics.oom.explain_oom",
     "fit": "lowtide.api.fit",
+    "fitted": "lowtide.api.fitted",
     "estimate": "lowtide.estimator.estimation",
     "frontier": "lowtide.planner.budget_frontier",
     "graph": "lowtide.diagnostics.graph",
@@ -123,10 +133,12 @@ _HOMES = {
     "plan": "lowtide.planner",
     "rehearse": "lowtide.api.rehearse",
     "release": "lowtide.api.release",
+    "remove": "lowtide.api.fitted",
     "step": "lowtide.api.release",
     "timeline": "lowtide.api.timeline",
     "verify": "lowtide.api.verify",
     "watch": "lowtide.diagnostics.leaks.watcher",
+    "within": "lowtide.script.within",
 }
 
 register_renderers(

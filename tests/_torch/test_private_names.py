@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.autograd.profiler import profile
 from torch.distributed.fsdp import fully_shard
 
@@ -25,6 +26,7 @@ from lowtide._torch import (
     distributed,
     fake_modes,
     fsdp,
+    joint_graph,
     modes,
     modules,
     nodes,
@@ -33,7 +35,7 @@ from lowtide._torch import (
     privateuse1,
     tensors,
 )
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 
 # --- tensors and their memory ---------------------------------------------------------------------------------------
 
@@ -302,12 +304,53 @@ def test_what_torch_compile_made() -> None:
     assert not compiled_code.is_compiled(module)
     module.compile(backend="eager")
     assert compiled_code.is_compiled(module)
-    plan = Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    plan = OuterInterceptor(module, lambda inner, args, kwargs: inner(*args, **kwargs))
     assert compiled_code.is_compiled(module)
     plan.remove()
     del module.__dict__[modules.CALL]
-    Front(module, lambda inner, args, kwargs: inner(*args, **kwargs))
+    OuterInterceptor(module, lambda inner, args, kwargs: inner(*args, **kwargs))
     assert not compiled_code.is_compiled(module)
+
+
+def test_functions_that_torch_compile_made() -> None:
+    assert compiled_code.is_compiled_function(torch.compile(torch.sin, backend="eager"))
+    assert not compiled_code.is_compiled_function(torch.sin)
+
+
+def test_settings_that_leave_no_room_for_a_plan_are_found() -> None:
+    assert not [*joint_graph.hindrances()]
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert "activation_memory_budget is 0.5" in next(joint_graph.hindrances())
+
+
+def test_a_partitioner_is_asked_where_inductor_compiles_and_calls_of_its_graphs_are_seen() -> None:
+    seen: list[joint_graph.JointGraph] = []
+    calls: list[tuple[str, int, bool]] = []
+
+    class Noting(CustomPartitionerFn):
+        def uuid(self) -> str:
+            return "noting"
+
+        def __call__(self, gm: Any, joint_inputs: Any, **settings: Any) -> Any:
+            def choose(graph: joint_graph.JointGraph, plain: frozenset[int]) -> frozenset[int]:
+                seen.append(graph)
+                return plain
+
+            return joint_graph.partitioned(gm, joint_inputs, choose, **settings)
+
+    function = torch.compile(lambda x, w: torch.tanh(x @ w).sum())
+    x, w = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+    with (
+        joint_graph.always_partitioned(),
+        joint_graph.partitioning_by(Noting()),
+        joint_graph.watched_calls(lambda what, number, is_backward: calls.append((what, number, is_backward))),
+    ):
+        function(x, w).backward()
+    assert calls == [("enter", 0, False), ("leave", 0, False), ("enter", 0, True), ("leave", 0, True)]
+    (graph,) = seen
+    assert [node.target for node in graph.nodes if node.flops] == ["aten.mm", "aten.mm"]
+    assert [node.flops for node in graph.nodes if node.flops] == [2 * 4**3] * 2
+    assert torch._inductor.config.custom_partitioner_fn is None
 
 
 def test_code_that_is_not_compiled_alone() -> None:
@@ -808,7 +851,7 @@ import torch
 from torch.optim import optimizer
 from lowtide._torch import backward, compiled_code, cpu_profiler, cuda_history, distributed, fake_modes, fsdp
 from lowtide._torch import modes, modules, nodes, operators, optim, privateuse1, tensors
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
 assert privateuse1.device_place() is None

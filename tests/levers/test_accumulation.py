@@ -310,6 +310,37 @@ def test_what_is_said_is_used() -> None:
     assert_equal(gradients(model), expected)
 
 
+def in_batch_negatives(model: nn.Module, part: Tensor) -> Tensor:
+    z = F.normalize(model(part), dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("n", [2, 4, 16])
+def test_rows_that_see_each_other_are_refused(dropout: float, n: int) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 4)), torch.randn(32, 8)
+    state = torch.get_rng_state()
+    with pytest.raises(LowtideError, match=r"not a sum over rows: .*\. Rows that see each other, such as in-batch neg"):
+        lowtide.accumulate(lambda part: in_batch_negatives(model, part), batch, n, weight="rows")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert dropout or torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_stated_weight_is_tried_out_once_and_draws_nothing() -> None:
+    model, batch, calls = nn.Linear(8, 1), torch.randn(16, 8), []
+
+    def loss_of(part: Tensor) -> Tensor:
+        calls.append((len(part), torch.is_grad_enabled()))
+        return model(part).mean()
+
+    state = torch.get_rng_state()
+    for _ in range(2):
+        lowtide.accumulate(loss_of, batch, 4, weight="rows")
+    assert calls == [(8, False), (4, False), (4, False), *[(4, True)] * 8]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_piece_that_averages_in_another_way_is_noticed_before_its_backward() -> None:
     model, batch = Net(), tokens(4)
 

@@ -150,9 +150,8 @@ def test_fit_leaves_small_outputs_alone() -> None:
 
 def test_a_plan_file_brings_its_levers_along(tmp_path: Any) -> None:
     model, batch = model_of("gpt2", n_layer=1), batch_of()
-    with lowtide.fit(model, _holding(model), batch, budget="50%") as fitted:
+    with lowtide.fit(model, _holding(model), batch, budget="65%") as fitted:
         assert fitted.plan.levers
-        assert fitted.plan.recompute
         fitted.plan.to_json(tmp_path / "plan.json")
     plan = lowtide.Plan.from_json(tmp_path / "plan.json")
     other = model_of("gpt2", n_layer=1)

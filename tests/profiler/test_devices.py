@@ -25,8 +25,8 @@ from lowtide.profiler.audit import Audit
 from lowtide.profiler.measure_call import identical
 from lowtide.profiler.preconditions import doubts
 from lowtide.runtime import inplace_gradients as in_place
-from lowtide.runtime.call_context import Surroundings
-from lowtide.runtime.call_interceptor import Seam
+from lowtide.runtime.call_context import CallContext
+from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.inplace_kernels import OPERATORS
 from lowtide.state.step_outcome import digest
@@ -109,7 +109,7 @@ def test_eight_bit_numbers_are_compared():
 
 def test_random_numbers_of_the_host_are_no_memory_of_a_gpu():
     model = nn.BatchNorm1d(4)
-    seen = Surroundings(Seam(Engine(model), model, "", ()).reach)
+    seen = CallContext(CallInterceptor(Engine(model), model, "", ()).reach)
     assert seen.nbytes == torch.get_rng_state().nbytes + sum(buffer.nbytes for buffer in model.buffers())
     seen.reach.gpus = frozenset({torch.device("cuda:0")})
     assert seen.nbytes == 0  # these buffers are on the host

@@ -4,7 +4,7 @@ import torch
 
 from lowtide._torch.tensors import WeakStorage
 from lowtide.profiler.external_references import RECENT, Holding
-from lowtide.runtime.saved_values import Handle, Value, rootless
+from lowtide.runtime.saved_values import Handle, Value, value_without_grad_fn
 
 
 def test_memory_is_let_go_of_when_only_saved_tensors_are_left():
@@ -33,7 +33,7 @@ def test_memory_that_is_gone_altogether_is_not_let_go_of():
 
 def test_parameters_are_not_watched():
     weight = torch.nn.Parameter(torch.randn(64, 64))
-    handle = Handle(rootless(weight), weight.t().detach())
+    handle = Handle(value_without_grad_fn(weight), weight.t().detach())
     holding = Holding()
     holding.watch(handle)
     del weight

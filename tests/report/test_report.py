@@ -119,6 +119,13 @@ def test_notes_are_printed_last() -> None:
     ]
 
 
+def test_a_verdict_has_the_measured_time_beside_the_predicted_one() -> None:
+    verdict = replace(verdict_on({"loss": ()}), planned_ms=13.0, plain_ms=10.0, predicted_extra=0.25)
+    assert str(verdict).splitlines()[1] == "extra time: +25 % predicted, +30 % measured"
+    alone = replace(verdict, plain_ms=None)
+    assert str(alone).splitlines()[1] == "extra time: +25 % predicted, 13 ms a step measured"
+
+
 def test_a_verdict_says_what_was_measured_and_what_is_proven() -> None:
     verdict = verdict_on({"loss": (), "gradients": ()})
     assert str(verdict) == (

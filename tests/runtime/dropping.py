@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.profiler.measure_call import identical
-from lowtide.runtime.operand_capture import Noting, Place
+from lowtide.runtime.operand_capture import CaptureSite, OperandCapture
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
-from lowtide.runtime.recompute_builder import Builder, Owners
+from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.saved_values import Handle, Value, register, registered, unpack
 from lowtide.runtime.tensor_writers import ReliedOn
 from lowtide.runtime.view_geometry import producer
@@ -28,9 +28,9 @@ class Everything:
     def where(self) -> str:
         return ""
 
-    def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
+    def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         self.held.append(Value(operand.detach()))
-        return Place("", len(self.held)), self.held[-1]
+        return CaptureSite("", len(self.held)), self.held[-1]
 
     def sized_by_contents(self, operator: str) -> None:
         """Sizes are of no interest here."""
@@ -47,7 +47,7 @@ class Dropping:
     ) -> None:
         self.drops, self.careless = drops, careless
         self.builder = Builder(
-            Owners(module or nn.Module(), ReliedOn(lambda tensor, writer: None, lambda tensor: None))
+            ParameterOwners(module or nn.Module(), ReliedOn(lambda tensor, writer: None, lambda tensor: None))
         )
         self.refused: dict[str, str] = {}
         """Why a node's output was kept."""
@@ -58,7 +58,7 @@ class Dropping:
         self.values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._true: dict[Handle, tuple[str, Tensor]] = {}
         self._hooks = saved_tensors_hooks(self.pack, self.unpack)  # type: ignore[arg-type]
-        self._noting = Noting(Everything(self.values))
+        self._noting = OperandCapture(Everything(self.values))
 
     def __enter__(self) -> Self:
         self._hooks.__enter__()

@@ -39,10 +39,12 @@ class Choosy(Builder):
 class RecomputeAll(Engine):
     """Tries a recipe for every saved tensor, and to keep the bits of every mask outside of replays."""
 
-    def hold(self, tensor, decision, frame):
+    learns = False
+
+    def hold(self, tensor, decision, frame, scope):
         node = producer(tensor)[1]
         name = node.name() if node is not None else MASK if frame is None else ""
-        return super().hold(tensor, Decision(name, ""), frame)
+        return super().hold(tensor, Decision(name, ""), frame, scope)
 
     def drift(self, decision, node=None):
         """A tensor without a recipe is kept, or replayed."""

@@ -194,17 +194,6 @@ def test_batches_of_other_sizes_which_are_compiled_anew_have_the_same_bits() -> 
     assert same(state(plain), state(planned))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_model_that_is_compiled_as_a_whole_is_refused_with_what_to_do(in_place: bool) -> None:
-    model: Any = nn.Sequential(Attends(), Attends())
-    if in_place:
-        model.compile(backend="eager")
-    else:
-        model = torch.compile(model, backend="eager")
-    with pytest.raises(lowtide.RehearsalError, match=r"Sequential is compiled as a whole .*\n.*block.compile\(\)"):
-        lowtide.fit(model, lambda x: model(x).sum().backward(), torch.randn(2, 8, 64), budget="60%")
-
-
 def test_a_plan_for_the_model_as_it_was_before_it_was_compiled_is_refused() -> None:
     case = KINDS["attention"]()
     for block in case.model.children():

@@ -779,3 +779,19 @@ def test_what_gives_other_bits_is_in_no_plan(monkeypatch: pytest.MonkeyPatch) ->
     model, x = Classifier(), torch.randint(4000, (8, 64))
     profile = lowtide.rehearse(model, step_of(model), x)
     assert all("LogSoftmaxBackward0" not in each.nodes for each in profile.in_place)
+
+
+def test_gradients_are_written_in_place_after_a_step_was_estimated_under_the_plan() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 1024), nn.LogSoftmax(1)), torch.randn(512, 8)
+    labels = torch.zeros(512, dtype=torch.long)
+
+    def step(x: torch.Tensor) -> None:
+        functional.nll_loss(model(x), labels).backward()
+        model.zero_grad()
+
+    plan = lowtide.plan(lowtide.rehearse(model, step, x), "95%")
+    assert "LogSoftmaxBackward0" in plan.in_place
+    estimated = lowtide.estimate(model, step, x, plan=plan)
+    with lowtide.apply(model, plan), lowtide.measure() as memory:
+        step(x)
+    assert memory.peak_bytes <= estimated.timeline.peak_bytes

@@ -13,9 +13,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, Free, Mark
 from lowtide.runtime import recompute as recompute
-from lowtide.runtime.engine import Pass, Scope
+from lowtide.runtime.engine import CallScope, ForwardPass
 from lowtide.runtime.recompute import Recompute
-from lowtide.runtime.replay import Frame
+from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle, Value
 from parts import Language
 from runtime.plans import WAYS, in_force
@@ -133,7 +133,7 @@ def level_after(stream, mark: str) -> list[int]:
 
 
 def ours() -> list[object]:
-    kinds = {Value, Handle, Frame, Recompute, Pass, Scope}
+    kinds = {Value, Handle, ReplayFrame, Recompute, ForwardPass, CallScope}
     return [found for found in gc.get_objects() if type(found) in kinds]
 
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.runtime import offload
 from lowtide.runtime.engine import Engine, actions_for
-from lowtide.runtime.offload import Offloaded, Trip
+from lowtide.runtime.offload import Offloaded, OffloadedStorage
 from lowtide.runtime.saved_values import Value
 from parts import Language
 from runtime.plans import differences, outcome
@@ -84,7 +84,7 @@ def test_gradients_and_random_numbers_are_those_of_the_plain_step(offloaded, rep
     with in_force(model, offloaded, replay, advance):
         assert differences(plain, outcome(model, step)) == []
         loss = model(IDS).square().mean()
-        assert count(Trip)
+        assert count(OffloadedStorage)
         del loss
 
 
@@ -105,12 +105,12 @@ def test_the_next_one_to_be_read_is_on_its_way_when_one_is_read():
     model, x = Chain(3), torch.randn(3, 8)
     log: list[str] = []
     with in_force(model, [f"#0:{n}" for n in range(3)]), pytest.MonkeyPatch.context() as patch:
-        fetch, arrive = Trip.fetch, Trip.arrive
+        fetch, arrive = OffloadedStorage.fetch, OffloadedStorage.arrive
         names: dict[int, str] = {}
-        patch.setattr(Trip, "fetch", lambda t: (log.append(f"fetch {names[id(t)]}"), fetch(t))[1])
-        patch.setattr(Trip, "arrive", lambda t: (log.append(f"read {names[id(t)]}"), arrive(t))[1])
+        patch.setattr(OffloadedStorage, "fetch", lambda t: (log.append(f"fetch {names[id(t)]}"), fetch(t))[1])
+        patch.setattr(OffloadedStorage, "arrive", lambda t: (log.append(f"read {names[id(t)]}"), arrive(t))[1])
         loss = model(x)
-        trips = [thing for thing in gc.get_objects() if type(thing) is Trip]
+        trips = [thing for thing in gc.get_objects() if type(thing) is OffloadedStorage]
         names.update({id(trip): str(trip._host.data_ptr()) for trip in trips})
         del trips
         loss.backward()
@@ -139,7 +139,7 @@ def test_one_copy_for_all_that_share_a_storage():
     plain = outcome(model, lambda: model(x).backward())
     with in_force(model, [f"#0:{n}" for n in range(8)]):
         loss = model(x)
-        assert count(Trip) == 1  # of h, which is saved four times, twice as a part of it
+        assert count(OffloadedStorage) == 1  # of h, which is saved four times, twice as a part of it
         del loss
         assert differences(plain, outcome(model, lambda: model(x).backward())) == []
 
@@ -156,7 +156,7 @@ def test_parameters_stay():
     model = Weighted()
     with in_force(model, ["#0:0", "#0:1"]) as engine:
         loss = model(torch.randn(3, 8, requires_grad=True))
-        assert count(Trip) == 1
+        assert count(OffloadedStorage) == 1
         assert engine.drifted
         loss.backward()
 
@@ -201,7 +201,7 @@ def test_nothing_outlives_its_step(end):
         raise ZeroDivisionError
 
     gc.collect()
-    before = count(Value, Trip, Offloaded)
+    before = count(Value, OffloadedStorage, Offloaded)
     gc.disable()
     try:
         with in_force(model, [*EVERYTHING, *(f"{block}@0" for block in BLOCKS)], BLOCKS[2:]):
@@ -215,7 +215,7 @@ def test_nothing_outlives_its_step(end):
                 if end == "backward":
                     loss.backward()
                 del loss
-            assert count(Value, Trip, Offloaded) == before
+            assert count(Value, OffloadedStorage, Offloaded) == before
     finally:
         gc.enable()
 

@@ -29,7 +29,7 @@ from lowtide.errors import ReplayMismatch
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
 from lowtide.runtime.engine import Engine, actions_for
-from lowtide.runtime.replay import Frame
+from lowtide.runtime.replay import ReplayFrame
 from parts import Block, Language, convolution
 from runtime.plans import Ops, differences, in_force, outcome
 
@@ -84,7 +84,7 @@ def same_bits(model, step=None, *, between=None, way="replay", blocks=Replayed):
 
     step = step or whole
     plain = outcome(model, step)
-    runs = patch.object(Frame, "_run", autospec=True, side_effect=Frame._run)
+    runs = patch.object(ReplayFrame, "_run", autospec=True, side_effect=ReplayFrame._run)
     with in_force(model, way, blocks), runs as ran:
         planned = outcome(model, step)
     assert differences(plain, planned) == []

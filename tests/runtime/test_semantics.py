@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lowtide.runtime import recompute as recompute
 from lowtide.runtime.recompute import Recompute
-from lowtide.runtime.replay import Frame
+from lowtide.runtime.replay import ReplayFrame
 from parts import WIDTH, Block, Language, LoRA, Swish
 from runtime.plans import WAYS, Ops, differences, in_force, outcome, step_of
 
@@ -42,7 +42,7 @@ def inputs(rows: int = 2) -> torch.Tensor:
 def same(model, step, way, blocks=Block):
     """Assert that `step` does the same to `model` under a plan of this kind, twice in a row, as it does without."""
     plain = [outcome(model, step) for _ in range(2)]
-    runs = patch.object(Frame, "_run", autospec=True, side_effect=Frame._run)
+    runs = patch.object(ReplayFrame, "_run", autospec=True, side_effect=ReplayFrame._run)
     recomputes = patch.object(Recompute, "make", autospec=True, side_effect=Recompute.make)
     with in_force(model, way, blocks), runs as ran, recomputes as made:
         planned = [outcome(model, step) for _ in range(2)]
@@ -440,7 +440,7 @@ def test_an_exception_in_a_recompute_or_in_a_replay(way, monkeypatch):
         loss = model(inputs()).square().sum()
         state = torch.get_rng_state()
         with monkeypatch.context() as patch:
-            patch.setattr(recompute, "plain", fails)
+            patch.setattr(recompute, "is_plain_mode", fails)
             if way == "replay":
                 patch.setattr(model.blocks[1].mlp, "forward", fails)
             with pytest.raises(Broken):

@@ -31,9 +31,8 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_tracing() -> bool:
-    """Whether `torch.jit.trace` runs in this thread. 2.13, since 1.0."""
-    return torch._C._is_tracing()
+is_tracing = torch._C._is_tracing
+"""Return True if `torch.jit.trace` runs in this thread. 2.13, since 1.0."""
 
 
 def in_backward() -> bool:

@@ -27,6 +27,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return front is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
+def is_compiled_function(thing: object) -> bool:
+    """Return True if `torch.compile(function)` made it. 2.13, since 2.0."""
+    return callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", ())
+
+
 def anything_compiled() -> bool:
     """Whether torch.compile has compiled any code in this process. 2.13, since 2.1."""
     utils = sys.modules.get("torch._dynamo.utils")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -18,9 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils import _device, _python_dispatch
 
-if TYPE_CHECKING:
-    pass
-
+from lowtide._torch.backward import ENGINE
+from lowtide._torch.patching import stand_in
 
 _taken_on_the_way: list[BaseException] = []
 
@@ -161,10 +161,9 @@ def function_modes_in_backward() -> Iterator[None]:
     is asked.
     """
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     mine = threading.get_ident()
 
-    def run_under_modes(*args: Any, **kwargs: Any) -> Any:
+    def run_under_modes(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != mine:
             return run(*args, **kwargs)
         on = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -185,8 +184,11 @@ def function_modes_in_backward() -> Iterator[None]:
             raise _taken_on_the_way.pop()
         return done
 
-    with patch.object(torch.autograd, "_engine_run_backward", run_under_modes):
+    remove = stand_in(torch.autograd, ENGINE, functools.partial(functools.partial, run_under_modes))
+    try:
         yield
+    finally:
+        remove()
 
 
 _without_modes_in_forks: list[bool] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,15 +26,20 @@ def accelerator_type() -> str:
     return str(torch._C._get_accelerator().type)
 
 
-def any_autocast() -> bool:
-    """Whether autocast is on for any device in this thread. 2.13."""
-    return bool(torch._C._is_any_autocast_enabled())
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Return True if autocast is on for any device in this thread. 2.13."""
 
 
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13."""
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""Return the innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13."""
+
+
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+"""Put a pair of saved-tensor hooks, pack and unpack, in force in this thread. 2.13, since 1.10."""
+pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Take the innermost pair out of force in this thread. 2.13, since 1.10."""
 
 
 @contextlib.contextmanager
@@ -82,10 +88,11 @@ class _OffInTransforms(threading.local):
         with contextlib.ExitStack() as stack:
             for unpack, apart in reversed(self._hooks):
                 top = saved_tensor_hooks()
-                if top is None or top[1] is not unpack:
-                    break  # somebody else's: it is as it would be without ours
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-                aside.append(top)
+                if top is not None:  # None: they are paused
+                    if top[1] is not unpack:
+                        break  # hooks of others: as without a plan
+                    torch._C._autograd._pop_saved_tensors_default_hooks()
+                    aside.append(top)
                 stack.enter_context(apart())
             try:
                 with self._torchs(error_message):
@@ -98,15 +105,22 @@ class _OffInTransforms(threading.local):
 _off_in_transforms = _OffInTransforms()
 
 
+def off_in_transforms(
+    unpack: Callable[[Any], torch.Tensor], apart: Callable[[], contextlib.AbstractContextManager[None]]
+) -> contextlib.AbstractContextManager[None]:
+    """Take the saved-tensor hooks with this `unpack` out of force where a transform of torch.func runs in this block.
+
+    Meanwhile `apart` is entered. 2.13, since 2.0: transforms ask `graph.disable_saved_tensors_hooks` for that.
+    """
+    return _off_in_transforms.block(unpack, apart)
+
+
 @contextlib.contextmanager
 def hooks_but_in_transforms(
     pack: Callable[[torch.Tensor], Any],
     unpack: Callable[[Any], torch.Tensor],
     apart: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Saved-tensor hooks that are off where code in this block uses a transform of torch.func, which refuses hooks.
-
-    While it runs `apart` is entered. 2.13, since 2.0: transforms ask `graph.disable_saved_tensors_hooks` for that.
-    """
-    with graph.saved_tensors_hooks(pack, unpack), _off_in_transforms.block(unpack, apart):
+    """Put saved-tensor hooks in force, but not where a transform of torch.func runs: see `off_in_transforms`."""
+    with graph.saved_tensors_hooks(pack, unpack), off_in_transforms(unpack, apart):
         yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -12,10 +13,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-def node_metadata(node: Node) -> dict[Any, Any]:
-    """A dict that lives and dies with the C++ node. 2.13; documented as `Node.metadata`, its use as a store is not."""
-    metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
-    return metadata
+node_metadata: Callable[[Node], dict[Any, Any]] = operator.attrgetter("metadata")
+"""Return a dict that lives and dies with the C++ node. 2.13: `Node.metadata`, documented, but not for such a use."""
 
 
 def output_metadata(node: Node, output: int) -> Any:
@@ -30,6 +29,10 @@ def packet_of(func: Any) -> Any:
 
 SAVED = "_saved_"
 """Prefix of a node's attributes for what it saved; reading one runs the unpack hook. 2.13, since 1.9."""
+
+
+RAW_SAVED = "_raw_saved_"
+"""Prefix of a node's attributes for where it holds them: see `saved_slot`. 2.13, since 1.9."""
 
 
 def saved_slot(node: Node, attribute: str) -> Any:
@@ -69,6 +72,11 @@ def raw_saved(node: Node) -> Iterator[Any]:
     """What `node` holds for its backward, tensors or what a pack hook made of them; runs no unpack hook. 2.13."""
     for _, slot in saved_slots(node):
         yield slot.data
+
+
+def n_slots(node: Node) -> int:
+    """Return how many tensors `node` can save, whether it does or not. 2.13."""
+    return len(_raw_saved_names(type(node)))
 
 
 def _raw_saved_names(node_class: type) -> tuple[str, ...]:

@@ -140,17 +140,21 @@ def with_aside() -> contextlib.AbstractContextManager[Any]:
     return torch._C._IncludeDispatchKeyGuard(_ASIDE)
 
 
-@contextlib.contextmanager
-def without_aside() -> Iterator[None]:
+def without_aside() -> contextlib.AbstractContextManager[None]:
     """Compiled code finds in this block what it would without such kernels, else it would be compiled anew. 2.13."""
-    if not (was := torch._C._dispatch_tls_is_dispatch_key_included(_ASIDE)):
-        yield
-        return
+    return _aside_off() if torch._C._dispatch_tls_is_dispatch_key_included(_ASIDE) else _NOTHING
+
+
+@contextlib.contextmanager
+def _aside_off() -> Iterator[None]:
     torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, False)
     try:
         yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, was)
+        torch._C._dispatch_tls_set_dispatch_key_included(_ASIDE, True)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:

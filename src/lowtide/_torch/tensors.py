@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,8 @@ if TYPE_CHECKING:
     pass
 from lowtide._torch.fake_modes import FakeTensor
 
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a view was taken of, through any number of views; None for no view. 2.13."""
-    return tensor._base
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""Return the tensor that a view was taken of, through any number of views; None for no view. 2.13."""
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
@@ -147,6 +146,17 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+def is_leaf_tensor(tensor: torch.Tensor) -> bool:
+    """Return True if no autograd node computed `tensor`.
+
+    False for one of several views that one call returned, once its base was written to: asking it raises. 2.13.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.joint_graph import partition_by, products_are_apart
 from lowtide.levers import of_plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
-from lowtide.runtime.fingerprint import check_made_for
+from lowtide.runtime.fingerprint import Optimizers, check_made_for
 from lowtide.runtime.guards import Lookout, more_state, passed_by
 from lowtide.runtime.planned_engine import Planned
 from lowtide.utils.interrupts import hold_back
@@ -20,21 +22,46 @@ from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 
 class Applied(Removable):
-    """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block."""
+    """A plan in force on a model. Leaves it as it was on `remove()` or at the end of a `with` block.
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None, say: Callable[[str], None]) -> None:
-        self.plan = plan
-        self._engine = Planned(model, plan)
+    `plan` is the one for the largest batches. Once more is alive as long as the plan is in force: `holder`, which
+    `lowtide.fitted` gives, by default this object.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        optimizer: Optimizers,
+        say: Callable[[str], None],
+        outgrown: Callable[[str], bool] = lambda what: False,
+    ) -> None:
+        """`plans` are for batches of one size each, the smallest first. As for `outgrown`, see Lookout."""
+        self.plan = plan = plans[-1]
+        self.holder: Removable = self
+        self._unknown: set[str] = set()
+        """Hashes of joint graphs that were compiled and are not the plan's."""
+        if plan.graphs:
+            self._engine = Planned(model)
+            with contextlib.ExitStack() as undo:
+                undo.callback(of_plan(plan, model, optimizer).remove)
+                if plan.predicted != plan.plain:
+                    undo.callback(self._partitioned(say))
+                if is_compiled(model):  # else calls of it are traced, and nothing may stand before them
+                    undo.callback(Lookout(model, plan, say, self, outgrown).remove)
+                undo.callback(more_state(model, plan, say).remove)
+                self._undo = undo.pop_all()
+            return
+        self._engine = Planned(model, *plans)
         self._engine.tell = say
         with contextlib.ExitStack() as undo:
             give_back = weakref.finalize(self._engine, hold_back())  # a plan may stay in force until its model is gone
             give_back.atexit = False
             undo.callback(give_back)
-            lookout = Lookout(model, plan, say)  # behind the levers, as the rehearsal was
+            lookout = Lookout(model, plan, say, self, outgrown)  # behind the levers, as the rehearsal was
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(of_plan(plan, model, optimizer).remove)
@@ -48,11 +75,28 @@ class Applied(Removable):
     @property
     def drifted(self) -> frozenset[str]:
         """Addresses of slots that were not what the rehearsal saw, and were kept instead."""
-        return frozenset(self._engine.drifted)
+        return frozenset(self._engine.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
         """A block for one step, in which ReplayMismatch is raised where backward reads other bits than were saved."""
         return Checked(self._engine).running()
+
+    def _partitioned(self, say: Callable[[str], None]) -> Callable[[], None]:
+        """Have inductor compile as the plan says, until what this returns is called."""
+        from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
+
+        def unknown(key: str) -> None:
+            if not self._unknown:
+                say(
+                    "a graph was compiled that the plan is not for, of another model or for another form of batch: it "
+                    "saves for backward what torch says, and the peak may be above the budget. If it is of this "
+                    "model, fit again with the batch as it is now."
+                )
+            self._unknown.add(key)
+
+        partitioner = Partitioner(self.plan.graphs, self.plan.recompute, apart=products_are_apart())
+        partitioner.unknown = unknown
+        return partition_by(partitioner)
 
     def remove(self) -> None:
         """Give the model, and the optimizer, back as they were. May be called again."""
@@ -64,9 +108,7 @@ def warn(what: str) -> None:
     warnings.warn(what, stacklevel=2)
 
 
-def apply(
-    model: nn.Module, plan: Plan, *, optimizer: Optimizer | None = None, say: Callable[[str], None] = warn
-) -> Applied:
+def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Callable[[str], None] = warn) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
     `optimizer` is needed where one of the plan's levers changes it. Batches that are larger than those it is for get
@@ -79,4 +121,4 @@ def apply(
     """
     Plan.expect(plan, "apply")
     check_made_for(plan.fingerprint, model)
-    return Applied(model, plan, optimizer, say)
+    return Applied(model, [plan], optimizer, say)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowtide.api.apply import Applied, apply
+from lowtide.api.fitted import check_has_no_plan
 from lowtide.api.shape_buckets.dispatch import Switched, Switching
 from lowtide.api.shape_buckets.fit_buckets import Bucket, buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
@@ -14,27 +15,32 @@ from lowtide.api.verify import Verdict, verify
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, named
 from lowtide.levers.lever import Site
+from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, advice, choose, optimizer_of
+from lowtide.memory.device_budget import on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
-from lowtide.planner.planning import plain_peak_bytes, simulator_of, smallest_plan
+from lowtide.planner.planning import plain_peak_bytes, smallest_plan, unplanned_step
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.profiler import OTHER_WORK, rehearse
 from lowtide.report.text_table import decisions, extra_time, lever_lines, listed
-from lowtide.runtime.fingerprint import check_made_for, device_of
+from lowtide.runtime.fingerprint import Optimizers, check_made_for, device_of, place_of
 from lowtide.state.reachable_objects import looking_on
+from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import unless_out_of_memory
 from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.amounts import check_budget, parse_budget
 from lowtide.utils.interrupts import held_back
+from lowtide.utils.messages import tell
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 REPAIRS = 4
 """Plans that are tried before a budget is given up: each aims lower by what the last one was over."""
+COMPILED_REPAIRS = 3
+"""The same where each is compiled."""
 
 
 class Fitted(Removable):
@@ -42,6 +48,7 @@ class Fitted(Removable):
 
     def __init__(self, applied: Applied | Switched, profile: Profile, plan: Plan, verdict: Verdict) -> None:
         self.applied = applied
+        applied.holder = self
         self.profile = profile
         self.plan = plan
         self.verdict = verdict
@@ -103,11 +110,11 @@ def _time(plan: Plan, verdict: Verdict) -> str:
 @held_back()
 def fit(
     model: nn.Module,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     batch: Any,
     *,
     budget: int | str,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     profile: Profile | None = None,
     levers: Collection[str] = DEFAULT,
     offload: bool = False,
@@ -116,7 +123,9 @@ def fit(
 ) -> Fitted:
     """Make `step(batch)` run within `budget` bytes at the least extra time, and prove it. The loop stays as it is.
 
-    `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; it is for all memory of the step:
+    `step` takes the batch, or as many arguments as a batch that is a tuple or list has. `optimizer` may be a list.
+    `budget` is bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; on a GPU also `"90% of gpu"`, or
+    `"auto"`, which is what is free there less a margin for the allocator's pieces. It is for all memory of the step:
     parameters, gradients, optimizer state and batch included, and whatever else is in memory, such as other models.
     Optimizers of `model` that exist, `optimizer` among them, update it after each step that they don't step in; where
     there is none yet, that is noted, and what one makes later is said when it is there. `step(batch)` runs forward and
@@ -145,8 +154,11 @@ def fit(
     Returns with the plan applied to `model`. Raises Infeasible if no plan fits, with the smallest peak that one
     reaches; OverBudget if measured peaks stay above the budget; RehearsalError if the step can't be planned;
     ReplayMismatch if what is made again is never what it was, as where weights are written through `.data` between
-    forward and backward; StalePlan for a `profile` of another model, batch or device. Then nothing is applied.
+    forward and backward; StalePlan for a `profile` of another model, batch or device; LowtideError if the model has
+    a plan already (`lowtide.remove(model)` takes it off). Then nothing is applied.
     """
+    check_has_no_plan(model)
+    step = of_one_argument(step, batch)
     changes = looking_on(model, step, batch)
     fitted = _fit(model, step, batch, budget, optimizer, profile, levers, offload, in_place, shapes)
     fitted.verdict = replace(fitted.verdict, changes=changes())
@@ -158,7 +170,7 @@ def _fit(
     step: Callable[[Any], Any],
     batch: Any,
     budget: int | str,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     profile: Profile | None,
     levers: Collection[str],
     offload: bool,
@@ -166,6 +178,7 @@ def _fit(
     shapes: Any,
 ) -> Fitted:
     check_budget(budget)
+    budget = on_device(budget, place_of(model), tell)
     levers = (levers,) if isinstance(levers, str) else levers
     kinds = [named(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
@@ -179,6 +192,14 @@ def _fit(
     else:
         check_made_for(Profile.expect(profile, "fit(profile=...)").fingerprint, model, batch, what="profile")
         profile = profile if in_place else without_in_place(profile)
+    if profile.graphs:
+        levers = [name for name in levers if name not in DEFAULT]
+        if set(levers) - {ProductsApart.name} or offload or shapes is not None:
+            raise LowtideError(
+                f"{type(model).__name__} is compiled as a whole, which goes with the lever {ProductsApart.name!r}, and "
+                "with neither other levers, offload nor shapes: leave them out, or compile its repeated blocks "
+                "instead (block.compile())."
+            )
     if shapes is not None:
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)
         return _fit_sizes(model, step, sizes, budget, optimizer, profile)
@@ -190,15 +211,21 @@ def _fit(
     while True:
         verdict = _proof(site, made)
         if not verdict.identical:
-            raise RehearsalError(_not_identical(verdict))
+            raise RehearsalError(_not_identical(verdict, is_compiled=bool(choice.profile.graphs)))
         if verdict.within_budget:
+            if measured and choice.profile.graphs:
+                made = replace(made, notes=(*made.notes, f"{len(measured) + 1} plans were compiled and measured"))
             return Fitted(apply(model, made, optimizer=optimizer), choice.profile, made, verdict)
         measured.append(verdict.measured_peak_bytes)
-        if len(measured) == REPAIRS:
+        if len(measured) == (COMPILED_REPAIRS if choice.profile.graphs else REPAIRS):
             raise over_budget(choice.profile, budget_bytes, measured)
-        over = verdict.measured_peak_bytes - budget_bytes
+        if choice.profile.graphs:
+            choice = replace(choice, profile=_measured(choice.profile, made, verdict, len(measured)))
+            aim_bytes = budget_bytes
+        else:
+            aim_bytes = made.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
         try:
-            made = _planned(choice, max(1, made.predicted.peak_bytes - over), budget_bytes, offload)
+            made = _planned(choice, max(1, aim_bytes), budget_bytes, offload)
         except Infeasible:
             least = smallest_plan(choice.profile)
             if least.decisions == made.decisions or offload:
@@ -210,7 +237,7 @@ def _first(
     site: Site, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
 ) -> tuple[Choice, Plan]:
     """The levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
-    plain = simulator_of(profile).predict(Decisions())
+    plain = unplanned_step(profile)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
     if profile.levers:  # they were chosen before
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
@@ -229,7 +256,7 @@ def _first(
             smallest_peak_bytes=error.smallest_peak_bytes,
             parts=error.parts,
             extra_ratio=error.extra_ratio,
-            nearest=advice(site, levers, choice.notes, error),
+            nearest=() if profile.graphs else advice(site, levers, choice.notes, error),
             notes=(*error.notes, *choice.notes.values()),
         ) from None
 
@@ -267,6 +294,15 @@ def _planned(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
     return _own(choice, plan(choice.profile, aim_bytes, offload=offload), budget_bytes)
 
 
+def _measured(profile: Profile, made: Plan, verdict: Verdict, n: int) -> Profile:
+    """`profile` with as much more in all its peaks as the compiled plan `made`, the `n`th, was measured to need.
+
+    Plans that save less are further off: what the second needs beyond the first is counted once more for the third.
+    """
+    more = n * (verdict.measured_peak_bytes - made.predicted.peak_bytes)
+    return replace(profile, static=replace(profile.static, margin=profile.static.margin + more))
+
+
 def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
     """`made` as the plan for the budget, of the step as it is without levers."""
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
@@ -292,7 +328,7 @@ def _fit_sizes(
     step: Callable[[Any], Any],
     sizes: Range,
     budget: int | str,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     profile: Profile,
 ) -> FittedSizes:
     def fit_one(batch: Any, budget_bytes: int, profile: Profile) -> tuple[Plan, Verdict]:
@@ -302,10 +338,17 @@ def _fit_sizes(
     return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))
 
 
-def _not_identical(verdict: Verdict) -> str:
+def _not_identical(verdict: Verdict, *, is_compiled: bool) -> str:
     differences = (verdict.differences or {}).items()
     found = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
     kinds = ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in found.items())
+    if is_compiled:
+        return (
+            f"under the plan compiled code gave other bits than without it: {kinds}. Where it computes again what it "
+            "saved, inductor fuses other kernels, and these may round or add up in another order, as with autocast: "
+            "no plan is put in force.\n  Give a larger budget, or compile the repeated blocks instead, each in its "
+            "place: `for block in model.layers: block.compile()`."
+        )
     return (
         f"under the plan the step gave other bits than without it: {kinds}. Plain steps from the same state did not "
         "differ there. If the step draws on something that a rehearsal can't put back (a clock, a file, numbers of its "

@@ -7,22 +7,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide import profiler as rehearsal
+from lowtide.runtime.fingerprint import Optimizers
 from lowtide.state.observed_changes import not_put_back
 from lowtide.state.reachable_objects import looking_on
+from lowtide.state.step_arguments import of_one_argument
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from lowtide.planner.records import Profile
 
 
 def rehearse(
     model: nn.Module,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     batch: Any,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     in_place: bool = True,
 ) -> Profile:
     """Run `step(batch)` on trial: where does its memory go, and what would it cost to do without each part?
@@ -41,6 +42,7 @@ def rehearse(
 
     Raises RehearsalError for a step that can't be planned or estimated, with the reason.
     """
+    step = of_one_argument(step, batch)
     changes = looking_on(model, step, batch)
     profile = rehearsal.rehearse(model, step, batch, optimizer=optimizer, in_place=in_place)
     found = changes()

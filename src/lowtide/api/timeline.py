@@ -12,22 +12,22 @@ from lowtide.planner.records import Plan
 from lowtide.profiler.block_labels import Names, labels
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trace import address
-from lowtide.runtime.fingerprint import check_made_for, place_of, tensors_in
+from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of, tensors_in
 from lowtide.runtime.planned_engine import Planned
+from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_snapshot import Unchanged
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 
 def timeline(
     model: nn.Module,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     batch: Any,
     *,
     plan: Plan | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> Timeline:
     """What is in memory after each allocation of one `step(batch)`, by category and module, without or under a plan.
 
@@ -36,6 +36,7 @@ def timeline(
     needed where one of the plan's levers changes it. Raises RehearsalError for a step that can't be rehearsed,
     StalePlan for a plan of another model, LowtideError for a lever that can't be put on.
     """
+    step = of_one_argument(step, batch)
     check(model, step, batch)
     if plan is not None:
         Plan.expect(plan, "timeline")
@@ -44,7 +45,7 @@ def timeline(
         step = unchanged.run
         step(batch)
         with recorder_for(place_of(model)) as recorder:
-            names = Names(Planned(model, plan), recorder.mark)
+            names = Names(Planned(model, *([] if plan is None else [plan])), recorder.mark)
             with names.running():
                 step(batch)
             state = [t for o in unchanged.optimizers for entry in o.state.values() for t in tensors_in(entry)]

@@ -16,17 +16,17 @@ from lowtide.profiler.peak_margin import recorded_peak
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trial_updates import Updates
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of
 from lowtide.state.observed_changes import not_put_back
 from lowtide.state.process_group import check_waits_for_nobody, n_sent
+from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
 from lowtide.state.step_snapshot import Unchanged
-from lowtide.units import format_apart
+from lowtide.units import format_apart, format_ratio, format_time
 from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 REPEATED = 5
 """Plain steps that are run at most to see whether what differs under the plan differs without it, too: some kernels of
@@ -53,6 +53,8 @@ class Verdict(Record):
     planned_ms: float
     plain_ms: float | None
     """None where the plain step does not fit in memory."""
+    predicted_extra: float | None = None
+    """Extra time that the plan predicts, as a share of the rehearsed step's; None where no time was measured."""
     differences: dict[str, tuple[str, ...]] | None
     """For random numbers and what the step has made or changed out of loss (what it returns), gradients, parameters,
     buffers, optimizer state and counters (whole numbers and words that Python holds): the names whose bits are not
@@ -73,6 +75,11 @@ class Verdict(Record):
     @property
     def within_budget(self) -> bool:
         return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def measured_extra(self) -> float | None:
+        """Extra time of the planned step, as a share of the plain one's; None where that does not fit."""
+        return self.planned_ms / self.plain_ms - 1 if self.plain_ms else None
 
     @property
     def identical(self) -> bool:
@@ -129,12 +136,17 @@ class Verdict(Record):
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
         kept = "within" if self.within_budget else "OVER"
-        return f"{measured} peak measured: {kept} the budget of {budget}\n{self.proof}"
+        lines = [f"{measured} peak measured: {kept} the budget of {budget}"]
+        if self.predicted_extra is not None:
+            found = self.measured_extra
+            beside = f"{format_time(self.planned_ms)} a step" if found is None else format_ratio(found, signed=True)
+            lines.append(f"extra time: {format_ratio(self.predicted_extra, signed=True)} predicted, {beside} measured")
+        return "\n".join([*lines, self.proof])
 
 
 @held_back()
 def verify(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, plan: Plan, *, optimizer: Optimizer | None = None
+    model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, *, optimizer: Optimizers = None
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
@@ -147,6 +159,7 @@ def verify(
     rehearsed; LowtideError if a plan is in force already, or a lever of this one can't be put on.
     """
     Plan.expect(plan, "verify")
+    step = of_one_argument(step, batch)
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
@@ -189,6 +202,7 @@ def verify(
         measured_peak_bytes=max(peaks),
         planned_ms=planned_ms,
         plain_ms=plain_ms,
+        predicted_extra=plan.predicted.extra_ms / plan.step_ms if plan.step_ms else None,
         differences=found,
         levers=tuple(lever.name for lever in inexact),
         relative_differences=plain.relative_differences(planned) if inexact and plain is not None else None,

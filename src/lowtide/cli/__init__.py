@@ -96,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False)
     except LowtideError as error:
-        from lowtide.cli.script_or_profile import beside_bars, who
+        from lowtide.utils.messages import beside_bars, speaker
 
         with beside_bars():
-            click.echo(f"{who(f'lowtide.{type(error).__name__}')}: {error}", err=True)
+            click.echo(f"{speaker(f'lowtide.{type(error).__name__}')}: {error}", err=True)
             for note in getattr(error, "__notes__", ()):
                 click.echo(f"  {note}", err=True)
         return error.exit_code

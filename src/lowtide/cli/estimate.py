@@ -13,11 +13,11 @@ from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     is_profile,
     output_option,
-    say,
     script_arguments,
     to_be_written,
     write,
 )
+from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate

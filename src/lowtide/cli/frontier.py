@@ -11,10 +11,10 @@ from lowtide.cli.script_or_profile import (
     in_place_option,
     output_option,
     profile_of,
-    say,
     script_arguments,
     write,
 )
+from lowtide.utils.messages import say
 from lowtide.utils.optional_deps import require_pictures
 
 

@@ -14,12 +14,12 @@ from lowtide.cli.script_or_profile import (
     in_place_option,
     lever_option,
     output_option,
-    say,
     script_arguments,
     write,
 )
 from lowtide.errors import LowtideError
 from lowtide.utils.amounts import check_budget
+from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Plan
@@ -51,10 +51,11 @@ def run(
     With --budget the first two steps of training are rehearsed, the third is the first under the plan, and its peak is
     measured. All of them train the model as they would have, bit for bit, unless --lever changes the step. Where
     batches are of several sizes, up to 20 steps are looked at, until the largest size came twice; a step that is
-    larger than the one that was planned gets the most saving plan, and it is said. With --plan the plan is in force
-    from the first step on, and the peak of the second is measured. Options of its own come before SCRIPT; all that
-    follows is the script's. The exit code is the script's; 1 also if no plan fits the budget, or the measured peak is
-    above it, and 2 if the script can't be planned for, or has ended before.
+    larger than the one that was planned gets the most saving plan, and it is said; the next one of such a size is
+    rehearsed, and has a plan of its own from then on. With --plan the plan is in force from the first step on, and the
+    peak of the second is measured. Options of its own come before SCRIPT; all that follows is the script's. The exit
+    code is the script's; 1 also if no plan fits the budget, or the measured peak is above it, and 2 if the script can't
+    be planned for, or has ended before.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError("give either --budget or --plan, before the script: what follows it is its own.")

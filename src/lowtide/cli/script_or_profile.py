@@ -6,13 +6,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lowtide.errors import LowtideError
+from lowtide.utils.messages import rank, say
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Profile
@@ -102,28 +102,6 @@ def write(text: str, to: str) -> None:
             "file."
         ) from None
     say(f"written: {to}")
-
-
-def say(text: str) -> None:
-    """A line of ours on stderr, in the middle of what a script writes, which goes on where stderr is full or closed."""
-    with contextlib.suppress(OSError, ValueError), beside_bars():
-        click.echo(f"{who()}: {text}", err=True)
-
-
-def who(name: str = "lowtide") -> str:
-    """Who says something, and which of several processes it is."""
-    return name if rank() is None else f"{name}, rank {rank()}"
-
-
-def beside_bars() -> AbstractContextManager[None]:
-    """A block that writes to stderr. Progress bars of the script's, by tqdm, end no line: they make room meanwhile."""
-    bars = sys.modules.get("tqdm.std")
-    return contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(file=sys.stderr)
-
-
-def rank() -> int | None:
-    """The number of this process among several that train together, as torchrun tells it; None for a single one."""
-    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 def is_profile(target: str, *, is_module: bool) -> bool:

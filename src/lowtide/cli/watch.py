@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, output_option, script_arguments, who, write
+from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, output_option, script_arguments, write
+from lowtide.utils.messages import speaker
 
 
 @click.command("watch", context_settings=OWN_OPTIONS_FIRST)
@@ -22,7 +23,7 @@ def watch(json_to: str | None, target: str, args: tuple[str, ...], is_module: bo
 
     watched = Watch(None, None)
     exit_code = Script(target=target, args=args, is_module=is_module).run(within=watched)
-    click.echo(f"\n{who('lowtide watch')}: {watched}", err=True)
+    click.echo(f"\n{speaker('lowtide watch')}: {watched}", err=True)
     if json_to is not None:
         write(watched.to_json(), json_to)
     if exit_code == INTERRUPTED:  # by somebody who has seen enough of it

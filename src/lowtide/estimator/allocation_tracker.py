@@ -449,4 +449,5 @@ def _called_by_autograd() -> bool:
 _WRAPPERS = (
     *("torch/utils/_python_dispatch.py", "torch/_ops.py"),
     *("lowtide/estimator/allocation_tracker.py", "lowtide/estimator/cuda/gpu_allocation_tracker.py"),
+    *("lowtide/runtime/inplace_gradients.py", "lowtide/_torch/privateuse1.py"),
 )

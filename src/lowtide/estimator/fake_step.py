@@ -107,7 +107,7 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
             "which gives the activations."
         )
     if plan is None:
-        return Planned(model, None)
+        return Planned(model)
     check_made_for(plan.fingerprint, model, device=device or plan.fingerprint.device)
     return Planned(model, plan)
 

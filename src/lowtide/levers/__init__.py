@@ -17,16 +17,17 @@ from lowtide.levers.lever import Lever, NoUse, On
 from lowtide.levers.loss_only_outputs import Outputs
 from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.optimizer_in_backward import StepInBackward
+from lowtide.levers.products_apart import ProductsApart
 from lowtide.planner.records import AppliedLever
+from lowtide.runtime.fingerprint import Optimizers, listed
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from lowtide.planner.records import Plan
 
-_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), LossHead(), StepInBackward(), MicroBatches())
+_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), ProductsApart(), LossHead(), StepInBackward(), MicroBatches())
 
 LEVERS = {lever.name: lever for lever in _ALL}
 """All levers by name, in the order in which they are tried: those that cost least come first."""
@@ -51,18 +52,23 @@ class PulledOn(Removable):
         self._undo.close()
 
 
-def put_on(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizer | None) -> PulledOn:
-    """Put these levers on, the first one innermost. Raises NoUse if one can't be put on; then none is."""
+def put_on(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizers) -> PulledOn:
+    """Put these levers on, the first one innermost. Raises NoUse if one can't be put on; then none is.
+
+    One that changes the optimizer changes a single one.
+    """
+    optimizers = listed(optimizer)
+    one = optimizers[0] if len(optimizers) == 1 else None
     with contextlib.ExitStack() as undo:
         on = []
         for pulled in levers:
-            each = named(pulled.name).put_on(model, optimizer, pulled.settings)
+            each = named(pulled.name).put_on(model, one, pulled.settings)
             undo.callback(each.remove)
             on.append(each)
         return PulledOn(undo.pop_all(), tuple(on))
 
 
-def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizer | None) -> PulledOn:
+def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> PulledOn:
     """Put a plan's levers on; without a plan there are none. Raises LowtideError if one can't be put on."""
     try:
         return put_on(model, () if plan is None else plan.levers, optimizer)

@@ -21,7 +21,7 @@ from lowtide._torch.backward import in_backward
 from lowtide._torch.tensors import is_plain
 from lowtide.levers.loss_only_outputs import is_model_output
 from lowtide.levers.partial_gradients import is_gathering
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ class Entrance:
     def __init__(self, model: nn.Module, enters: Enters) -> None:
         self._model = weakref.ref(model)
         self._enters = weakref.WeakMethod(enters)  # graphs hold it
-        self._front = Front(model, self._around)
+        self._front = OuterInterceptor(model, self._around)
         self._parameters = {id(parameter) for parameter in model.parameters()}
         _PARAMETERS.update(self._parameters)
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from lowtide._torch.modules import has_backward_hooks
 from lowtide.levers.deferred_logits import Head, Logits
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -56,7 +56,7 @@ class LossHead(Lever):
 class _On:
     def __init__(self, layer: nn.Linear) -> None:
         self._head = Head(layer)
-        self._front = Front(layer, self._around)
+        self._front = OuterInterceptor(layer, self._around)
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         layer = self._head.layer

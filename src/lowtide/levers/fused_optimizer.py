@@ -32,13 +32,13 @@ class FusedOptimizer(Lever):
 
     def settings(self, site: Site) -> Settings:
         """Nothing to know. Raises NoUse for an optimizer that is fused already or can't be."""
-        _fusible(site.optimizer)
+        _fusible(site.only_optimizer)
         return {}
 
     def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
         """Temporaries at a peak in the optimizer's step, up to one copy of the parameters."""
         try:
-            _fusible(site.optimizer)
+            _fusible(site.only_optimizer)
         except NoUse:
             return 0
         in_step = not (parts.get("activations") or parts.get("loss head"))

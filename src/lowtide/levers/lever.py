@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from lowtide.runtime.fingerprint import Optimizers, listed
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -24,10 +26,16 @@ class Site:
     model: nn.Module
     step: Callable[[Any], Any]
     batch: Any
-    optimizer: Optimizer | None
-    """The one that steps on the model's parameters; None where there is none, or more than one."""
+    optimizer: Optimizers
+    """Those that step on the model's parameters, as far as they are named or known."""
     in_place: bool = True
     """Whether gradients may be written in place."""
+
+    @property
+    def only_optimizer(self) -> Optimizer | None:
+        """The optimizer, if it is a single one."""
+        optimizers = listed(self.optimizer)
+        return optimizers[0] if len(optimizers) == 1 else None
 
 
 class On(Protocol):

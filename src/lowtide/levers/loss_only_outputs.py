@@ -19,7 +19,7 @@ from lowtide._torch.pytree import tree_leaves
 from lowtide.levers.field_reads import reason_to_read
 from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.released_fields import without
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import Unchanged
 
@@ -64,7 +64,7 @@ class _On:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._released = False
-        self._front = Front(model, self._around)
+        self._front = OuterInterceptor(model, self._around)
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = inner(*args, **kwargs)
@@ -102,7 +102,7 @@ def _check_use(site: Site) -> None:
         return output
 
     with Unchanged(site.model, site.batch, site.optimizer, site.step):
-        front = Front(site.model, around)
+        front = OuterInterceptor(site.model, around)
         try:
             result = site.step(site.batch)
         except Exception as error:

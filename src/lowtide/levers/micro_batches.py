@@ -30,7 +30,7 @@ from lowtide.levers.lever import Lever, NoUse, Settings, Site
 from lowtide.levers.loss_only_outputs import is_model_output
 from lowtide.levers.partial_gradients import gathering, hand_out
 from lowtide.levers.released_fields import only_loss
-from lowtide.runtime.call_interceptor import Front
+from lowtide.runtime.call_interceptor import OuterInterceptor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -84,7 +84,7 @@ class _On:
         self._model = weakref.ref(model)
         self._n = n
         self._gathered = False
-        self._front = Front(model, self._around)
+        self._front = OuterInterceptor(model, self._around)
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         model = self._model()

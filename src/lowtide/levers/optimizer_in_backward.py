@@ -67,7 +67,7 @@ class StepInBackward(Lever):
         gradients or parameters, but for clipping. Where they are clipped by their common norm, one more step is run to
         see that it can be known.
         """
-        optimizer = _steppable(site.optimizer)
+        optimizer = _steppable(site.only_optimizer)
         seen = observe(site, optimizer)
         if seen.scaled:
             raise NoUse("a GradScaler looks at all gradients before each step")
@@ -100,7 +100,7 @@ class StepInBackward(Lever):
     def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
         """All gradients but the largest."""
         try:
-            _steppable(site.optimizer)
+            _steppable(site.only_optimizer)
         except NoUse:
             return 0
         return parts.get("gradients", 0)

@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from lowtide._torch.autograd_graph import nodes_behind
 from lowtide._torch.nodes import raw_saved
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import is_leaf_tensor, parts_of
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 """Files that are memory: what processes share lies there."""
@@ -119,7 +119,4 @@ def _saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    try:
-        return tensor.is_leaf and tensor.requires_grad
-    except RuntimeError:
-        return False
+    return is_leaf_tensor(tensor) and tensor.requires_grad

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lowtide._torch.autograd_graph import nodes_behind, producer
 from lowtide._torch.nodes import raw_saved
-from lowtide._torch.tensors import held_by_python, storage_id
+from lowtide._torch.tensors import held_by_python, is_leaf_tensor, storage_id
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.frame_locals import local_variables
 
@@ -214,7 +214,4 @@ def _references_from_contexts(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _gradient(tensor: Tensor) -> Tensor | None:
-    try:
-        return tensor.grad if tensor.is_leaf else None
-    except RuntimeError:
-        return None
+    return tensor.grad if is_leaf_tensor(tensor) else None

@@ -62,10 +62,10 @@ def plan(
     """
     Profile.expect(profile, "plan")
     simulator = simulator_of(profile, offload=offload)
-    plain = simulator.predict(Decisions())
     plain_bytes = plain_peak_bytes(profile)
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, bound_ms = Decisions(), 0.0
+    unplanned = unplanned_step(profile)
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
         search = solver if solver is not solve else functools.partial(solve, until=until)
@@ -79,7 +79,7 @@ def plan(
         decisions = min(made, key=lambda each: _cost(simulator.predict(each), minimize))
         if minimize == "time":
             bound_ms = min(_bound_ms(simulator, asked(in_place=n), budget_bytes, n, found[n], until) for n in found)
-    predicted = simulator.predict(decisions)
+    predicted = simulator.predict(decisions) if plain_bytes > budget_bytes else unplanned
     levers_ms = sum(lever.extra_ms for lever in profile.levers)
     assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
         "the solver's decisions are over the budget"
@@ -92,18 +92,29 @@ def plan(
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
         predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
-        plain=plain,
+        plain=unplanned,
         step_ms=profile.step_ms,
         bound_ms=bound_ms + levers_ms,
         levers=profile.levers,
         input_shapes=profile.input_shapes,
-        fallback=None if larger == decisions else Decided(**_decided(profile, larger)),
+        fallback=None if larger == decisions or profile.graphs else Decided(**_decided(profile, larger)),
         ambiguous_addresses=tuple(sorted((decisions.recompute | larger.recompute) & _differing(profile))),
         draws=profile.draws,
         excluded_modules=profile.excluded_modules,
         allows_in_place=profile.allows_in_place,
+        graphs=profile.graphs,
         notes=profile.notes,
     )
+
+
+def unplanned_step(profile: Profile) -> Prediction:
+    """What the step needs without a plan: as it was measured for compiled code, which then saves no slot but others."""
+    plain = simulator_of(profile).predict(Decisions())
+    if not profile.graphs:
+        return plain
+    peak_bytes = plain_peak_bytes(profile)
+    parts = {**plain.parts, "temporaries": plain.parts["temporaries"] + peak_bytes - plain.peak_bytes}
+    return replace(plain, peak_bytes=peak_bytes, parts=parts)
 
 
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:

@@ -220,6 +220,8 @@ class Profile(Record):
     excluded_modules: tuple[str, ...] = ()
     """Paths of modules that save something else in each step: no slot is theirs, and what they save is in
     `base_bytes`."""
+    graphs: tuple[str, ...] = ()
+    """Hashes of the joint graphs that torch.compile compiles for the step, in whose calls its slots are then."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
@@ -341,6 +343,8 @@ class Plan(Decided):
     """Paths of modules that the plan has nothing to do with (`Profile.excluded_modules`)."""
     allows_in_place: bool = True
     """False where no gradient was to be written in place (`Profile.allows_in_place`): then none is."""
+    graphs: tuple[str, ...] = ()
+    """The joint graphs that its decisions are about (`Profile.graphs`)."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 

@@ -23,16 +23,17 @@ from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
     by_contents,
     check,
+    check_not_scripted,
     check_same_work,
     check_saved,
-    check_uncompiled,
     doubts,
+    is_planned_by_its_compiler,
     is_specialised,
 )
 from lowtide.profiler.random_work import Draw, called, drawn_as, fullest
 from lowtide.profiler.trace import MostSaving, Trace
 from lowtide.profiler.trial_updates import Updates
-from lowtide.runtime.fingerprint import fingerprint, place_of, static_bytes
+from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.state.process_group import check_waits_for_nobody, n_sent
 from lowtide.state.step_outcome import is_out_of_memory, unless_out_of_memory
@@ -42,7 +43,6 @@ from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Static
@@ -72,11 +72,15 @@ OTHER_WORK: Final = (
 
 @held_back()
 def rehearse(
-    model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizer | None = None, in_place: bool = True
+    model: nn.Module, step: Step, batch: Any, *, optimizer: Optimizers = None, in_place: bool = True
 ) -> Profile:
     """The profile of `step(batch)`, which is run five times; `lowtide.rehearse` says what that means for the model."""
     check(model, step, batch, optimizer)
-    check_uncompiled(model)
+    check_not_scripted(model)
+    if is_planned_by_its_compiler(model, step):
+        from lowtide.profiler.compiled_steps import rehearse_compiled  # imports inductor, which takes seconds
+
+        return rehearse_compiled(model, step, batch, optimizer=optimizer)
     with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
         step, made_for = updates.step, fingerprint(model, batch)
         if is_specialised(model):

@@ -36,12 +36,12 @@ from lowtide.profiler.repeated_blocks import freed_blocks, repeated_blocks, wort
 from lowtide.profiler.replay_check import Witness
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_interceptor import Seam
-from lowtide.runtime.engine import Pass
+from lowtide.runtime.call_interceptor import CallInterceptor
+from lowtide.runtime.engine import ForwardPass
 from lowtide.runtime.fingerprint import in_words, tensors_in
 from lowtide.runtime.recompute import Recompute
-from lowtide.runtime.replay import Frame
-from lowtide.runtime.saved_values import Geometry, Handle, Maker, Probe, Value
+from lowtide.runtime.replay import ReplayFrame
+from lowtide.runtime.saved_values import Geometry, Handle, Observer, Recomputation, Value
 from lowtide.state.appended_items import take_back
 from lowtide.state.bitwise import identical
 from lowtide.state.own_generators import DRAWS, OwnDraws
@@ -60,7 +60,7 @@ WAITS = "it waits for other processes, which need not run it again when this one
 RAISED = "it raised an exception"
 
 
-class Audit(RecomputeAudit, Probe):
+class Audit(RecomputeAudit, Observer):
     """An engine that keeps everything, tries everything, and is the probe that measures what it tries."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Audit(RecomputeAudit, Probe):
         """What the block that was let go of last has returned."""
         self._given: set[int] = set()
         """Values that calls were given."""
-        self._own_states: dict[Frame, OwnState] = {}
+        self._own_states: dict[ReplayFrame, OwnState] = {}
         """What calls in progress could change, as it was when they began."""
         self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
         """What a replay of each call would read before backward, with the versions that it wants."""
@@ -175,7 +175,7 @@ class Audit(RecomputeAudit, Probe):
 
     # --- module calls
 
-    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self.scope is not None
         parent = self._open[-1][0] if self._open else None
         call = CallDraft(id=self.scope.id, cls=type(seam.module).__name__, parent=parent, first_slot=len(self.slots))
@@ -197,11 +197,11 @@ class Audit(RecomputeAudit, Probe):
         elif seam.module in self._around_blocks:
             call.refused = "the blocks in it are replayed instead"
         else:
-            self._open[-1] = len(self.calls) - 1, (frame := Frame(seam, args, kwargs, self.argument))
+            self._open[-1] = len(self.calls) - 1, (frame := ReplayFrame(seam, args, kwargs, self.argument))
             if self._why_refused(seam.module) is None:
                 self._own_states[frame] = OwnState(seam.module, frame.surroundings)
 
-    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         handle = super().pack(now, tensor)
         if self._frugal and not any(frame is not None and frame.seam.module in self._freed for _, frame in self._open):
             self.lend(handle, tensor)
@@ -234,10 +234,10 @@ class Audit(RecomputeAudit, Probe):
         call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
         return Handle(value, view)
 
-    def returning(self, seam: Seam, result: Any) -> None:
+    def returning(self, seam: CallInterceptor, result: Any) -> None:
         self._returned = result
 
-    def leaving(self, seam: Seam) -> None:
+    def leaving(self, seam: CallInterceptor) -> None:
         index, frame = self._open[-1]
         if index in self.homes.spans:
             self.homes.spans[index] = self.homes.spans[index][0], next_sequence_number()
@@ -263,7 +263,7 @@ class Audit(RecomputeAudit, Probe):
         """Collective operations so far, but for those that gathered parameters."""
         return n_sent() - self._units.n_sent
 
-    def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
+    def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         """Run a call again, a block also forward to its result. The reason why it can't be replayed, or None."""
         module, own = frame.seam.module, self._own_states.pop(frame, None)
         why = RAISED if returned is RAISED else self._why_refused(module)
@@ -293,7 +293,7 @@ class Audit(RecomputeAudit, Probe):
         kinds = map(type, module.modules()) if self.refused else ()
         return next((self.refused[kind] for kind in kinds if kind in self.refused), None)
 
-    def try_replay(self, call: CallDraft, frame: Frame) -> str | None:
+    def try_replay(self, call: CallDraft, frame: ReplayFrame) -> str | None:
         """Run a call again and compare all that it saves. The reason why it can't be replayed, or None."""
         packed = range(call.first_slot, call.stop_slot)
         inputs = {slot.value for slot in call.inputs}
@@ -331,7 +331,7 @@ class Audit(RecomputeAudit, Probe):
             None if identical(tensor, saved, view) else f"running it again gives other bits for {self.slots[n].label}"
         )
 
-    def try_advance(self, call: CallDraft, frame: Frame, returned: Any) -> None:
+    def try_advance(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
         """Run a call forward to its result and compare it."""
         if (advanced := advance(frame, returned, self._flops, self._place)) is not None:
             result, call.advance_ms, call.advance_flops = advanced
@@ -339,7 +339,7 @@ class Audit(RecomputeAudit, Probe):
             call.result_value = self._index[value]
             self._passed_through.append(value)
 
-    def let_go(self, call: CallDraft, frame: Frame, returned: Any) -> None:
+    def let_go(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
         """Free what an audited block saved: its replay brings it back."""
         self.let_go_of_results()
         for result in tensors_in_call((returned,), {}):
@@ -396,10 +396,10 @@ class Audit(RecomputeAudit, Probe):
     def given(self, handle: Handle, tensor: Tensor) -> None:
         self._witness.read(self._slot_of[handle], handle, tensor)
 
-    def making(self, maker: Maker) -> None:
+    def making(self, maker: Recomputation) -> None:
         self._meter.making()
 
-    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+    def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         if isinstance(maker, Recompute):
             self._meter.made(maker, outputs[0])
             if in_backward():

@@ -23,15 +23,15 @@ from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
 from lowtide.profiler.partial_reads import Enough, are_signs_of
 from lowtide.profiler.released_tensors import Lent
 from lowtide.profiler.unrecorded_operands import Unrecorded
-from lowtide.runtime.engine import Engine, Pass
+from lowtide.runtime.engine import Engine, ForwardPass
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.forward_pass import Scope
+from lowtide.runtime.forward_pass import CallScope
 from lowtide.runtime.partial_saves import packed, saved_for_shape, saves_signs
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
-from lowtide.runtime.recompute_builder import Builder, Owners
-from lowtide.runtime.replay import Frame
-from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, rootless
+from lowtide.runtime.recompute_builder import Builder, ParameterOwners
+from lowtide.runtime.replay import ReplayFrame
+from lowtide.runtime.saved_values import Geometry, Handle, Value, register, registered, value_without_grad_fn
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.bitwise import identical
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.operand_capture import CaptureSite
 
 MIN_BYTES = 4096
 """Smaller saved tensors are always kept."""
@@ -68,12 +68,12 @@ class RecomputeAudit(Engine):
         self._index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._saved: set[int] = set()
         """Values that a slot has had so far; others are arguments of calls, which only a replay would hold."""
-        self._open: list[tuple[int, Frame | None]] = []
+        self._open: list[tuple[int, ReplayFrame | None]] = []
         """The calls in progress, and the frames of those that may be replayed."""
         self._handles: dict[int, tuple[Value, Geometry | None]] = {}
         self._slot_of: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._passed_through: list[Value] = []
-        self._noted: dict[int, set[Place]] = {}
+        self._noted: dict[int, set[CaptureSite]] = {}
         """By value, where what it is made of was noted: in no other call a plan has that noted."""
         self._unrecorded = Unrecorded(static)
         self._made_of: dict[int, set[int]] = {}
@@ -98,13 +98,13 @@ class RecomputeAudit(Engine):
         self._passed_through.clear()
         self._meter.forget()
 
-    def notes(self, scope: Scope) -> bool:
+    def notes(self, scope: CallScope) -> bool:
         return True
 
     def copied(self, tensor: Tensor, who: str) -> None:
         """Nothing to say: no plan will read it once more."""
 
-    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope
         assert scope is not None
         if tensor.is_cuda:
@@ -131,7 +131,7 @@ class RecomputeAudit(Engine):
         """The kept value of a tensor, audited when it is first seen."""
         base, node, output, view = producer(tensor)
         if node is None:
-            value = rootless(base)
+            value = value_without_grad_fn(base)
             self.add(value, base, "")
             return value, view
         there = registered(node, output)
@@ -170,7 +170,7 @@ class RecomputeAudit(Engine):
         self.values.append(ValueDraft(bytes=size, node="", state_of=self._open[-1][0]))
         return len(self.values) - 1
 
-    def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
+    def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
         return self._unrecorded.take(place, operand)
 
     def withdraw_overwritten(self) -> None:
@@ -336,7 +336,7 @@ class RecomputeAudit(Engine):
         if maker in self._timed:
             self.values[self._timed[maker]].cost_ms = self._meter.of(maker).cost_ms
 
-    def places_of(self, maker: Recompute) -> set[Place]:
+    def places_of(self, maker: Recompute) -> set[CaptureSite]:
         """Where the things were noted that a recompute takes, or any recompute that it may pass through."""
         found = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
@@ -384,7 +384,7 @@ class Numbering(Builder):
 
     __slots__ = ("numbers",)
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: ParameterOwners) -> None:
         super().__init__(owners)
         self.numbers: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
 
@@ -394,7 +394,7 @@ class Numbering(Builder):
         return value
 
 
-def noted_elsewhere(places: Iterable[Place], scope: Scope) -> bool:
+def noted_elsewhere(places: Iterable[CaptureSite], scope: CallScope) -> bool:
     """Whether any of the places is in another call."""
     return any(place.call != scope.id for place in places)
 
@@ -413,4 +413,4 @@ def memory_of(maker: Recompute) -> set[int]:
 def needs_a_replay(maker: Recompute) -> bool:
     """Whether a recompute would start a replay to get its operands."""
     makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
-    return any(isinstance(m, Frame) or (isinstance(m, Recompute) and needs_a_replay(m)) for m in makers)
+    return any(isinstance(m, ReplayFrame) or (isinstance(m, Recompute) and needs_a_replay(m)) for m in makers)

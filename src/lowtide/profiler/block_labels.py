@@ -12,7 +12,7 @@ from lowtide.profiler.trace import Trace
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.engine import Engine
     from lowtide.runtime.saved_values import Handle
 
@@ -29,7 +29,7 @@ class Names(Trace):
         self._repeated = repeated_blocks(engine.model)
         self._phase = ""
 
-    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begins("forward")
         if seam.module in self._repeated:
             self.blocks.add(len(self.calls))

@@ -15,7 +15,7 @@ from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.nodes import packet_of
 from lowtide.profiler.drafts import ValueDraft
 from lowtide.runtime.advance import Advance, result_node
-from lowtide.runtime.replay import Frame
+from lowtide.runtime.replay import ReplayFrame
 from lowtide.state.bitwise import identical
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def timed(
     return result, took_ms, counted
 
 
-def advance(frame: Frame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, float, int] | None:
+def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, float, int] | None:
     """The result in what the call of `frame` `returned`, and the time and FLOPs of running it forward for that.
 
     None where it gives other bits, or can't be had so.

@@ -10,6 +10,7 @@ The audit is always a frugal one: who takes the steps can't take the first one a
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Profile, Static
     from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
-    from lowtide.runtime.replay import Frame
+    from lowtide.runtime.replay import ReplayFrame
 
 NOT_RUN = "no plain step was run: its peak is predicted"
 
@@ -77,6 +78,8 @@ class Observed:
         self.n_steps = 0
         """Steps that were seen to their end and could be used."""
         self._plain = plain
+        self._patience = PATIENCE
+        """Steps in which the largest size is waited for."""
         self._watch: _Watch | None = None
         self._audited: dict[str, _Audited] = {}
         """By the form of the batch."""
@@ -106,7 +109,7 @@ class Observed:
         check_sharding(self.model.modules())
         found, place = fingerprint(self.model, batch), place_of(self.model)
         if any(size.model != found.model for size in self._seen):
-            self._begin_anew()  # others are trained since
+            self._forget()  # others are trained since
         optimizers = tuple(optimizers)
         if self._audited:
             waiting = [o for o in optimizers_of(self.model) if all(o is not known for known in optimizers)]
@@ -151,7 +154,7 @@ class Observed:
             return
         self._seen[watch.size] += 1
         self.n_steps += 1
-        self._settle(may_wait=self.n_steps < PATIENCE)
+        self._settle(may_wait=self.n_steps < self._patience)
 
     def _trace(self, watch: _Watch, known: _Audited, trace: Trace) -> None:
         """A step was traced. Raises _Unusable, and lets go of its audit if another one is needed for such steps."""
@@ -182,9 +185,9 @@ class Observed:
     def _leave_alone(self, paths: frozenset[str]) -> None:
         """Begin anew, without these modules."""
         self._left_alone |= paths
-        self._begin_anew()
+        self._forget()
 
-    def _begin_anew(self) -> None:
+    def _forget(self) -> None:
         self._audited, self._best, self._largest, self._fullest = {}, None, None, None
         self._seen.clear()
 
@@ -198,6 +201,15 @@ class Observed:
         """No step will come any more: the profile is of the largest that was traced, if any was."""
         if self.profile is None:
             self._settle(may_wait=False)
+
+    def begin_anew(self) -> None:
+        """Rehearse larger batches: a step is enough that is traced, as is one of a size that the audits are good for.
+
+        Of the earlier steps nothing is held but the audits.
+        """
+        self.profile, self._best, self._largest, self._fullest = None, None, None, None
+        self._seen.clear()
+        self._patience = 0
 
     def give_up(self) -> None:
         """Record no longer. For hooks of the optimizer, too; `leave` is still to be called."""
@@ -286,10 +298,11 @@ class _Traced:
             kind = "larger batch" if fullest.extent() > self.extent() else "batch of which more is saved"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
         static = self._watch.seen_static
+        values, slots, calls = copy.deepcopy((self._values, self._audit.slots, self._calls))  # larger ones may follow
         step = TracedStep(
-            values=self._values,
-            slots=self._audit.slots,
-            calls=self._calls,
+            values=values,
+            slots=slots,
+            calls=calls,
             kept=self._trace.kept,
             replayed=self._decisions.replay,
             stream=self._watch.recorder.stream,
@@ -337,7 +350,7 @@ def _in_words(inputs: list[list[str]]) -> str:
 class _OwnAudit(Audit):
     """An audit that ends a step which it has changed, before there is an update."""
 
-    def try_all(self, call: CallDraft, frame: Frame, returned: Any) -> str | None:
+    def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         refused = super().try_all(call, frame, returned)
         if self.leaked is not None:
             raise RehearsalError(

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.compiled_code import is_compiled, is_compiled_function
+from lowtide._torch.joint_graph import hindrances
 from lowtide._torch.modules import Convolution
 from lowtide.errors import RehearsalError
-from lowtide.runtime.fingerprint import tensors_in
-from lowtide.state.introspection import names_in, users_functions
+from lowtide.runtime.fingerprint import listed, tensors_in
+from lowtide.state.introspection import names_in, users_functions, variables
 from lowtide.state.process_group import check_sharding
 from lowtide.state.reachable_state import Reached
 
@@ -38,11 +39,12 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
         raise RehearsalError(
             f"step must be a function of the batch that runs forward and backward, found {type(step).__name__}."
         )
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise RehearsalError(
-            f"optimizer takes a torch.optim.Optimizer, found {type(optimizer).__name__}. Leave it out: tensors of its "
-            "own that the step's code refers to are put back without it."
-        )
+    for each in listed(optimizer):
+        if not hasattr(each, "param_groups"):
+            raise RehearsalError(
+                f"optimizer takes a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Leave it "
+                "out: tensors of its own that the step's code refers to are put back without it."
+            )
     if not torch.is_grad_enabled():  # in inference mode, too
         block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RehearsalError(
@@ -106,8 +108,8 @@ def by_contents(audit: Audit) -> tuple[str, ...]:
     )
 
 
-def check_uncompiled(model: torch.nn.Module) -> None:
-    """Refuse a model that is compiled as a whole, or TorchScript. Raises RehearsalError."""
+def check_not_scripted(model: torch.nn.Module) -> None:
+    """Refuse a model that is TorchScript as a whole. Raises RehearsalError."""
     scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
     if any(_is_all_of(module, model) for module in scripted):
         raise RehearsalError(
@@ -116,13 +118,44 @@ def check_uncompiled(model: torch.nn.Module) -> None:
             "  Train the module that it was made from, and script it after training; or script its repeated blocks "
             "alone: `model.layers[i] = torch.jit.script(model.layers[i])`. Such blocks can be planned for."
         )
+
+
+def check_uncompiled(model: torch.nn.Module) -> None:
+    """Refuse a model that is compiled as a whole where its steps are only looked at. Raises RehearsalError."""
+    check_not_scripted(model)
     if is_compiled(model):
         raise RehearsalError(
-            f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and compiled "
-            "code decides by itself what it keeps for backward.\n"
-            "  Compile its repeated blocks instead, each in its place, before this: `for block in model.layers: "
-            "block.compile()`. That takes less time to compile, and blocks can be planned for. Or give the compiled "
-            "code a budget of its own: torch._functorch.config.activation_memory_budget = 0.5."
+            f"{type(getattr(model, '_orig_mod', model)).__name__} is compiled as a whole (torch.compile), and in a "
+            "script that is not planned for yet.\n"
+            "  Call lowtide.fit(model, step, batch, budget=...) in the script, behind torch.compile: it compiles the "
+            "model anew under a plan. Or compile its repeated blocks instead, each in its place: `for block in "
+            "model.layers: block.compile()`."
+        )
+
+
+def is_planned_by_its_compiler(model: torch.nn.Module, step: Any) -> bool:
+    """Return True if torch.compile compiles all of the model: only the compiler can carry out a plan then."""
+    return is_compiled(model) or _compiles_around(model, step)
+
+
+def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
+    """Return True if the step calls a function that torch.compile has compiled, and that one calls `model`."""
+    functions = {id(found): found for function in users_functions(step) for _, _, found in variables(function)}
+    compiled = [found for found in (step, *functions.values()) if is_compiled_function(found)]
+    inside = (found for thing in compiled for function in users_functions(thing) for _, _, found in variables(function))
+    return any(found is model for found in inside)
+
+
+def check_compiled(model: torch.nn.Module) -> None:
+    """Refuse settings and wrappers with which compiled code can't be planned for. Raises RehearsalError."""
+    name = type(getattr(model, "_orig_mod", model)).__name__
+    for why in hindrances():
+        raise RehearsalError(f"no plan can be made for {name} as it is compiled: {why}.")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RehearsalError(
+            f"{name} is compiled as a whole in one of several processes that train together, which is not planned for "
+            "yet.\n  Compile its repeated blocks instead, each in its place: `for block in model.layers: "
+            "block.compile()`."
         )
 
 

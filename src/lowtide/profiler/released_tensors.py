@@ -12,7 +12,7 @@ from lowtide.runtime.recompute import Recompute
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.saved_values import Maker, Value
+    from lowtide.runtime.saved_values import Recomputation, Value
 
 
 class Lent:
@@ -28,7 +28,7 @@ class Lent:
     def __contains__(self, value: Value) -> bool:
         return value in self._values
 
-    def add(self, value: Value, maker: Maker) -> None:
+    def add(self, value: Value, maker: Recomputation) -> None:
         """Let go of a value, which `maker` brings back."""
         value.tensor, value.maker = None, maker
         self._values.add(value)

@@ -19,8 +19,8 @@ from lowtide._torch.tensors import parts_of
 from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import ASIDE
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.replay import Frame
-from lowtide.runtime.saved_values import Probe
+from lowtide.runtime.replay import ReplayFrame
+from lowtide.runtime.saved_values import Observer
 from lowtide.state.bitwise import number_of
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class Witness:
         if known is None or (found := self._sum(tensor)) == known:
             return
         maker = handle.value.maker
-        if isinstance(maker, Frame) and self._sum(_once_more(maker, handle.value)) != found:
+        if isinstance(maker, ReplayFrame) and self._sum(_once_more(maker, handle.value)) != found:
             return
-        who = str(maker.seam) if isinstance(maker, Frame) else "what is recomputed of a block that was run again"
+        who = str(maker.seam) if isinstance(maker, ReplayFrame) else "what is recomputed of a block that was run again"
         raise ReplayMismatch(
             f"{who} gives other bits in backward than in forward: {list(tensor.shape)} {tensor.dtype}. It reads "
             "something that has changed in between, and this step ends before its update. Let it have that as an "
             "argument, a buffer or an attribute.",
-            type(maker.seam.module) if isinstance(maker, Frame) else None,
+            type(maker.seam.module) if isinstance(maker, ReplayFrame) else None,
         )
 
     def _sum(self, tensor: Tensor) -> int:
@@ -71,7 +71,7 @@ class Witness:
             self._mark(ASIDE, False)
 
 
-class Checked(Probe):
+class Checked(Observer):
     """A step under a plan of which each tensor that is made again is looked at."""
 
     def __init__(self, engine: Engine) -> None:
@@ -101,7 +101,7 @@ class Checked(Probe):
         self._witness.read(self._slots[handle], handle, tensor)
 
 
-def _once_more(frame: Frame, value: Value) -> Tensor:
+def _once_more(frame: ReplayFrame, value: Value) -> Tensor:
     """The value's tensor, from one more replay."""
     found = frame.catch()
     return next(tensor for place, tensor in found.items() if frame.values[place]() is value)

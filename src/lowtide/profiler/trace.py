@@ -26,20 +26,20 @@ from lowtide.profiler.external_references import Holding
 from lowtide.profiler.replay_check import Witness
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_interceptor import Seam
+from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.fingerprint import in_words
 from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.recompute import Recompute
-from lowtide.runtime.replay import Frame
-from lowtide.runtime.saved_values import Handle, Maker, Probe
+from lowtide.runtime.replay import ReplayFrame
+from lowtide.runtime.saved_values import Handle, Observer, Recomputation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lowtide.profiler.audit import Audit
-    from lowtide.runtime.forward_pass import Scope
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.forward_pass import CallScope
+    from lowtide.runtime.operand_capture import CaptureSite
 
 Mark = Callable[[str, object], None]
 
@@ -48,6 +48,7 @@ class MostSaving(Engine):
     """Lets go of all that an audit found can be. Nobody knows yet whether all of it really can."""
 
     is_measured = True
+    learns = False
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
         """Unless `in_place`, gradients are not written over: what the audit says of them is for batches of its size."""
@@ -58,14 +59,14 @@ class MostSaving(Engine):
         actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
         super().__init__(model, actions, in_place=[least])
 
-    def notes(self, scope: Scope) -> bool:
+    def notes(self, scope: CallScope) -> bool:
         return True
 
     def say(self, what: str) -> None:
         """Nothing: of what is gone too early the profile says so, and the rest has been said in the audit."""
 
 
-class Trace(Probe):
+class Trace(Observer):
     """The probe that marks what happens in a step between its allocations.
 
     Marks: `enter` (call, addresses of the arguments' memory), `leave` (call), `pack` (slot, address of its memory),
@@ -138,7 +139,7 @@ class Trace(Probe):
     def _address(self, tensor: Tensor) -> int:
         return address(tensor)
 
-    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in_call(args, kwargs)
         if not self._open:
             self.inputs.append([in_words([tensor]) for tensor in tensors])
@@ -147,7 +148,7 @@ class Trace(Probe):
         self._open.append(len(self.calls) - 1)
         self._watched_before.append(self._holding.n_watched)
 
-    def leaving(self, seam: Seam) -> None:
+    def leaving(self, seam: CallInterceptor) -> None:
         self.mark("leave", self._open.pop(), since=self._watched_before.pop())
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
@@ -166,7 +167,7 @@ class Trace(Probe):
         if not (handle.value.kept or handle.value.partial):
             self._witness.saved(slot, tensor)
 
-    def noted(self, place: Place, operand: Tensor) -> None:
+    def noted(self, place: CaptureSite, operand: Tensor) -> None:
         self.mark("noted", (self._open[-1], self._address(operand)))
 
     def has_packed(self, handle: Handle) -> bool:
@@ -183,19 +184,19 @@ class Trace(Probe):
             self.mark("given", (self._slots[handle], backward_number(), self._address(tensor)))
         self._witness.read(self._slots[handle], handle, tensor)
 
-    def making(self, maker: Maker) -> None:
+    def making(self, maker: Recomputation) -> None:
         self.mark("making", None)
 
-    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+    def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         self.mark("made", None)
 
     def writing_over(self, node: str, n_bytes: int) -> None:
         self.mark("in place", (node, n_bytes))
 
 
-def states_of(maker: Maker | None) -> Iterable[Tensor]:
+def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
     """What a value that is to be made again holds of tensors that nobody else has."""
-    if isinstance(maker, Frame):
+    if isinstance(maker, ReplayFrame):
         return maker.surroundings.tensors
     return [maker.constants["bits"]] if isinstance(maker, Recompute) and "bits" in maker.constants else []
 

@@ -18,7 +18,7 @@ from lowtide._torch.patching import of_this_thread
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import optimizers_of, place_of, state_bytes, updated_by
+from lowtide.runtime.fingerprint import Optimizers, optimizers_of, place_of, state_bytes, updated_by
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import Unchanged
 from lowtide.units import format_bytes
@@ -91,7 +91,7 @@ class Updates:
         self,
         unchanged: Unchanged,
         model: nn.Module,
-        named: Optimizer | None = None,
+        named: Optimizers = None,
         *,
         only: Iterable[Optimizer] | None = None,
     ) -> None:

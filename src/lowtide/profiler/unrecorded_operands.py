@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide.profiler.trace_reader import Seen
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.operand_capture import CaptureSite
 
 
 class Unrecorded:
@@ -26,12 +26,12 @@ class Unrecorded:
         """`static` are the addresses of memory that is there anyway."""
         self._static = static
         self._count = 0
-        self._found: dict[Value, tuple[Place, Tensor]] = {}
+        self._found: dict[Value, tuple[CaptureSite, Tensor]] = {}
         """Where each was noted, and a copy."""
         self._number: dict[Value, int] = {}
         """Which of those in the step each is."""
 
-    def take(self, place: Place, operand: Tensor) -> Value:
+    def take(self, place: CaptureSite, operand: Tensor) -> Value:
         """A value that holds an operand."""
         value = Value(operand.detach())
         self._found[value], self._number[value] = (place, operand.detach().clone()), self._count
@@ -47,7 +47,7 @@ class Unrecorded:
             return None
         return ValueDraft(bytes=storage.nbytes(), node="", noted=self._number[value])
 
-    def overwritten(self) -> set[Place]:
+    def overwritten(self) -> set[CaptureSite]:
         """Where those were noted that are not any longer what they were, whether autograd noticed that or not."""
         return {
             place

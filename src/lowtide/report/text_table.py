@@ -98,6 +98,8 @@ def merged(paths: Iterable[str]) -> list[str]:
 def _op(node: str) -> str:
     """`NativeLayerNormBackward0` -> `layer norm`."""
     name = re.sub(r"Backward\d+(\+\w+( [\d,]+)?)?$", "", node)
+    if "." in name:  # an operator of a compiled graph
+        return name.partition(".")[2].strip("_").replace("_", " ")
     if name.startswith("ScaledDotProduct"):  # flash, memory-efficient, for this device and that
         return "attention"
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.removeprefix("Native")).lower()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.replay import Frame, one_at_a_time
+from lowtide.runtime.replay import ReplayFrame, one_at_a_time
 from lowtide.runtime.saved_values import Handle, Value, register, registered
 from lowtide.runtime.view_geometry import producer
 
@@ -26,14 +26,14 @@ class Advance:
 
     __slots__ = ("_frame", "_view", "operands")
 
-    def __init__(self, frame: Frame, operands: tuple[Handle, ...], tensor: Tensor, base: Tensor) -> None:
+    def __init__(self, frame: ReplayFrame, operands: tuple[Handle, ...], tensor: Tensor, base: Tensor) -> None:
         self._frame = frame
         self.operands = operands
         self._view = None if base is tensor else (base.size(), base.stride(), int(base.storage_offset()))
         """Where the base is in what the call returns, if that is a view of it."""
 
     def make(self, value: Value) -> Tensor:
-        """Run the call forward; the result stays if somebody waits for it. Raises as `Frame.catch` does."""
+        """Run the call forward; the result stays if somebody waits for it. Raises as `ReplayFrame.catch` does."""
         with one_at_a_time:
             if value.tensor is not None:  # another thread was faster
                 return value.tensor
@@ -62,7 +62,7 @@ def result_of(returned: Any) -> Tensor | None:
     return found[0] if len(found) == 1 else None
 
 
-def result_node(frame: Frame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
+def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
     """The result of the call of `frame`, its base, and the base's node and place among what that gave.
 
     None where the result is something that the call was given.
@@ -79,7 +79,7 @@ def result_node(frame: Frame, returned: Any) -> tuple[Tensor, Tensor, Node, int]
     return tensor, base, node, output
 
 
-def left_to_advance(frame: Frame, returned: Any, *, replayed: bool) -> Value | None:
+def left_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Value | None:
     """The value of what the call of `frame` returned, from now on made by running it forward.
 
     None where it is not to be had so, or something inside the call keeps or recomputes it. The caller holds the value
@@ -94,7 +94,7 @@ def left_to_advance(frame: Frame, returned: Any, *, replayed: bool) -> Value | N
         value = Value(output=output)
         value.version = base._version
         register(node, output, value)
-    elif not isinstance(value.maker, Frame):
+    elif not isinstance(value.maker, ReplayFrame):
         return None
     operands = tuple(Handle(h.value, h.view) for h in frame.operands) if replayed else frame.operands
     value.maker = Advance(frame, operands, tensor, base)

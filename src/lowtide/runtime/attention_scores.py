@@ -1,7 +1,7 @@
 """What attention adds to its scores where no fused kernel does it: its mask, as numbers (`attention.cpp` of 2.13).
 
-The sum is made in C++, is not saved, and does not record the mask. While attention runs, `Noting` knows what it was
-called with.
+The sum is made in C++, is not saved, and does not record the mask. While attention runs, `OperandCapture` knows what it
+was called with.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from lowtide._torch.nodes import output_metadata, sequence_number
-from lowtide.runtime.operand_capture import Place, here
+from lowtide.runtime.operand_capture import CaptureSite, here
 from lowtide.runtime.recipes import Recipe
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-def added_to_scores(node: Node, name: str) -> tuple[Place, Value] | None:
+def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
     """What attention adds, where the node is that of this sum and `name` what it adds."""
     attention = here.attention
     if attention is None or (node.name(), name) != ("AddBackward0", "other"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,10 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 """Which attention kernels may be chosen: in spite of their place, on the CPU too."""
 
 
-class Reach:
+_ONLY_CPU = ("cpu",)
+
+
+class MutableState:
     """What calls of one module can touch, and what its first call was seen to do with it."""
 
     __slots__ = ("generators", "gpus", "holds", "is_overwritten", "modules", "units", "written")
@@ -67,7 +70,7 @@ class Reach:
         self.written = None
 
 
-class Surroundings:
+class CallContext:
     """What one call saw."""
 
     __slots__ = (
@@ -88,17 +91,19 @@ class Surroundings:
     )
 
     def __init__(
-        self, reach: Reach, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
+        self, reach: MutableState, devices: Iterable[torch.device] = (), generators: Sequence[torch.Generator] = ()
     ) -> None:
         """Of a call that begins; `devices` and `generators` are those of its arguments."""
         self.reach = reach
         found = reach.gpus | gpus(devices)
         self.rng = torch.get_rng_state()
         self.gpus = tuple((gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in found)
-        self.generators = tuple((g, g.get_state()) for g in {*reach.generators, *generators})
+        drawn = {*reach.generators, *generators} if reach.generators or generators else ()
+        self.generators = tuple((g, g.get_state()) for g in drawn)
         self.python: tuple[Any, ...] | None = python_state()
         self.numpy = numpy_state()
-        self.autocast = tuple((kind, *_autocast(kind)) for kind in {"cpu", *(gpu.type for gpu in found)})
+        kinds = {"cpu", *(gpu.type for gpu in found)} if found else _ONLY_CPU
+        self.autocast = tuple((kind, _autocast(kind)) for kind in kinds)
         self.kernels = tuple(enabled() for enabled, _ in _KERNELS)
         self.training = [module.training for module in reach.modules]
         self.attributes = Attributes(reach.modules)
@@ -189,8 +194,7 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Everything as it was when the call began; afterwards as it was before."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_attributes_back(self.reach.modules))
+        with _attributes_back(self.reach.modules), contextlib.ExitStack() as stack:
             self._put_back()
             for tensor, version in self.attributes.tensors:
                 if tensor._version != version:
@@ -209,12 +213,12 @@ class Surroundings:
                 table[name] = copies.setdefault(id(parameter), like)
             for (module, name), (buffer, _, content) in self.buffers.items():
                 module._buffers[name] = copies.setdefault(id(buffer), content.clone())
-            stack.enter_context(torch.enable_grad())
-            for kind, *state in self.autocast:
+            for kind, state in self.autocast:
                 if state != _autocast(kind):
                     on, dtype, cache = state
                     stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
-            yield
+            with torch.enable_grad():
+                yield
 
     def _put_back(self) -> None:
         """The parameters and buffers that the call saw, if others stand in their places now (as of `functional_call`).
@@ -293,8 +297,8 @@ def gpus(devices: Iterable[torch.device]) -> frozenset[torch.device]:
     return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
 
 
-def _autocast(kind: str) -> list[Any]:
-    return [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()]
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
 def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -16,20 +16,20 @@ from torch import nn
 from lowtide._torch.backward import is_tracing
 from lowtide._torch.compiled_code import is_compiled
 from lowtide._torch.modules import CALL, without_function_mode
-from lowtide.runtime.call_context import Reach
+from lowtide.runtime.call_context import MutableState
 from lowtide.runtime.class_calls import past_fronts, stand_in_calls
 from lowtide.runtime.module_changes import AsPlanned
-from lowtide.runtime.operand_capture import Noting
+from lowtide.runtime.operand_capture import OperandCapture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lowtide.runtime.engine import Engine
     from lowtide.runtime.plan_table import Actions
 
 
-class Seam:
-    """Stands in a module's CALL attribute: tells the engine that the module is being called."""
+class CallInterceptor:
+    """Object in a module's CALL attribute that tells the engine of the module's calls."""
 
     __slots__ = (
         "_reach",
@@ -56,7 +56,7 @@ class Seam:
         self.installed = False
         self.is_compiled = is_compiled(module)
         self.is_left_alone = path in engine.excluded_modules
-        self._reach: Reach | None = None
+        self._reach: MutableState | None = None
         self._thread = threading.get_ident()
         self.install()
 
@@ -70,10 +70,10 @@ class Seam:
     def install(self) -> None:
         """Stand in front of the module's implementation, or of what stands there already (`Module.compile`).
 
-        But behind every `Front`.
+        But behind every `OuterInterceptor`.
         """
         last, first = None, self.module.__dict__.get(CALL)
-        while isinstance(first, Front):
+        while isinstance(first, OuterInterceptor):
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
         own: Callable[..., Any] = first or past_fronts(self.module)
@@ -87,20 +87,20 @@ class Seam:
     def remove(self) -> None:
         """Leave the place as it was found, also if somebody else stands in front by now."""
         self.installed = False
-        _unlink(self)
+        _remove_from_chain(self)
 
     def stands(self) -> bool:
         """Whether calls of the module still come by."""
         front = self.module.__dict__.get(CALL)
-        while isinstance(front, Seam | Front) and front is not self:
+        while isinstance(front, CallInterceptor | OuterInterceptor) and front is not self:
             front = front.before
         return front is self
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> MutableState:
         """What calls of this module can touch."""
         if self._reach is None:
-            self._reach = Reach(self.module)
+            self._reach = MutableState(self.module)
         return self._reach
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class Seam:
             return self.inner(*args, **kwargs)
         now = self.engine.here.now
         if now is not None:
-            return now.call(self, args, kwargs)
+            return self.inner(*args, **kwargs) if self in now.idle else now.call(self, args, kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
             if (
@@ -118,17 +118,20 @@ class Seam:
         return self.engine.begin(self, args, kwargs)  # the model, or a part of it that the step calls by itself
 
 
-class Front:
-    """Stands in a module's CALL attribute, before any `Seam`: what is to be done with the module's calls from outside.
+class OuterInterceptor:
+    """Handler of a module's calls from outside, in its CALL attribute before any `CallInterceptor`.
 
     `around(inner, args, kwargs)` is called instead of the module and may call `inner(*args, **kwargs)`, which is the
     module with the plan that is in force on it, none, once or several times.
     """
 
-    __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module")
+    __slots__ = ("_own_calls", "_thread", "around", "before", "inner", "module", "owner")
 
-    def __init__(self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
-        self.module, self.around = module, around
+    def __init__(
+        self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any], owner: object = None
+    ) -> None:
+        """`owner` is alive as long as this stands, and `owners` finds it."""
+        self.module, self.around, self.owner = module, around, owner
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
         self.inner: Callable[..., Any] = self.before or past_fronts(module)
@@ -143,15 +146,15 @@ class Front:
         """Leave the place as it was found, and let go of whoever put it there. May be called again."""
         while self._own_calls:
             self._own_calls.pop()()
-        _unlink(self)
-        self.around = _pass_on
+        _remove_from_chain(self)
+        self.around, self.owner = pass_on, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or is_tracing():  # a trace is of the model alone
             return self.inner(*args, **kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
-            if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in Seam
+            if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in CallInterceptor
                 return past_fronts(caller)(*args, **kwargs)
         return self.around(self.inner, args, kwargs)
 
@@ -160,17 +163,27 @@ def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled code, run as it was compiled: for it a mode that takes notes would be another program."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with without_function_mode(Noting):
+        with without_function_mode(OperandCapture):
             return compiled(*args, **kwargs)
 
     return run
 
 
-def _pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what is behind a front, and nothing else."""
     return inner(*args, **kwargs)
 
 
-def _unlink(gone: Seam | Front) -> None:
+def owners(module: nn.Module) -> Iterator[object]:
+    """Give the owners of the fronts that stand before `module`."""
+    front = module.__dict__.get(CALL)
+    while isinstance(front, CallInterceptor | OuterInterceptor):
+        if isinstance(front, OuterInterceptor) and front.owner is not None:
+            yield front.owner
+        front = front.before
+
+
+def _remove_from_chain(gone: CallInterceptor | OuterInterceptor) -> None:
     """Take one out of the row that stands in front of its module."""
     front = gone.module.__dict__.get(CALL)
     if front is gone:
@@ -178,7 +191,7 @@ def _unlink(gone: Seam | Front) -> None:
             del gone.module.__dict__[CALL]
         else:
             gone.module.__dict__[CALL] = gone.before
-    while isinstance(front, Seam | Front):
+    while isinstance(front, CallInterceptor | OuterInterceptor):
         if front.before is gone:
             front.before, front.inner = gone.before, gone.inner
         front = front.before

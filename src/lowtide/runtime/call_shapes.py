@@ -13,13 +13,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """What a call is given."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs))
+    """What a call is given; numbers in tensors without dimensions, such as a count of tokens, are no sizes."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in_call(args, kwargs) if tensor.dim())
 
 
 def shapes_in(words: str) -> Shapes:
     """The shapes in `[8, 1024] int64, [8] float32`, as `identity.in_words` writes them."""
-    return tuple(tuple(int(size) for size in re.findall(r"\d+", shape)) for shape in re.findall(r"\[(.*?)\]", words))
+    return tuple(tuple(int(size) for size in re.findall(r"\d+", shape)) for shape in re.findall(r"\[(.+?)\]", words))
 
 
 def within(one: Shapes, other: Shapes) -> bool:

@@ -23,12 +23,31 @@ _ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}
 def class_of_call(module: nn.Module) -> type | None:
     """Return the class whose `__call__` runs `module` instead of torch's; None if torch's does."""
     for base in type(module).__mro__:
-        call = original(base, "__call__") if "__call__" in vars(base) else None
-        if base is nn.Module or base.__module__.partition(".")[0] == "torch":
+        if _is_torchs(base):
             return None
-        if isinstance(call, FunctionType) and not _ONWARD & {*call.__code__.co_names}:
+        if _runs_by_itself(base):
             return base
     return None
+
+
+def classes_of_calls() -> set[type]:
+    """Return the classes of modules that exist so far whose `__call__` runs them instead of torch's."""
+    found: set[type] = set()
+    pending: list[type] = [nn.Module]
+    while pending:
+        kinds: list[type] = pending.pop().__subclasses__()
+        pending += kinds
+        found.update(kind for kind in kinds if not _is_torchs(kind) and _runs_by_itself(kind))
+    return found
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def _runs_by_itself(kind: type) -> bool:
+    call = original(kind, "__call__") if "__call__" in vars(kind) else None
+    return isinstance(call, FunctionType) and not _ONWARD & {*call.__code__.co_names}
 
 
 def stand_in_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:

@@ -1,7 +1,7 @@
 """A plan in force on a model: one pair of hooks that decides for each saved tensor to keep, recompute or replay it.
 
 Seams in the modules tell which call of which module is running, which is how a plan addresses a saved tensor. All that
-a forward pass has to remember is in one `Pass`, so nothing is left over when it ends, however it ends.
+a forward pass has to remember is in one `ForwardPass`, so nothing is left over when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +17,7 @@ import torch
 from torch import nn
 
 from lowtide._torch.backward import in_backward, in_transform
-from lowtide._torch.compiled_code import never_compiled
-from lowtide._torch.modes import hooks_but_in_transforms, saved_tensor_hooks
+from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_aside
 from lowtide._torch.tensors import is_same_memory
@@ -28,29 +26,29 @@ from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
-from lowtide.runtime.call_interceptor import Front, Seam
+from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
 from lowtide.runtime.class_calls import stand_in_calls
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.forward_pass import Aside, Called, Here, Pass, Scope
+from lowtide.runtime.forward_pass import CallHandler, CallScope, ForwardPass, Passthrough, ThreadState, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlace, check
 from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
-from lowtide.runtime.plan_table import Actions, Decision, actions_for
+from lowtide.runtime.plan_table import Actions, Decision, NeededSlots, actions_for
 from lowtide.runtime.recipes import CannotRecompute, TooSmall
 from lowtide.runtime.recompute import certain
-from lowtide.runtime.recompute_builder import Builder, Owners
-from lowtide.runtime.replay import Frame
-from lowtide.runtime.saved_values import SEED_BYTES, Handle, Value, register, registered, rootless, unpack
+from lowtide.runtime.recompute_builder import Builder, ParameterOwners
+from lowtide.runtime.replay import ReplayFrame
+from lowtide.runtime.saved_values import SEED_BYTES, Handle, Value, register, registered, unpack, value_without_grad_fn
 from lowtide.runtime.tensor_writers import ReliedOn, is_overwritten
-from lowtide.runtime.view_geometry import producer, whole
+from lowtide.runtime.view_geometry import whole
 from lowtide.utils import interrupts as _interrupts
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.operand_capture import CaptureSite
 
-__all__ = ["Actions", "Decision", "Engine", "Pass", "actions_for"]
+__all__ = ["Actions", "Decision", "Engine", "ForwardPass", "actions_for"]
 
 
 class Engine:
@@ -58,6 +56,9 @@ class Engine:
 
     is_measured: ClassVar[bool] = False
     """Whether this model's step is measured, so that what plans of other models want does not count meanwhile."""
+
+    learns: ClassVar[bool] = True
+    """True if all decisions are in `actions`, so that one run shows the saved tensors that are needed."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Engine:
         """
         self.model = model
         self.relied_on = ReliedOn(self.copied, self.name_of)
-        self.builder = Builder(Owners(model, self.relied_on))
+        self.builder = Builder(ParameterOwners(model, self.relied_on))
         self.tables = actions
         self.in_place = in_place or [{} for _ in actions]
         self.versions: dict[str, int] = {}
@@ -88,11 +89,17 @@ class Engine:
         """And those to which nothing was done, as the model was in eval mode."""
         self.bypassed: str | None = None
         """Where the model was called so that nothing could be done to what it saves, with the way out."""
-        self.here = Here()
+        self.here = ThreadState()
+        self.learnt = [NeededSlots() for _ in actions]
+        """For each plan the saved tensors that have to be seen, as far as runs have shown."""
+        self.needed: list[NeededSlots | None] = [None for _ in actions]
+        """The same, for plans under which a run has shown it; None where the next run has to see all."""
+        self.learns_again = False
+        """True if a recompute has gone another way since."""
         self._writing: InPlace | None = None
         self._thread: int | None = None
         """Of the run that is in progress."""
-        self._seams: list[Seam] = []
+        self._seams: list[CallInterceptor] = []
         self._own_calls: list[Callable[[], None]] = []
         """Take away what stands in for the `__call__` of classes that have one of their own."""
         self.tell: Callable[[str], object] = warnings.warn
@@ -100,13 +107,13 @@ class Engine:
         self._said: set[str] = set()
 
     @property
-    def scope(self) -> Scope | None:
+    def scope(self) -> CallScope | None:
         """The module call in progress in this thread."""
-        return self.here.now.scope if isinstance(self.here.now, Pass) else None
+        return self.here.now.scope if isinstance(self.here.now, ForwardPass) else None
 
     # --- the hooks
 
-    def pack(self, now: Pass, tensor: Tensor) -> Handle:
+    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         """Keep `tensor`, or note how it will be made again."""
         scope, frame = now.scope, now.frame
         assert scope is not None
@@ -115,18 +122,26 @@ class Engine:
         if frame is not None:
             frame.count += 1
         decision = scope.actions.recompute.get(ordinal)
-        handle = self.hold(tensor, decision, frame)
+        handle = self.hold(tensor, decision, frame, scope)
         if scope.held:
             scope.held = [value for value in scope.held if not value.readers]
-        if (probe := values.probe_of(self)) is not None:
-            probe.packed(handle, tensor)
+        if now.probe is not None:
+            now.probe.packed(handle, tensor)
         return handle
 
-    def hold(self, tensor: Tensor, decision: Decision | None, frame: Frame | None) -> Handle:
-        """Return a handle on `tensor`: a value held already, or one recomputed, replayed by `frame`, or kept."""
+    def hold(self, tensor: Tensor, decision: Decision | None, frame: ReplayFrame | None, scope: CallScope) -> Handle:
+        """Return a handle on `tensor`: a value held already, or one recomputed, replayed by `frame`, or kept.
+
+        It is the last one that was saved in the call of `scope`, or an argument of that.
+        """
         if decision is None and frame is None and (kept := self.keep(tensor)) is not None:
+            if scope.learnt is not None:
+                kept.value.seen_in(scope.learnt, scope.ordinal - 1)
             return kept
-        base, node, output, view = producer(tensor)
+        if scope.learnt is not None:
+            scope.learnt.add(scope.ordinal - 1)
+        base, node, output = whole(tensor)
+        view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         leaves = None
         if decision is not None and decision.node in PACKINGS:
             try:
@@ -143,19 +158,24 @@ class Engine:
             return Handle(value if leaves is None else self.offload(value, base, leaves), view)
         found = registered(node, output)
         if found is not None and shared(found, base, frame) and (decision is None or certain(found)):
+            found.need()
             passing, found.passing = found.passing, False
             if decision is None and not (found.kept or isinstance(found.maker, Advance)):
                 if frame is not None:
                     frame.adopt(found, tensor, base, passing=passing)
                 elif leaves is None:
                     found.keep(base.detach())
-                elif isinstance(found.maker, Frame):
+                elif isinstance(found.maker, ReplayFrame):
                     self.offload(found, base, leaves)
             return Handle(found, view)
         if decision is not None:
             try:
                 if node.name() == decision.node:
-                    return Handle(self.recomputed(node, output, base, found, decision), view)
+                    return Handle(self.recomputed(node, output, base, found, decision, scope), view)
+            except _NotLearnt:
+                value = Value(base.detach())
+                value.output = output
+                return Handle(value, view)
             except CannotRecompute:
                 pass
             self.drift(decision, node)
@@ -179,11 +199,23 @@ class Engine:
         assert value is not None
         return Handle(value, None if base is tensor else tensor.detach())
 
-    def recomputed(self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision) -> Value:
+    def recomputed(
+        self, node: Node, output: int, base: Tensor, found: Value | None, decision: Decision, scope: CallScope
+    ) -> Value:
         """A value that makes `base` again: the one that was `found` to pass through so far, now with its strides."""
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
-        value = self.builder.recompute(node, output, base)
+        self.builder.length = 0
+        try:
+            value = self.builder.recompute(node, output, base)
+        except CannotRecompute:
+            self.learns_again = True
+            raise
+        if scope.needed is None:
+            decision.lengths.add(self.builder.length)
+        elif self.builder.length not in decision.lengths:
+            self.learns_again = True
+            raise _NotLearnt
         if found is not None and found.passing:
             found.maker, found.passing, value = value.maker, False, found
             register(node, output, found)
@@ -200,7 +232,7 @@ class Engine:
             raise CannotRecompute("it is not saved for its signs")
         return Handle(packed(decision.node, tensor))
 
-    def let_go_of_values(self, scope: Scope, result: Any) -> None:
+    def let_go_of_values(self, scope: CallScope, result: Any) -> None:
         """A call is over that was told to hold only the shape of its input: it does if nothing else is read of it."""
         held = saved_for_shape(result)
         for ordinal, decision in scope.actions.recompute.items():
@@ -214,16 +246,16 @@ class Engine:
     def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
         """Let `value` wait in memory of the host, or keep it where it can't."""
         now = self.here.now
-        if not (isinstance(now, Pass) and now.departures.leave(base, value)):
+        if not (isinstance(now, ForwardPass) and now.departures.leave(base, value)):
             value.keep(base.detach())
             self.drift(decision)
         return value
 
-    def notes(self, scope: Scope) -> bool:
+    def notes(self, scope: CallScope) -> bool:
         """Whether a call may be told to recompute what takes something that autograd does not record."""
         return scope.actions.notes
 
-    def unrecorded(self, place: Place, operand: Tensor) -> Value | None:
+    def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
         """An operator was given a tensor that autograd does not record: a value that holds it, if one is needed."""
         assert self.scope is not None
         is_wanted = place.ordinal in self.scope.actions.noted and not is_overwritten(operand)
@@ -256,7 +288,7 @@ class Engine:
         """Whether there is anything to do, for whatever batch."""
         return any(self.tables) or any(self.in_place)
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The plan for a run of the model that begins with this call, by its number."""
         return 0
 
@@ -264,7 +296,7 @@ class Engine:
         """Whether that one has nothing to do with what is saved, so that the hooks need not be there."""
         return False
 
-    def begin(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or a part of it by itself, is called: with the hooks, if a backward of training will follow."""
         if not torch.is_grad_enabled() or in_backward():
             with without_aside():  # inside of backward: what somebody else checkpointed is recomputed
@@ -281,9 +313,9 @@ class Engine:
                     f"{seam} was called inside of a transform of torch.func (grad, vmap, ...): the plan does nothing "
                     "there."
                 )
-            with self.now(Aside()):
+            with self.now(Passthrough()):
                 return seam.inner(*args, **kwargs)
-        hooks = saved_tensor_hooks()
+        hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
             self.bypassed = in_hooks(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # not those of a plan for more of it
@@ -291,7 +323,7 @@ class Engine:
                     f"{seam} was called inside of other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). They win: the plan does nothing there."
                 )
-            with self.now(Aside()):
+            with self.now(Passthrough()):
                 return seam.inner(*args, **kwargs)
         plan = self.choose(seam, args, kwargs)
         if self._writing is None or self.is_measured:
@@ -300,25 +332,36 @@ class Engine:
             outputs.append(self.run(plan, seam, args, kwargs))
             return outputs[0]
 
-    def run(self, plan: int, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, plan: int, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, with the hooks if `plan` has something to do with what is saved."""
         if self.keeps_all(plan):
-            with self.now(Aside()):
+            with self.now(Passthrough()):
                 return seam.inner(*args, **kwargs)
-        now = Pass(self, plan)
-        hooked = hooks_but_in_transforms(pack_into(now), unpack, self.apart)
-        with hooked, self.now(now), self._alone(seam):
+        is_probed = values.observer_of(self) is not None
+        if self.learns_again and not is_probed:
+            self.learns_again, self.needed[plan] = False, None
+        needed = None if is_probed else self.needed[plan]
+        now = ForwardPass(self, plan, needed, learns=self.learns and not is_probed and not self.builder.owners.sharded)
+        with off_in_transforms(unpack, self.apart), self.now(now), self._alone(seam), pausing(now.pack):
+            if needed is None:
+                now.switch(on=True)
             try:
-                return now.call(seam, args, kwargs)
+                result = now.call(seam, args, kwargs)
             finally:
                 now.departures.close()
+                if now.has_hooks:
+                    now.switch(on=False)
+        if now.learnt:
+            self.needed[plan] = self.learnt[plan]
+            self.learnt[plan].learn(plan, now.learnt)
+        return result
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Calls of modules in this thread are as without a plan."""
-        return self.now(Aside())
+        return self.now(Passthrough())
 
     @contextlib.contextmanager
-    def _alone(self, seam: Seam) -> Iterator[None]:
+    def _alone(self, seam: CallInterceptor) -> Iterator[None]:
         """Raises LowtideError if another thread is in the model: what replays put back is the whole process's."""
         before, me = self._thread, threading.get_ident()
         if before not in (None, me) and any(seam.replays for seam in self._seams):
@@ -334,7 +377,7 @@ class Engine:
             self._thread = before
 
     @contextlib.contextmanager
-    def now(self, called: Called) -> Iterator[None]:
+    def now(self, called: CallHandler) -> Iterator[None]:
         """Modules that are called in this thread tell `called`."""
         before, self.here.now = self.here.now, called
         try:
@@ -345,10 +388,11 @@ class Engine:
     def install(self) -> None:
         """Put a seam into every module, until `remove`. Raises LowtideError if the model has a plan already."""
         front = self.model.__dict__.get(CALL)
-        while isinstance(front, Seam | Front):
-            if isinstance(front, Seam) and front.engine.model is self.model:
+        while isinstance(front, CallInterceptor | OuterInterceptor):
+            if isinstance(front, CallInterceptor) and front.engine.model is self.model:
                 raise LowtideError(
-                    f"there is a plan in force on this {type(self.model).__name__} already: call remove() on it first."
+                    f"there is a plan in force on this {type(self.model).__name__} already: "
+                    "take it off first with lowtide.remove(model)."
                 )
             front = front.before
         if self.is_measured or any(self.in_place):
@@ -360,17 +404,20 @@ class Engine:
                 writing.of_all(self.in_place[0])
             self._writing = writing
         self.relied_on.watch()
+        self.learnt, self.needed = [NeededSlots() for _ in self.tables], [None for _ in self.tables]
         inside: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if module not in inside:
-                self._seams.append(Seam(self, module, path, tuple(actions.get(path, {}) for actions in self.tables)))
+                self._seams.append(
+                    CallInterceptor(self, module, path, tuple(actions.get(path, {}) for actions in self.tables))
+                )
                 if self._seams[-1].is_compiled:  # what is called in there is no call any longer
                     inside.update(below for below in module.modules() if below is not module)
         self._own_calls = stand_in_calls(self.model.modules())
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
         """A gradient is about to be written over the one that came to such a node."""
-        if (probe := values.probe_of(self)) is not None:
+        if (probe := values.observer_of(self)) is not None:
             probe.writing_over(node, n_bytes)
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -380,13 +427,14 @@ class Engine:
 
     def copied(self, tensor: Tensor, who: str) -> None:
         """A tensor was copied before it is written to, as something is still to be made of it."""
+        name = self.name_of(tensor) or "a tensor"
         self.say(
-            f"{who} writes to {self.name_of(tensor) or 'a tensor'} ({list(tensor.shape)} {tensor.dtype}) between "
-            "forward and backward, and the plan reads it once more after that: it was copied, so the peak may be above "
-            "the budget. Fit, or rehearse and plan, in a step that does so."
+            f"{who} writes to {name} ({list(tensor.shape)} {tensor.dtype}) between forward and backward, and the plan "
+            "reads it once more after that: it was copied, so the peak may be above the budget. Fit, or rehearse and "
+            "plan, in a step that does so."
         )
 
-    def displaced(self) -> Iterator[Seam]:
+    def displaced(self) -> Iterator[CallInterceptor]:
         """Seams in whose place somebody else has come since, as `Module.compile` does."""
         return (seam for seam in self._seams if not seam.stands())
 
@@ -402,33 +450,21 @@ class Engine:
             self._seams.pop().remove()
 
 
-def pack_into(now: Pass) -> Callable[[Tensor], Handle]:
-    """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
-    reference = weakref.ref(now)
-
-    @never_compiled
-    def pack(tensor: Tensor) -> Handle:
-        now = reference()
-        assert now is not None  # while the forward runs
-        if now.engine.here.now is None:  # a device's thread, in a backward pass inside of the forward (`create_graph`)
-            with now.engine.now(now):
-                return now.engine.pack(now, tensor)
-        return now.engine.pack(now, tensor)
-
-    return pack
+class _NotLearnt(Exception):
+    """A recompute goes another way than in the run in which it was learnt which saved tensors have to be seen."""
 
 
-def without_history(tensor: Tensor, base: Tensor, frame: Frame | None) -> Value:
+def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> Value:
     """The value behind a tensor that no node made: kept, unless a replay is given it or makes it again."""
     if frame is not None and not frame.is_static(base):
         if (given := frame.arguments.given(base)) is not None:
             return given
         if base.numel() * base.element_size() > SEED_BYTES:
             return frame.value(tensor, base)
-    return rootless(base)
+    return value_without_grad_fn(base)
 
 
-def shared(found: Value, base: Tensor, frame: Frame | None) -> bool:
+def shared(found: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
     """Whether a slot of `base` in `frame` can be a reader of the value that an earlier slot found for the same output.
 
     Not if the tensor was changed in between without autograd noticing. And not if it is left to the replay of a call
@@ -437,6 +473,6 @@ def shared(found: Value, base: Tensor, frame: Frame | None) -> bool:
     """
     if found.version not in (base._version, -1):
         return False
-    if frame is None or not isinstance(found.maker, Frame):
+    if frame is None or not isinstance(found.maker, ReplayFrame):
         return True
     return found.maker.encloses(frame) or frame.encloses(found.maker)

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +23,7 @@ from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Fingerprint, Static
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -155,12 +155,23 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     return static, frozenset(seen - {0})
 
 
-def optimizers_of(model: nn.Module, named: Optimizer | None = None) -> list[Optimizer]:
+Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer] | None"
+"""What `optimizer=` takes: one, several or none."""
+
+
+def listed(optimizers: Optimizers) -> list[Optimizer]:
+    """Return those that `optimizer=` was given."""
+    if optimizers is None:
+        return []
+    return list(optimizers) if isinstance(optimizers, tuple | list) else [optimizers]  # type: ignore[list-item]
+
+
+def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
     """Optimizers that are alive and have parameters of `model`; of one that wraps another the one with the state."""
     gc.collect()  # one that nobody uses any longer may be in a cycle with its scheduler
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
     found: dict[int, Optimizer] = {}
-    for optimizer in alive if named is None else [named, *alive]:
+    for optimizer in [*listed(named), *alive]:
         if is_of(model, optimizer) and (id(optimizer.state) not in found or "state" in vars(optimizer)):
             found[id(optimizer.state)] = optimizer
     return list(found.values())

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lowtide._torch.modes import saved_tensor_hooks, saved_tensor_hooks_off
+from lowtide._torch.compiled_code import never_compiled
+from lowtide._torch.modes import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+    saved_tensor_hooks_off,
+)
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import left_to_advance
-from lowtide.runtime.offload import Departures
-from lowtide.runtime.operand_capture import Noting, Place
-from lowtide.runtime.plan_table import NO_ACTIONS, Actions, Decision
-from lowtide.runtime.replay import Frame
-from lowtide.runtime.saved_values import Handle, Value, unpack
+from lowtide.runtime.offload import OffloadQueue
+from lowtide.runtime.operand_capture import CaptureSite, OperandCapture
+from lowtide.runtime.plan_table import NO_ACTIONS, Actions, NeededSlots
+from lowtide.runtime.replay import ReplayFrame
+from lowtide.runtime.saved_values import Handle, Kept, Value, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.engine import Engine
 
 
-class Scope:
+class CallScope:
     """A module call in progress."""
 
-    __slots__ = ("actions", "held", "noted", "number", "ordinal", "path")
+    __slots__ = ("_id", "actions", "held", "learnt", "needed", "noted", "number", "ordinal", "path")
 
-    def __init__(self, path: str, number: int, actions: Actions) -> None:
+    def __init__(
+        self,
+        path: str,
+        number: int,
+        actions: Actions,
+        needed: set[int] | None = None,
+        learnt: set[int] | None = None,
+    ) -> None:
         self.path, self.number, self.actions = path, number, actions
+        self.needed = needed
+        """Ordinals of the saved tensors that are more than kept; None if that is not known."""
+        self.learnt = learnt
+        """Those of them that were seen so far, where they are to be learnt."""
+        self._id: str | None = None
         self.ordinal = 0
         """Tensors saved by the call itself, not by calls inside of it."""
         self.noted = 0
@@ -42,61 +63,115 @@ class Scope:
 
     @property
     def id(self) -> str:
-        return f"{self.path}#{self.number}"
+        """The call's address, `path#number`."""
+        if self._id is None:
+            self._id = f"{self.path}#{self.number}"
+        return self._id
 
 
-class Called(Protocol):
+NO_SEAMS: frozenset[CallInterceptor] = frozenset()
+
+
+class CallHandler(Protocol):
     """Who is told that a module is called: the forward pass, or a replay in progress."""
 
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    @property
+    def idle(self) -> frozenset[CallInterceptor]:
+        """Modules whose calls it need not be told of now."""
+
+    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-class Here(threading.local):
+class ThreadState(threading.local):
     """Who is told in this thread; nobody outside of the model."""
 
-    now: Called | None = None
+    now: CallHandler | None = None
 
 
-class Pass:
+class ForwardPass:
     """One run of the model's forward: where in the model it is."""
 
-    __slots__ = ("__weakref__", "departures", "engine", "frame", "notes", "plan", "results", "scope", "times")
+    __slots__ = (
+        "__weakref__",
+        "departures",
+        "engine",
+        "frame",
+        "has_hooks",
+        "idle",
+        "learnt",
+        "needed",
+        "notes",
+        "pack",
+        "plan",
+        "probe",
+        "results",
+        "scope",
+        "times",
+    )  # fmt: skip
 
-    def __init__(self, engine: Engine, plan: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, plan: int = 0, needed: NeededSlots | None = None, *, learns: bool = False
+    ) -> None:
+        """Unless `needed`, every saved tensor is seen; with `learns` it is remembered which ones have to be."""
         self.engine = engine
         self.plan = plan
+        self.needed = needed
+        self.learnt: dict[CallInterceptor, dict[int, set[int]]] | None = {} if learns else None
+        self.probe = values.observer_of(engine)
+        self.pack = pack_into(self)
+        self.idle = NO_SEAMS if needed is None else needed.idle
+        self.has_hooks = False
+        """True while the hooks of this run are in force, with or without other ones in front."""
         """The number of the plan in force in it."""
-        self.scope: Scope | None = None
-        self.frame: Frame | None = None
+        self.scope: CallScope | None = None
+        self.frame: ReplayFrame | None = None
         """The innermost call in progress that will be replayed."""
-        self.times: dict[Seam, int] = {}
+        self.times: defaultdict[CallInterceptor, int] = defaultdict(int)
         """Calls of each module so far."""
         self.notes = False
         """Whether what operators are given is being noted."""
-        self.departures = Departures()
+        self.departures = OffloadQueue()
         """What leaves for the host."""
         self.results: list[Value] = []
         """Results of calls, made again by advancing: held until those who are given them have handles."""
 
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
-        if seam.is_left_alone:
-            with saved_tensor_hooks_off(unpack), self.engine.apart():
+        needed = self.needed
+        if needed is not None and seam in needed.idle and not self.notes and self.frame is None:
+            is_switched = self.switch(on=False)
+            try:
                 return seam.inner(*args, **kwargs)
-        number = self.times.get(seam, 0)
+            finally:
+                if is_switched:
+                    self.switch(on=True)
+        if seam.is_left_alone:
+            with saved_tensor_hooks_off(unpack), pausing(None), self.engine.apart():
+                return seam.inner(*args, **kwargs)
+        number = self.times[seam]
         self.times[seam] = number + 1
-        outer = self.scope
-        self.scope = scope = Scope(seam.path, number, seam.actions[self.plan].get(number, NO_ACTIONS))
-        probe = values.probe_of(self.engine)
+        outer, actions = self.scope, seam.actions[self.plan].get(number, NO_ACTIONS)
+        if needed is None:
+            self.scope = scope = CallScope(seam.path, number, actions, None, self.learn(seam, number))
+            is_switched = False
+        else:
+            ordinals = needed.by_call.get(seam, _NO_CALLS).get(number)
+            learnt = self.learn(seam, number) if ordinals is None else None
+            self.scope = scope = CallScope(seam.path, number, actions, ordinals, learnt)
+            wants = ordinals is None or bool(ordinals) or seam.replays or self.frame is not None
+            is_switched = wants is not self.has_hooks and self.switch(on=wants)
+        probe = self.probe
         try:
             if probe is not None:
                 probe.entering(seam, args, kwargs)
-            run = self.framed if seam.replays else self.run
             if self.engine.notes(scope) and not self.notes:
-                result = self.noting(run, seam, args, kwargs)
+                run = self.run_replayable if seam.replays else self.run
+                result = self.run_capturing(run, seam, args, kwargs)
+            elif seam.replays:
+                result = self.run_replayable(seam, args, kwargs)
             else:
-                result = run(seam, args, kwargs)
-            if scope.actions.shape:
+                result = seam.inner(*args, **kwargs)
+            if actions.shape:
                 self.engine.let_go_of_values(scope, result)
             if probe is not None:
                 probe.returning(seam, result)
@@ -105,16 +180,43 @@ class Pass:
             if probe is not None:
                 probe.leaving(seam)
             self.scope = outer
+            if is_switched:
+                self.switch(on=not self.has_hooks)
 
-    def run(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def learn(self, seam: CallInterceptor, number: int) -> set[int] | None:
+        """The needed ordinals of a call that is about to begin, to be filled; None if they are not learnt."""
+        if self.learnt is None:
+            return None
+        return self.learnt.setdefault(seam, {}).setdefault(number, set())
+
+    def switch(self, *, on: bool) -> bool:
+        """Put the hooks in force, or out of it, unless other ones are in force. Return True if that was done."""
+        top = saved_tensor_hooks()
+        if on:
+            if top is not None:
+                return False
+            push_saved_tensor_hooks(self.pack, unpack)
+            paused.pack = None
+        else:
+            if top is None or top[0] is not self.pack:
+                return False
+            pop_saved_tensor_hooks()
+            paused.pack = self.pack
+        self.has_hooks = on
+        self.idle = NO_SEAMS if on or self.notes or self.needed is None else self.needed.idle
+        return True
+
+    def run(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's implementation."""
         return seam.inner(*args, **kwargs)
 
-    def noting(self, run: Callable[..., Any], seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call in which it is noted what operators are given, those in calls inside of it too."""
+    def run_capturing(
+        self, run: Callable[..., Any], seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call in which operands are noted, those of calls inside of it too."""
         self.notes = True
         try:
-            with Noting(self):
+            with OperandCapture(self):
                 return run(seam, args, kwargs)
         finally:
             self.notes = False
@@ -124,39 +226,41 @@ class Pass:
         assert self.scope is not None
         return self.scope.id
 
-    def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
+    def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         """An operator in it was given a tensor that autograd does not record."""
         scope = self.scope
         assert scope is not None
-        place = Place(scope.id, scope.noted)
+        place = CaptureSite(scope.id, scope.noted)
         if self.engine.here.now is not self:  # a trial run inside of it
             return place, None
         scope.noted += 1
         value = self.engine.unrecorded(place, operand)
         if value is not None:
             scope.held.append(value)
-        if (probe := values.probe_of(self.engine)) is not None:
+        if (probe := values.observer_of(self.engine)) is not None:
             probe.noted(place, operand)
         return place, value
 
     def sized_by_contents(self, operator: str) -> None:
         """An operator in it gave what is as large as the contents of a tensor make it."""
-        if (probe := values.probe_of(self.engine)) is not None:
+        if (probe := values.observer_of(self.engine)) is not None:
             probe.sized_by_contents(operator)
 
-    def framed(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_replayable(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that the plan may want replayed: then everything it saves is left to that. Or advanced: its result."""
         scope, outer = self.scope, self.frame
         assert scope is not None
         replay, advance = scope.actions.replay, scope.actions.advance and outer is None
-        if (replay or advance) and not (torch.is_grad_enabled() and self.ours(seam) and self.may_replay(seam)):
+        if (replay or advance) and not (
+            torch.is_grad_enabled() and self.hooks_are_active(seam) and self.may_replay(seam)
+        ):
             replay = advance = False
         if outer is not None:
             outer.nested.append((seam, replay))
         if not (replay or advance):
             return seam.inner(*args, **kwargs)
-        hold = partial(self.argument, scope.actions.inputs, itertools.count(), outer)
-        frame = Frame(seam, args, kwargs, hold, outer)
+        hold = partial(self.argument, scope, itertools.count(), outer)
+        frame = ReplayFrame(seam, args, kwargs, hold, outer)
         self.engine.relied_on.frames.add(frame)
         self.frame = frame if replay else outer
         try:
@@ -169,7 +273,7 @@ class Pass:
             self.results.append(value)
         return result
 
-    def may_replay(self, seam: Seam) -> bool:
+    def may_replay(self, seam: CallInterceptor) -> bool:
         """Whether a call of the module finds in backward what it finds now, as far as is known.
 
         Not if something was put on the module since its plan was put in force: then say so.
@@ -185,15 +289,13 @@ class Pass:
             )
         return change is None
 
-    def argument(
-        self, decisions: Mapping[int, Decision], places: Iterator[int], outer: Frame | None, tensor: Tensor
-    ) -> Handle:
+    def argument(self, scope: CallScope, places: Iterator[int], outer: ReplayFrame | None, tensor: Tensor) -> Handle:
         """Hold an argument of a call that will be replayed, as if the call around it had saved it."""
         if outer is not None:
             outer.count += 1
-        return self.engine.hold(tensor, decisions.get(next(places)), outer)
+        return self.engine.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
 
-    def ours(self, seam: Seam) -> bool:
+    def hooks_are_active(self, seam: CallInterceptor) -> bool:
         """Whether saved tensors come to us here; if not, say so."""
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
@@ -205,8 +307,54 @@ class Pass:
         return False
 
 
-class Aside:
+class _Paused(threading.local):
+    """The hooks of the run in progress in this thread, while they are out of force."""
+
+    pack: Callable[[Tensor], Any] | None = None
+
+
+paused = _Paused()
+
+
+@contextlib.contextmanager
+def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
+    """Let plans on other models that are called in this block find a plan around them, or none."""
+    before, paused.pack = paused.pack, pack
+    try:
+        yield
+    finally:
+        paused.pack = before
+
+
+def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | Kept]:
+    """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
+    reference = weakref.ref(now)
+
+    @never_compiled
+    def pack(tensor: Tensor) -> Handle | Kept:
+        now = reference()
+        assert now is not None  # while the forward runs
+        scope = now.scope
+        assert scope is not None
+        ordinal = scope.ordinal
+        if scope.needed is not None and ordinal not in scope.needed and now.frame is None:
+            scope.ordinal = ordinal + 1
+            return tensor.detach(), tensor._version
+        if now.engine.here.now is None:  # a device's thread, in a backward pass inside of the forward (`create_graph`)
+            with now.engine.now(now):
+                return now.engine.pack(now, tensor)
+        return now.engine.pack(now, tensor)
+
+    return pack
+
+
+_NO_CALLS: Mapping[int, set[int]] = {}
+
+
+class Passthrough:
     """A call of the model in which the plan does nothing."""
 
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    idle = NO_SEAMS
+
+    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return seam.inner(*args, **kwargs)

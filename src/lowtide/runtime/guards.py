@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_interceptor import Front
-from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
+from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
 from lowtide.runtime.fingerprint import in_words, is_of, place_of, state_bytes
 from lowtide.units import format_bytes
 
@@ -26,25 +26,40 @@ if TYPE_CHECKING:
 
 
 class Lookout:
-    """Says once, and goes, when `model` is given more than in its rehearsal, more is trained, or a part is new."""
+    """Says once when `model` is given more than in its rehearsal, more is trained, or a part is new.
 
-    def __init__(self, model: nn.Module, plan: Plan, say: Callable[[str], None]) -> None:
-        self._model, self._plan, self._say = model, plan, say
+    `owner` is alive as long as this stands before the model. `outgrown` is called with the words for a batch of more
+    elements than any that the plan is for; where it gives True they need not be said.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        say: Callable[[str], None],
+        owner: object,
+        outgrown: Callable[[str], bool] = lambda what: False,
+    ) -> None:
+        self._model, self._plan, self._say, self._is_taken = model, plan, say, outgrown
         self._known = [shapes_in(words) for words in plan.input_shapes]
         self._modules = {path: (module, dict(module._modules)) for path, module in model.named_modules()}
         self._n_trained = self._n_now()
-        self._front: Front | None = Front(model, self._around)
+        self._most = max(map(elements, self._known), default=0)
+        self._is_over = False
+        self._front = OuterInterceptor(model, self._around, owner)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model, or a part of it by itself, is called in training."""
-        if self._front is None:
+        if self._is_over:
             return
         found = tensors_in_call(args, kwargs)
-        shapes = tuple(tuple(tensor.shape) for tensor in found)
+        shapes = tuple(tuple(tensor.shape) for tensor in found if tensor.dim())
         if self._known and not any(no_larger(shapes, most) for most in self._known):
-            self._outgrown(
-                f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
-            )
+            what = f"was given {in_words(found)}, and the plan is for {' and for '.join(self._plan.input_shapes)}"
+            if elements(shapes) > self._most and self._is_taken(what):
+                self._stop()
+            else:
+                self._outgrown(what)
         elif (n_now := self._n_now()) > self._n_trained:
             self._outgrown(f"has {n_now} parameters that are trained, and the plan is for {self._n_trained}")
         elif (path := self._replaced()) is not None:
@@ -52,9 +67,11 @@ class Lookout:
 
     def remove(self) -> None:
         """Take it out of the model. May be called again."""
-        if self._front is not None:
-            self._front.remove()
-            self._front = None
+        self._front.remove()
+
+    def _stop(self) -> None:
+        """Look no longer."""
+        self._is_over, self._front.around = True, pass_on
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._model.training and torch.is_grad_enabled():
@@ -75,7 +92,7 @@ class Lookout:
         return None
 
     def _outgrown(self, what: str) -> None:
-        self.remove()
+        self._stop()
         saving = "" if self._plan.fallback is None else ", though larger batches get the most saving plan"
         self._say(
             f"{type(self._model).__name__} {what}: the peak may be above the budget{saving}. Plan for the largest "

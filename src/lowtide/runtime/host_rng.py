@@ -1,14 +1,16 @@
 """The states of the random numbers that Python code draws: those of `random` and of NumPy.
 
-A state is told apart by identity: two calls give the same object if nothing was drawn between them. NumPy builds its
-state of 624 numbers one by one, which takes longer than the calls of most modules; its memory tells the same at once.
+A state is told apart by identity: two calls give the same object if nothing was drawn between them. Python and NumPy
+build their states of 624 numbers one by one, which takes longer than the calls of most modules; their memory tells the
+same at once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-from typing import Any
+import struct
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,7 +19,27 @@ _MT19937_BYTES = 625 * 4
 _NORMAL = slice(3, 5)
 """Where a state says whether one more normal number was drawn, and waits: it is given without the memory changing."""
 
-_of_python: tuple[Any, ...] = ()
+_PYTHONS: Final[random.Random] = random.getstate.__self__  # type: ignore[attr-defined]
+_PYTHONS_WORDS: Final = struct.Struct("=i624I")
+"""Of RandomObject: the place in its 624 numbers, and these (Modules/_randommodule.c, 3.2 to 3.14)."""
+
+
+def _pythons_memory() -> bytes:
+    return ctypes.string_at(id(_PYTHONS) + object.__basicsize__, _PYTHONS_WORDS.size)
+
+
+def _is_layout_known() -> bool:
+    """Return True if the memory of Python's generator is what its state says."""
+    if type(_PYTHONS).__base__.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
+        return False
+    place, *numbers = _PYTHONS_WORDS.unpack(_pythons_memory())
+    return bool((*numbers, place) == random.getstate()[1])
+
+
+_IS_LAYOUT_KNOWN: Final = _is_layout_known()
+
+_of_python: tuple[tuple[bytes, float | None] | None, tuple[Any, ...]] = None, ()
+"""The memory when the state was read last, with the normal number that waits, and the state."""
 _of_numpy: tuple[bytes | None, Any] = None, None
 """What the memory was when the state was read last, and the state."""
 
@@ -25,10 +47,14 @@ _of_numpy: tuple[bytes | None, Any] = None, None
 def python_state() -> tuple[Any, ...]:
     """`random.getstate()`."""
     global _of_python
-    state = random.getstate()
-    if state != _of_python:
-        _of_python = state
-    return _of_python
+    memory, state = _of_python
+    now = (_pythons_memory(), _PYTHONS.gauss_next) if _IS_LAYOUT_KNOWN else None  # type: ignore[attr-defined]
+    if now is None or now != memory:
+        read = random.getstate()
+        if read != state:
+            state = read
+        _of_python = now, state
+    return state
 
 
 def numpy_state() -> Any:

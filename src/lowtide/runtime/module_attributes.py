@@ -45,11 +45,12 @@ class Attributes:
         """The id of what has tensors, and these with their versions: nobody here holds them while the call runs."""
         self._tensors: list[tuple[Table, str, Any, Any, list[tuple[Tensor, int]]]] = []
         for table in map(vars, modules):
-            for name in table.keys() - _TORCHS:
-                found = table[name]
+            for name, found in table.items():
+                if name in _TORCHS:
+                    continue
                 if type(found) in ATOMS:
                     self._plain.append((table, name, found, found))
-                elif isinstance(found, (Tensor, Enum, *_CONTAINERS)):
+                elif isinstance(found, _TAKEN):
                     self._take(table, name, found)
 
     def _take(self, table: Table, name: str, found: Any) -> None:
@@ -102,6 +103,7 @@ class Attributes:
 
 
 _CONTAINERS: Final = (list, tuple, set, frozenset, dict, deque)
+_TAKEN: Final = (Tensor, Enum, *_CONTAINERS)
 _KINDS: Final = frozenset({*_CONTAINERS, OrderedDict, defaultdict, Counter})
 """Whose copies are like them."""
 

@@ -40,8 +40,7 @@ class AsPlanned:
     def change(self) -> str | None:
         """What is not as it was, in words; None if there is nothing."""
         for path, module, was in self._looks:
-            now = _look(module)
-            if now != was and (change := _in_words(was, now)) is not None:
+            if not _is_as(was, module) and (change := _in_words(was, _look(module))) is not None:
                 return f"{path or type(module).__name__} {change}"
         added = (hook for table in GLOBAL_FORWARD_HOOKS for key, hook in table.items() if key not in self._global)
         return next((f"every module has the hook {_name(hook)}" for hook in added), None)
@@ -56,6 +55,24 @@ def _look(module: nn.Module) -> _Look:
         dict(module._modules.items()),
         {*module._parameters.keys(), *module._buffers.keys()},
         {**module._forward_pre_hooks, **module._forward_hooks},
+    )
+
+
+def _is_as(was: _Look, module: nn.Module) -> bool:
+    """Return True if the module looks as it did, which is told sooner than what has changed."""
+    own = module.__dict__
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    hooks = (*own["_forward_pre_hooks"].items(), *own["_forward_hooks"].items())
+    return (
+        type(module) is was.kind
+        and "forward" not in own
+        and was.forward is None
+        and own["_modules"] == was.children
+        and len(parameters) + len(buffers) == len(was.names)
+        and was.names.issuperset(parameters)
+        and was.names.issuperset(buffers)
+        and len(hooks) == len(was.hooks)
+        and all(was.hooks.get(key) is hook for key, hook in hooks)
     )
 
 

@@ -55,10 +55,14 @@ class Listening:
         self._noted.clear()
 
 
-@contextlib.contextmanager
-def only(acting: set[int], modules: tuple[nn.Module, ...]) -> Iterator[None]:
+def only(acting: set[int], modules: tuple[nn.Module, ...]) -> contextlib.AbstractContextManager[None]:
     """Of the hooks of `modules` only those in `acting` run."""
     silenced = [(table, key, hook) for table in _tables(modules) for key, hook in table.items() if key not in acting]
+    return _without(silenced) if silenced else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without(silenced: list[tuple[Table, int, Callable[..., Any]]]) -> Iterator[None]:
     for table, key, _ in silenced:
         table[key] = _nothing
     try:

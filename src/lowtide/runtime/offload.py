@@ -110,7 +110,7 @@ def copying_for(device: torch.device) -> Copying | None:
     return InTests() if ON_CPU and device.type == "cpu" else None
 
 
-class Trip:
+class OffloadedStorage:
     """One storage: on its way to the host, there, or on its way back."""
 
     __slots__ = (
@@ -126,7 +126,7 @@ class Trip:
         "version",
     )
 
-    def __init__(self, base: Tensor, copying: Copying, before: weakref.ref[Trip] | None) -> None:
+    def __init__(self, base: Tensor, copying: Copying, before: weakref.ref[OffloadedStorage] | None) -> None:
         self._copying = copying
         self._leaving: Tensor | None = None
         self._back: tuple[Tensor, object] | None = None
@@ -194,7 +194,7 @@ class Offloaded:
 
     operands: tuple[Handle, ...] = ()
 
-    def __init__(self, trip: Trip, seen: _Seen) -> None:
+    def __init__(self, trip: OffloadedStorage, seen: _Seen) -> None:
         self._trip, self._seen = trip, seen
 
     def make(self, value: Value) -> Tensor:
@@ -222,13 +222,13 @@ def seen_in(data: Tensor, seen: _Seen) -> Tensor:
     return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
 
 
-class Departures:
+class OffloadQueue:
     """The trips of one forward pass, in their order."""
 
     def __init__(self) -> None:
-        self._leaving: Trip | None = None
-        self._before: weakref.ref[Trip] | None = None
-        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Trip]]] = {}
+        self._leaving: OffloadedStorage | None = None
+        self._before: weakref.ref[OffloadedStorage] | None = None
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]] = {}
 
     def leave(self, base: Tensor, value: Value) -> bool:
         """Let `value` be brought back from the host. False where memory of this device is not copied there."""
@@ -238,7 +238,7 @@ class Departures:
         trip = self._trip_of(base)
         if trip is None:
             self.close()
-            trip = self._leaving = Trip(base, copying, self._before)
+            trip = self._leaving = OffloadedStorage(base, copying, self._before)
             self._before = weakref.ref(trip)
             self._known[storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
         seen = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
@@ -246,7 +246,7 @@ class Departures:
         value.tensor, value.version, value.maker = None, base._version, Offloaded(trip, seen)
         return True
 
-    def _trip_of(self, base: Tensor) -> Trip | None:
+    def _trip_of(self, base: Tensor) -> OffloadedStorage | None:
         """The trip that the storage of `base` makes already. The reference keeps its number from being given again."""
         known = self._known.get(storage_id(base))
         trip = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]

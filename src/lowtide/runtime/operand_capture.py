@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Value
 
 Number = bool | int | float | complex
+NUMBERS = (int, float, complex)
+"""The same for `isinstance`, which takes longer with a union; a bool is an int."""
 
 _BINARY = ("self", "other")
 _FILLED = ("self", "mask", "value")
@@ -77,26 +79,31 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
 }
 """Operators whose results are as large as the contents of what they are given make them, in words."""
 
+_WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
+
+_NOTED = ("lowtide", "noted")
+"""Key of a node's metadata for noted operands."""
+
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 _SAVED = frozenset({"condition", "mask"})
 """Of these operands those that the node saves."""
 
 
-class Listener(Protocol):
+class CaptureListener(Protocol):
     """Who is told: one run of a model's forward."""
 
     def where(self) -> str:
         """The module call in progress."""
 
-    def unrecorded(self, operand: Tensor) -> tuple[Place, Value | None]:
+    def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         """An operator was given a tensor that nobody records: its place, and a value that holds it if it is wanted."""
 
     def sized_by_contents(self, operator: str) -> None:
         """An operator was called whose result is as large as the contents of what it was given make it."""
 
 
-class Place(NamedTuple):
+class CaptureSite(NamedTuple):
     """Where something was noted."""
 
     call: str
@@ -108,10 +115,10 @@ class Place(NamedTuple):
         return self.call if self.ordinal is None else f"{self.call}+{self.ordinal}"
 
 
-class Noted(NamedTuple):
+class CapturedOperand(NamedTuple):
     """What an operator was given as one operand."""
 
-    place: Place
+    place: CaptureSite
     what: Number | Tensor | weakref.ref[Value]
     """A tensor of one element as a copy, for nobody but the operator would notice a change."""
 
@@ -121,7 +128,7 @@ class Attention(NamedTuple):
 
     first: int
     """The number of the first node that it makes."""
-    place: Place
+    place: CaptureSite
     mask: Value | None
     """None if each position attends to those before it and to itself."""
 
@@ -134,15 +141,17 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Noting(TorchFunctionMode):
+class OperandCapture(TorchFunctionMode):
     """In force, what operators are given and autograd does not record is noted at their nodes."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: CaptureListener) -> None:
         super().__init__()
         self._listener = listener
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _WATCHED:
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention and not torch.compiler.is_compiling():
             here.attention = self._attention(dict(zip(_ATTENTION, args, strict=False)) | kwargs)
             try:
@@ -151,30 +160,37 @@ class Noting(TorchFunctionMode):
                 here.attention = None
         if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args):
             self._listener.sized_by_contents(_SIZED_BY_CONTENTS[func])
-        names = None if torch.compiler.is_compiling() else _OPERANDS.get(func)
-        operands = {} if names is None else _by_name(names, args, kwargs)
-        unrecorded = {name: it for name, it in operands.items() if name not in _SAVED and _is_unrecorded(it)}
+        names = _OPERANDS.get(func)
+        if names is None or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        is_in_order = len(args) == len(names) and not kwargs
+        operands = dict(zip(names, args, strict=True)) if is_in_order else _by_name(names, args, kwargs)
+        unrecorded = [(name, it) for name, it in operands.items() if _is_unrecorded(it) and name not in _SAVED]
         if not unrecorded:
             return func(*args, **kwargs)
         edges = {name: _edge(operand) for name, operand in operands.items()}
         out = func(*args, **kwargs)
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and _is_of(node, edges):
-            found = {name: self._note(operand, out) for name, operand in unrecorded.items()}
-            known = node_metadata(node).setdefault(("lowtide", "noted"), {})  # by the plan of another model around it
-            known.update({name: it for name, it in found.items() if it is not None})
+            metadata = node_metadata(node)
+            known = metadata.get(_NOTED)  # by the plan of another model around it
+            if known is None:
+                known = metadata[_NOTED] = {}
+            for name, operand in unrecorded:
+                if (found := self._note(operand, out)) is not None:
+                    known[name] = found
         return out
 
-    def _note(self, operand: Number | Tensor, out: Tensor) -> Noted | None:
+    def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
         """An operand as it is to be remembered; None for a tensor that can't be, or of which nothing is to be made."""
         if not isinstance(operand, Tensor):
-            return Noted(Place(self._listener.where()), operand)
+            return CapturedOperand(CaptureSite(self._listener.where()), operand)
         if operand.numel() == 1:
-            return Noted(Place(self._listener.where()), operand.detach().clone())
+            return CapturedOperand(CaptureSite(self._listener.where()), operand.detach().clone())
         if operand is out or not _is_worth_it(operand, out.numel()):
             return None
         place, value = self._listener.unrecorded(operand)
-        return None if value is None else Noted(place, weakref.ref(value))
+        return None if value is None else CapturedOperand(place, weakref.ref(value))
 
     def _attention(self, given: dict[str, Any]) -> Attention | None:
         """What is known of the mask of a call; None without one, and for one that can't be held."""
@@ -183,7 +199,7 @@ class Noting(TorchFunctionMode):
             return None
         if mask is None:
             is_causal = bool(given.get("is_causal"))
-            return Attention(next_sequence_number(), Place(self._listener.where()), None) if is_causal else None
+            return Attention(next_sequence_number(), CaptureSite(self._listener.where()), None) if is_causal else None
         scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
         if not (isinstance(mask, Tensor) and _is_unrecorded(mask) and _is_worth_it(mask, scores)):
             return None
@@ -199,9 +215,10 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...]) -> boo
     return func is not torch.where or len(args) == 1
 
 
-def noted(node: Node, name: str) -> tuple[Place, Number | Tensor | Value] | None:
+def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
     """What was noted at a node of the operand `name`, and is still there."""
-    found: Noted | None = node_metadata(node).get(("lowtide", "noted"), {}).get(name)
+    known: dict[str, CapturedOperand] | None = node_metadata(node).get(_NOTED)
+    found = None if known is None else known.get(name)
     if found is None:
         return None
     what = found.what() if isinstance(found.what, weakref.ref) else found.what
@@ -225,19 +242,22 @@ def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
     recipe = RECIPES.get(node.name())
     if recipe is None:
         return False
+    functions = node.next_functions
     for name, index in recipe.edges.items():
-        upstream, output = node.next_functions[index]
-        found = None if upstream is None else (getattr(upstream, "variable", upstream), output)
+        upstream, output = functions[index]
         expected = edges.get(name)
-        if (found is None) != (expected is None):
-            return False
-        if found is not None and expected is not None and (found[0] is not expected[0] or found[1] != expected[1]):
-            return False
+        if upstream is None or expected is None:
+            if upstream is not None or expected is not None:
+                return False
+        else:
+            is_same = upstream is expected[0] or getattr(upstream, "variable", None) is expected[0]
+            if output != expected[1] or not is_same:
+                return False
     return True
 
 
 def _is_unrecorded(operand: object) -> bool:
-    return isinstance(operand, Number) or (isinstance(operand, Tensor) and not operand.requires_grad)
+    return isinstance(operand, NUMBERS) or (isinstance(operand, Tensor) and not operand.requires_grad)
 
 
 def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

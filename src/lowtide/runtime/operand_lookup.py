@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lowtide._torch.nodes import SAVED, output_metadata, saved_slot
+from lowtide._torch.nodes import RAW_SAVED, SAVED, output_metadata, saved_slot
 from lowtide.runtime.attention_scores import added_to_scores
-from lowtide.runtime.operand_capture import Number, Place, noted
+from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, noted
 from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRecompute, Recipe
-from lowtide.runtime.saved_values import Handle, Value
+from lowtide.runtime.saved_values import Handle, Value, changed_in_place, unpack
 from lowtide.runtime.view_geometry import contiguous_stride
 
 if TYPE_CHECKING:
@@ -20,33 +20,50 @@ if TYPE_CHECKING:
     from lowtide.runtime.recompute_builder import Builder
 
 
-class NodeSource:
+class OperandLookup:
     """Where one node's recipe gets its operands and constants from."""
 
-    __slots__ = ("builder", "depth", "like", "node", "noted", "output", "recipe")
+    __slots__ = ("_edges", "builder", "depth", "like", "node", "noted", "output", "recipe")
 
     def __init__(
         self, builder: Builder, node: Node, recipe: Recipe, output: int, like: Tensor | None, depth: int
     ) -> None:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
         self.output, self.like = output, like
-        self.noted: set[Place] = set()
+        self._edges: tuple[tuple[Node | None, int], ...] | None = None
+        self.noted: frozenset[CaptureSite] = frozenset()
         """Where things were noted that autograd does not record and that a recompute has asked for."""
 
+    @property
+    def edges(self) -> tuple[tuple[Node | None, int], ...]:
+        """The node's input edges, which torch lists anew each time that it is asked."""
+        if self._edges is None:
+            self._edges = self.node.next_functions
+        return self._edges
+
     def operand(self, name: str) -> Handle | Number | None:
-        saved = self.saved(name)
-        if saved is not None:
-            return claim(saved)
+        slot = getattr(self.node, RAW_SAVED + name, None)
+        if slot is not None:
+            data = slot.data
+            if isinstance(data, Handle):
+                if not data.value.partial:
+                    return Handle(data.value, data.view)
+            elif data is not None and slot.unpack_hook is None:
+                return claim(self.autograd_s(name))
+            elif (saved := self.saved(name)) is not None:
+                return claim(saved)
         edge = self.recipe.edges.get(name)
         if edge is not None:
-            value = self.builder.on_edge(self.node.next_functions[edge], self.depth)
+            if self._edges is None:
+                self._edges = self.node.next_functions
+            value = self.builder.on_edge(self._edges[edge], self.depth)
             if value is not None:
                 return Handle(value)
         found = noted(self.node, name) or added_to_scores(self.node, name)
         if found is not None:
             place, what = found
-            self.noted.add(place)
-            return what if isinstance(what, Number) else Handle(what if isinstance(what, Value) else Value(what))
+            self.noted |= {place}
+            return what if isinstance(what, NUMBERS) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
             return Handle(self.builder.owners.relied_on.of_leaf(owned))
@@ -59,12 +76,12 @@ class NodeSource:
         saved = self.saved(name)
         if saved is not None:
             return [None if item is None else claim(item) for item in saved]
-        wanted, edges = self.recipe.edges.get(name), [edge for edge in self.node.next_functions if edge[0] is not None]
-        if wanted == FILLED and len(edges) < len(self.node.next_functions):
+        wanted, edges = self.recipe.edges.get(name), [edge for edge in self.edges if edge[0] is not None]
+        if wanted == FILLED and len(edges) < len(self.edges):
             dim = self.constant("dim")
             filled = sum(shape_on(edge)[dim] for edge in edges) == self.constant("out_shape")[dim]
         else:
-            filled = wanted is not None and len(edges) == len(self.node.next_functions)
+            filled = wanted is not None and len(edges) == len(self.edges)
         if not filled:
             raise CannotRecompute(f"{self.node.name()} does not record the inputs that need no gradient")
         return [Handle(value) for edge in edges if (value := self.builder.on_edge(edge, self.depth)) is not None]
@@ -74,13 +91,14 @@ class NodeSource:
             if name == "out_stride":
                 return contiguous_stride(self.constant("out_shape")) if self.like is None else self.like.stride()
             return getattr(output_metadata(self.node, self.output), name.removeprefix("out_"))
-        if name in self.recipe.read_off:
+        if self.recipe.read_off and name in self.recipe.read_off:
             try:
                 return self.recipe.read_off[name](None if self.like is None else self.like.detach(), self)
             except RuntimeError as error:
                 raise CannotRecompute(f"{name} of {self.node.name()} can't be read off: {error}") from None
         try:
-            return signed(getattr(self.node, SAVED + name))
+            found = getattr(self.node, SAVED + name)
+            return found if type(found) in _UNSIGNED else signed(found)
         except AttributeError:
             owned = self.owned(name)
             if owned is None and name not in self.recipe.optional:
@@ -89,8 +107,20 @@ class NodeSource:
 
     def saved(self, name: str) -> Any:
         """What the node holds under `name`: a handle, a tensor, or a tuple of these; None if nothing (yet)."""
-        slot = saved_slot(self.node, SAVED + name)
-        return tuple(map(ours, slot)) if isinstance(slot, tuple) else None if slot is None else ours(slot)
+        slot = getattr(self.node, RAW_SAVED + name, None)
+        if slot is None:
+            return None
+        found = tuple(map(ours, slot)) if isinstance(slot, tuple) else ours(slot)
+        if found is _AUTOGRAD_S or (isinstance(found, tuple) and any(item is _AUTOGRAD_S for item in found)):
+            return self.autograd_s(name)
+        return found
+
+    def autograd_s(self, name: str) -> Any:
+        """Return what no hook saw, as backward will read it. Raises CannotRecompute if that has been changed."""
+        try:
+            return getattr(self.node, SAVED + name)
+        except RuntimeError as error:
+            raise CannotRecompute(str(error)) from None
 
     def absent(self, name: str) -> bool:
         """Whether the op was called without this optional tensor."""
@@ -112,27 +142,41 @@ class NodeSource:
 
     def parameter(self, name: str) -> int:
         """`id` of the parameter that is the operand `name`; 0 if it is none."""
-        found = self.saved(name)
-        if isinstance(found, Handle) and found.value.leaf:
-            return found.value.leaf
         edge = self.recipe.edges.get(name)
-        node = None if edge is None else self.node.next_functions[edge][0]
+        node = None if edge is None else self.edges[edge][0]
         while node is not None and not hasattr(node, "variable"):  # through the views of a weight: `weight.t()`
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-        return 0 if node is None else id(node.variable)
+        if node is not None:
+            return id(node.variable)
+        found = self.saved(name)  # of one that needs no gradient, if a hook of ours has seen it
+        if not isinstance(found, Handle):
+            return 0
+        found.value.need()
+        return found.value.leaf
 
 
-def ours(slot: Any) -> Handle | Tensor | None:
+_UNSIGNED: Final = frozenset({bool, float, type(None)})
+_AUTOGRAD_S: Final = object()
+"""Stands for a tensor that no hook saw: reading it of the node checks its version, and runs nothing."""
+
+
+def ours(slot: Any) -> Any:
     """What is in a node's slot; None if that is not the tensor but only what the node itself reads of it.
 
     Raises CannotRecompute if other hooks packed it: that would pass for nothing.
     """
-    data: Handle | Tensor | None = slot.data
-    if isinstance(data, Handle) and data.value.partial:
-        return None
-    if not isinstance(data, Handle) and slot.unpack_hook is not None:
-        raise CannotRecompute("it was made from what other hooks have packed, or what has been freed")
-    return data
+    data = slot.data
+    if isinstance(data, Handle):
+        return None if data.value.partial else data
+    hook = slot.unpack_hook
+    if hook is None:
+        return None if data is None else _AUTOGRAD_S
+    if hook is unpack and isinstance(data, tuple):
+        tensor, version = data
+        if tensor._version != version:
+            raise CannotRecompute(changed_in_place(tensor, version))
+        return tensor
+    raise CannotRecompute("it was made from what other hooks have packed, or what has been freed")
 
 
 def claim(saved: Handle | Tensor) -> Handle:

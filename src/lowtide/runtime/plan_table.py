@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lowtide.planner.address_nodes import NOTED, OFFLOAD, SHAPE, split_address
 
+if TYPE_CHECKING:
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
-class Decision(NamedTuple):
+
+class Decision:
     """Decision on one saved tensor, by its address: recompute by the recipe of a named autograd node, or offload."""
 
-    node: str
-    address: str
+    __slots__ = ("address", "lengths", "node")
+
+    def __init__(self, node: str, address: str) -> None:
+        self.node, self.address = node, address
+        self.lengths: set[int] = set()
+        """Numbers of nodes that the recompute went through in runs whose every saved tensor was seen."""
 
 
 class Actions:
@@ -48,6 +55,35 @@ class Actions:
 
 
 NO_ACTIONS = Actions()
+
+
+class NeededSlots:
+    """The saved tensors of each call that the engine has to see, learnt in a run in which it saw all of them.
+
+    Those that are decided, those that are left to a replay, and those whose value an edge of the autograd graph was
+    asked for. Around all others autograd saves tensors as without a plan, and checks their versions.
+    """
+
+    __slots__ = ("by_call", "idle")
+
+    def __init__(self) -> None:
+        self.by_call: dict[CallInterceptor, dict[int, set[int]]] = {}
+        """The ordinals for each call of a module, by its number."""
+        self.idle: frozenset[CallInterceptor] = frozenset()
+        """Modules of whose calls nothing is needed or decided."""
+
+    def learn(self, plan: int, found: Mapping[CallInterceptor, Mapping[int, set[int]]]) -> None:
+        """Add what was seen in one run."""
+        for seam, calls in found.items():
+            known = self.by_call.setdefault(seam, {})
+            for number, ordinals in calls.items():
+                decided = seam.actions[plan].get(number, NO_ACTIONS).recompute  # also where other hooks took them
+                known[number] = known.get(number, set()) | ordinals | decided.keys()
+        self.idle = frozenset(
+            seam
+            for seam, calls in self.by_call.items()
+            if not (any(calls.values()) or seam.replays or seam.is_compiled or seam.actions[plan])
+        )
 
 
 def actions_for(

@@ -1,8 +1,10 @@
-"""The engine with a plan, and with what the plan has for larger batches."""
+"""The engine with plans for batches of several sizes, and with what the largest has for larger ones."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lowtide.runtime import saved_values as values
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planner.records import Decided, Plan
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 
 def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
@@ -22,32 +24,38 @@ def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
     return actions_for(decided.recompute, decided.replay, decided.advance, decided.offload)
 
 
-class Planned(Engine):
-    """An engine that does what a plan says; nothing without one."""
+def most_elements(plan: Plan) -> float:
+    """The elements of the largest call that `plan` is for; no bound where it does not say."""
+    return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
 
-    def __init__(self, model: nn.Module, plan: Plan | None) -> None:
-        decided = [] if plan is None else [plan] if plan.fallback is None else [plan, plan.fallback]
+
+class Planned(Engine):
+    """An engine that does what `plans` say, that of the smallest size first; nothing without any."""
+
+    def __init__(self, model: nn.Module, *plans: Plan) -> None:
+        decided: list[Decided] = [*plans]
+        if plans and plans[-1].fallback is not None:
+            decided.append(plans[-1].fallback)
         tables = [*map(table_of, decided)] or [{}]
-        if plan is not None and plan.draws:
+        if any(plan.draws for plan in plans):
             tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
-        self.excluded_modules = frozenset(plan.excluded_modules if plan is not None else ())
-        self.ambiguous_addresses = frozenset(plan.ambiguous_addresses if plan is not None else ())
-        given = () if plan is None else plan.input_shapes
+        self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
+        self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Told of what a part of the model is given that a step calls by itself."""
-        self._most = max((elements(shapes_in(words)) for words in given), default=None)
+        self._most = [most_elements(plan) for plan in plans]
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """What is for larger batches where a call is given more elements than any that was rehearsed.
+    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The plan for as many elements as a call is given; where it is more than were rehearsed, what is for more.
 
         One that is longer and has fewer rows, as where batches are put together by their tokens, is none.
         """
         if seam.module is not self.model:
             self.of_a_part(args, kwargs)
-        if len(self.tables) > 1 and self._most is not None:
-            return int(elements(shapes_of(args, kwargs)) > self._most)
+        if len(self.tables) > 1:
+            return min(bisect_left(self._most, elements(shapes_of(args, kwargs))), len(self.tables) - 1)
         return 0
 
     def keeps_all(self, plan: int) -> bool:
-        return not self.tables[plan] and values.probe_of(self) is None  # which is told what is kept, too
+        return not self.tables[plan] and values.observer_of(self) is None  # which is told what is kept, too

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.operand_capture import CaptureSite
 
 
 class Recompute:
@@ -30,8 +30,8 @@ class Recompute:
 
     __slots__ = (
         "__weakref__",
-        "certain",
         "constants",
+        "has_passed",
         "noted",
         "operands",
         "over",
@@ -47,7 +47,7 @@ class Recompute:
         arguments: Mapping[str, Handle | list[Handle | None] | None],
         constants: dict[str, Any],
         stride: tuple[int, ...] | None,
-        noted: frozenset[Place] = frozenset(),
+        noted: frozenset[CaptureSite] = frozenset(),
     ) -> None:
         self.recipe = recipe
         self.constants = constants
@@ -60,34 +60,53 @@ class Recompute:
         self.over: Value | None = None
         """The operand that the result was written over when it was made last."""
         flat: list[Handle | None] = []
-        places: list[tuple[str, int | slice]] = []
+        places: dict[str, int | slice] = {}
         for name, argument in arguments.items():
-            handles = argument if isinstance(argument, list) else [argument]
-            first, stop = len(flat), len(flat) + len(handles)
-            places.append((name, slice(first, stop) if handles is argument else first))
-            flat += handles
+            first = len(flat)
+            if isinstance(argument, list):
+                flat += argument
+                places[name] = slice(first, len(flat))
+            else:
+                flat.append(argument)
+                places[name] = first
         self.operands = tuple(flat)
-        self.places = tuple(places)
-        self.certain = stride is not None or (
-            "out_stride" not in constants and all(handle is None or certain(handle.value) for handle in flat)
+        self.has_passed = recipe.into and any(handle is not None and handle.value.passing for handle in flat)
+        """True if the result may be written over an operand that is made on the way to it."""
+        self.places = places
+        """By the recipe's parameters, where in `operands` they are."""
+
+    @property
+    def certain(self) -> bool:
+        """Return True if the strides of the result are those of the true tensor."""
+        return self.stride is not None or (
+            "out_stride" not in self.constants
+            and all(handle is None or certain(handle.value) for handle in self.operands)
         )
-        """Whether the strides of the result are those of the true tensor."""
 
     def make(self, value: Value) -> Tensor:
         """Run the recipe; the result stays if somebody waits for it."""
-        check_operands((operand.value for operand in self.operands if operand is not None), self.recipe.node)
-        tensors = [None if operand is None else operand.get() for operand in self.operands]
+        operands = self.operands
+        for operand in operands:
+            if operand is not None and operand.value.original is not None and operand.value.is_changed:
+                check_operands((operand.value,), self.recipe.node)
+        tensors = [None if operand is None else operand.get() for operand in operands]
         for parameter in self.sharded:
             check_is_whole(parameter.get())
         if values.probe is not None:
             values.probe.making(self)
-        out = self.spare(tensors) if self.recipe.into else {}
-        with plain():
-            made = self.recipe.function(
-                **{name: tensors[place] for name, place in self.places}, **self.constants, **out
-            )
-            result = made[value.output] if isinstance(made, tuple) else made
-            if self.stride is not None:
+        arguments: dict[str, Any] = {name: tensors[place] for name, place in self.places.items()}
+        if self.constants:
+            arguments |= self.constants
+        if self.has_passed:
+            arguments |= self.spare(tensors)
+        if is_plain_mode():
+            made = self.recipe.function(**arguments)
+        else:
+            with plain():
+                made = self.recipe.function(**arguments)
+        result = made[value.output] if isinstance(made, tuple) else made
+        if self.stride is not None and (result.stride() != self.stride or result.storage_offset()):
+            with plain():
                 result = laid_out(result, self.stride)
         if value.version not in (-1, result._version):
             set_version(result, value.version)  # who is given it may save it again, as a backward that makes a graph
@@ -143,9 +162,14 @@ def certain(value: Value) -> bool:
     return not isinstance(value.maker, Recompute) or value.maker.certain
 
 
+def is_plain_mode() -> bool:
+    """Return True if neither gradients are recorded nor autocast is on."""
+    return not torch.is_grad_enabled() and not any_autocast()
+
+
 def plain() -> contextlib.AbstractContextManager[Any]:
     """Neither gradients nor autocast: what was recorded is run again as it was, whatever surrounds backward."""
-    if not torch.is_grad_enabled() and not any_autocast():
+    if is_plain_mode():
         return _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())

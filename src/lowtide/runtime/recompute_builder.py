@@ -11,8 +11,8 @@ import torch
 from lowtide._torch.nodes import output_metadata
 from lowtide._torch.tensors import is_plain
 from lowtide.runtime.fsdp_scopes import units
-from lowtide.runtime.operand_capture import Number
-from lowtide.runtime.operand_lookup import NodeSource
+from lowtide.runtime.operand_capture import NUMBERS
+from lowtide.runtime.operand_lookup import OperandLookup
 from lowtide.runtime.recipes import RECIPES, CannotRecompute
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, register, registered
@@ -27,7 +27,7 @@ MAX_CHAIN = 32
 """Nodes that one recompute may go through before it meets a value that somebody holds."""
 
 
-class Owners:
+class ParameterOwners:
     """Which modules own each parameter."""
 
     def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
@@ -67,10 +67,12 @@ _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
 class Builder:
     """Finds what a recipe needs: on the node, on its input edges, among what was noted, or on a parameter's module."""
 
-    __slots__ = ("owners",)
+    __slots__ = ("length", "owners")
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: ParameterOwners) -> None:
         self.owners = owners
+        self.length = 0
+        """Nodes that it has been through."""
 
     def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
         """A value that a recipe makes from what is upstream of it. Raises CannotRecompute, saying why.
@@ -78,35 +80,41 @@ class Builder:
         `like` is the output itself where it is at hand: the result will have its strides. Without it the value is only
         passed through by the recomputes of others, maybe with other strides: `certain`.
         """
-        found = RECIPES.get(node.name())
+        self.length += 1
+        kind = node.name()
+        found = RECIPES.get(kind)
         if found is None:
-            raise CannotRecompute(f"no recipe for {node.name()}")
+            raise CannotRecompute(f"no recipe for {kind}")
         if output and not found.several:
-            raise CannotRecompute(f"no recipe for output {output} of {node.name()}")
+            raise CannotRecompute(f"no recipe for output {output} of {kind}")
         if found.device is not None and found.device != (device := output_metadata(node, output).device.type):
-            raise CannotRecompute(f"no recipe for {node.name()} on {device}")
+            raise CannotRecompute(f"no recipe for {kind} on {device}")
         if depth > MAX_CHAIN:
             raise CannotRecompute(f"more than {MAX_CHAIN} nodes in a row hold nothing")
-        if like is not None and not is_plain(like):
-            raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
-        if like is not None and like._version and makes_anew(node.name()):
-            raise CannotRecompute("it was written to without autograd after it had been made")
-        if like is not None and like.storage_offset():
-            raise CannotRecompute("it does not begin where its storage does")
-        source = NodeSource(self, node, found, output, like, depth)
+        if like is not None:
+            if not is_plain(like):
+                raise CannotRecompute(f"it is a {type(like).__name__} of layout {like.layout}")
+            if like._version and makes_anew(kind):
+                raise CannotRecompute("it was written to without autograd after it had been made")
+            if like.storage_offset():
+                raise CannotRecompute("it does not begin where its storage does")
+        source = OperandLookup(self, node, found, output, like, depth)
         for name, wanted in found.when.items():
             if source.constant(name) != wanted:
-                raise CannotRecompute(f"{node.name()} with {name}={source.constant(name)} is not made again")
+                raise CannotRecompute(f"{kind} with {name}={source.constant(name)} is not made again")
         constants = {name: source.constant(name) for name in found.constants}
         arguments: dict[str, Handle | list[Handle | None] | None] = {}
         for name in found.operands:
+            if name in found.unless and constants[found.unless[name]]:
+                arguments[name] = None
+                continue
             operand = source.operands(name) if name in found.lists else source.operand(name)
-            if isinstance(operand, Number):
+            if isinstance(operand, NUMBERS):
                 constants[name] = operand
             else:
                 arguments[name] = operand
         stride = None if like is None else like.stride()
-        recompute = Recompute(found, arguments, constants, stride, frozenset(source.noted))
+        recompute = Recompute(found, arguments, constants, stride, source.noted)
         if self.owners.sharded:
             recompute.sharded = tuple(h for h in recompute.operands if h is not None and h.value.leaf)
         value = Value(maker=recompute, output=output)
@@ -122,4 +130,8 @@ class Builder:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             return self.owners.relied_on.of_leaf(leaf)
-        return registered(node, output) or self.recompute(node, output, depth=depth + 1)
+        there = registered(node, output)
+        if there is None:
+            return self.recompute(node, output, depth=depth + 1)
+        there.need()
+        return there

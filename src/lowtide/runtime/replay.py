@@ -16,7 +16,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -29,7 +29,7 @@ from lowtide.errors import ReplayMismatch
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import Arguments, tensors_in_call
-from lowtide.runtime.call_context import Surroundings
+from lowtide.runtime.call_context import CallContext
 from lowtide.runtime.fsdp_scopes import run_again
 from lowtide.runtime.saved_values import Geometry, Handle, Value
 from lowtide.runtime.tensor_writers import Overwritten
@@ -38,14 +38,14 @@ from lowtide.runtime.view_geometry import producer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 
-class _Stop(BaseException):
+class _StopReplay(BaseException):
     """Stops a replay. Not an Exception, so that no `except Exception` in a model catches it."""
 
 
-class _MustHold(BaseException):
+class _NestedBackward(BaseException):
     """The call runs backward inside of its forward and needs what it saved."""
 
 
@@ -53,7 +53,7 @@ one_at_a_time = threading.RLock()
 """Random numbers, flags and buffers are set back for a replay, and backward may run in several threads."""
 
 
-class Frame:
+class ReplayFrame:
     """One call of a replayed module: what it was given, what it saw, and the values that it can bring back."""
 
     __slots__ = (
@@ -73,22 +73,22 @@ class Frame:
 
     def __init__(
         self,
-        seam: Seam,
+        seam: CallInterceptor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hold: Callable[[Tensor], Handle],
-        outer: Frame | None = None,
+        outer: ReplayFrame | None = None,
     ) -> None:
         self.seam = seam
-        self.around: tuple[weakref.ref[Frame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
+        self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """The frames of the calls around it, which it does not hold: they lead to tensors of their own."""
         self.arguments = Arguments(args, kwargs, hold)
-        self.surroundings = Surroundings(seam.reach, self.arguments.devices, self.arguments.generators)
+        self.surroundings = CallContext(seam.reach, self.arguments.devices, self.arguments.generators)
         self.count = 0
         """Tensors saved since the call began."""
         self.values: dict[int, weakref.ref[Value]] = {}
         """What a replay brings back, by its place among the saved tensors."""
-        self.nested: list[tuple[Seam, bool]] = []
+        self.nested: list[tuple[CallInterceptor, bool]] = []
         """The calls inside that a plan replays at some time, in order, and whether it did this time."""
         self.held: list[weakref.ref[Tensor | Token]] | None = None
         """On trial: what its runs save for a backward pass of their own. Nothing of that outlives the run, unless
@@ -146,7 +146,7 @@ class Frame:
 
         Or what so far was only made on the way to something else.
         """
-        inside = isinstance(value.maker, Frame) and value.maker is not self and self.encloses(value.maker)
+        inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if passing or inside:
             value.version = base._version
             self._bring_back(value, tensor, base)
@@ -158,7 +158,7 @@ class Frame:
         layout = None if base is tensor else (base.size(), base.stride(), int(base.storage_offset()))
         self._expected[place] = tensor.shape, tensor.dtype, layout
 
-    def encloses(self, frame: Frame | None) -> bool:
+    def encloses(self, frame: ReplayFrame | None) -> bool:
         """Whether `frame` is this one or one of a call inside of this one's."""
         return frame is self or (frame is not None and any(outer() is self for outer in frame.around))
 
@@ -204,7 +204,7 @@ class Frame:
         wanted = {place for place, reference in self.values.items() if reference() is not None}
         try:
             missing = self._run_again(wanted, at)
-        except _MustHold:
+        except _NestedBackward:
             self.seam.reach.holds = True
             missing = self._run_again(wanted, at)
         if missing:
@@ -212,8 +212,8 @@ class Frame:
 
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
         """Run it, and give the places that nothing was saved at."""
-        rerun = _Rerun(self, wanted, at)
-        with _in_place({inner for inner, _ in self.nested}), contextlib.suppress(_Stop):
+        rerun = _ReplayRun(self, wanted, at)
+        with _in_place({inner for inner, _ in self.nested}), contextlib.suppress(_StopReplay):
             self._run(rerun, self.operands)
         rerun.hand_over()
         return wanted - rerun.found
@@ -222,12 +222,12 @@ class Frame:
         """What the call returns when it is run again, through claims on its arguments: the caller's own if given."""
         operands = self.operands if operands is None else operands
         try:
-            return self._run(_Onward(self), operands)
-        except _MustHold:
+            return self._run(_AdvanceRun(self), operands)
+        except _NestedBackward:
             self.seam.reach.holds = True
-            return self._run(_Onward(self), operands)
+            return self._run(_AdvanceRun(self), operands)
 
-    def _run(self, rerun: _Rerun | _Onward, operands: tuple[Handle, ...]) -> Any:
+    def _run(self, rerun: _ReplayRun | _AdvanceRun, operands: tuple[Handle, ...]) -> Any:
         seam = self.seam
         for value in (handle.value for handle in operands):
             if value.is_changed:
@@ -235,16 +235,20 @@ class Frame:
                 seam.reach.is_overwritten = True
                 raise Overwritten(value.tensor, value.version, str(seam), type(seam.module))
         args, kwargs = self.arguments.again(operands)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_aside())
-            if seam.reach.units:
-                stack.enter_context(run_again(seam.reach.units))
-            stack.enter_context(self.surroundings.again())
-            stack.enter_context(hooks.only(self._listening.acting, seam.reach.modules))
-            stack.enter_context(seam.engine.now(rerun))
-            stack.enter_context(hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart))
-            stack.callback(rerun.end)
-            return seam.inner(*args, **kwargs)
+        with (
+            without_aside(),
+            run_again(seam.reach.units) if seam.reach.units else contextlib.nullcontext(),
+            self.surroundings.again(),
+            hooks.only(self._listening.acting, seam.reach.modules),
+            hooks_but_in_transforms(rerun.pack, rerun.unpack, seam.engine.apart),
+        ):
+            here = seam.engine.here
+            before, here.now = here.now, rerun
+            try:
+                return seam.inner(*args, **kwargs)
+            finally:
+                here.now = before
+                rerun.end()
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
         """What the value of a place is to be, from what was saved there in the second run."""
@@ -271,10 +275,12 @@ class Token:
     __slots__ = ("__weakref__",)
 
 
-class _Again:
+class _Reexecution:
     """A second run in progress. What it saves nobody reads, unless it runs backward inside of its forward."""
 
-    def __init__(self, frame: Frame) -> None:
+    idle: ClassVar[frozenset[CallInterceptor]] = frozenset()
+
+    def __init__(self, frame: ReplayFrame) -> None:
         self._frame = frame
         self._holds = frame.seam.reach.holds
         self._has_ended = False
@@ -293,7 +299,7 @@ class _Again:
         if held is not None and not isinstance(held, Token):
             return held
         if not self._has_ended:
-            raise _MustHold
+            raise _NestedBackward
         raise ReplayMismatch(
             f"{self._frame.seam} gave a tensor to something outside of it, such as a list, when it was run again, and "
             "backward has come to that. Have it returned or put in attributes of the module.",
@@ -301,10 +307,10 @@ class _Again:
         )
 
 
-class _Rerun(_Again):
+class _ReplayRun(_Reexecution):
     """A replay in progress. Modules that are called in this thread meanwhile ask it, not the forward pass."""
 
-    def __init__(self, frame: Frame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
+    def __init__(self, frame: ReplayFrame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
         super().__init__(frame)
         self.found: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
@@ -318,7 +324,7 @@ class _Rerun(_Again):
         that can be changed any longer."""
         self._inside_another = False
 
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
         if self._inside_another or not (seam.replays or seam.is_left_alone):
             return seam.inner(*args, **kwargs)
@@ -353,7 +359,7 @@ class _Rerun(_Again):
         operator = next_sequence_number()  # of the next node, so that it is the same in one operator
         if is_complete or operator != self._operator:
             if self._place >= self._last:
-                raise _Stop
+                raise _StopReplay
             self.hand_over()
             self._operator, self._is_complete = operator, True
         has_history = tensor.grad_fn is not None or tensor.requires_grad or base_of(tensor) is not None
@@ -362,13 +368,13 @@ class _Rerun(_Again):
         if self._place in self._wanted:
             self._fresh[self._place] = self._frame.as_saved(self._place, tensor)
         if self._place >= self._last and self._is_complete:
-            raise _Stop
+            raise _StopReplay
 
 
-class _Onward(_Again):
+class _AdvanceRun(_Reexecution):
     """An advance in progress: nothing is caught."""
 
-    def call(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called."""
         return seam.inner(*args, **kwargs)
 
@@ -377,10 +383,14 @@ class _Onward(_Again):
         return self.hold(tensor)
 
 
-@contextlib.contextmanager
-def _in_place(seams: set[Seam]) -> Iterator[None]:
+def _in_place(seams: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
     """Seams that a plan put into modules are there, also if the plan has been removed between forward and backward."""
     gone = [seam for seam in seams if not seam.installed]
+    return _installed(gone) if gone else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _installed(gone: list[CallInterceptor]) -> Iterator[None]:
     for seam in gone:
         seam.install()
     try:

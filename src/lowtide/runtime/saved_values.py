@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.engine import Engine
-    from lowtide.runtime.operand_capture import Place
+    from lowtide.runtime.operand_capture import CaptureSite
 
 Geometry = tuple["torch.Size", tuple[int, ...], int]
 """Size, stride and storage offset of a view, in elements."""
@@ -38,11 +38,14 @@ SEED_BYTES = 64
 """A tensor that no node made and that is no larger is kept where a replay could bring it back: seeds and the like. On a
 GPU attention's kernels save theirs whether they have drawn numbers or not; if not, nobody has written into them."""
 
+Kept = tuple["Tensor", int]
+"""A saved tensor that is just kept, and its version: what is packed where nothing else needs the value."""
+
 _NEVER = -2
 """No pass: backward numbers its passes from 0, and outside of any the number is -1."""
 
 
-class Maker(Protocol):
+class Recomputation(Protocol):
     """What brings a value back: a recompute from a recipe, or the replay of a module call."""
 
     @property
@@ -64,6 +67,7 @@ class Value:
         "output",
         "partial",
         "passing",
+        "places",
         "readers",
         "reads",
         "seen",
@@ -71,7 +75,7 @@ class Value:
         "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor | None = None, *, maker: Maker | None = None, output: int = 0) -> None:
+    def __init__(self, tensor: Tensor | None = None, *, maker: Recomputation | None = None, output: int = 0) -> None:
         self.tensor = tensor
         self.version = -1 if tensor is None else tensor._version
         """The tensor's version when it was saved; -1 if none was at hand."""
@@ -85,6 +89,8 @@ class Value:
         """`id` of the parameter that this is; 0 for anything else."""
         self.original: weakref.ref[Tensor] | None = None
         """The tensor that this is of, if it is read by a recompute and autograd has not saved it for that."""
+        self.places: list[tuple[set[int], int]] | None = None
+        """The needed ordinals of calls that are being learnt, and this value's ordinal there: see `need`."""
         self.readers = 0
         """Handles that there are."""
         self.reads = 0
@@ -104,10 +110,22 @@ class Value:
         """The tensor, made again if it is not there. Raises RuntimeError if it was kept and changed in place since."""
         tensor = self.tensor
         if tensor is None:
-            return bring_back(self)
+            return materialize(self)
         if self.maker is None and tensor._version != self.version:
             raise RuntimeError(changed_in_place(tensor, self.version))
         return tensor
+
+    def seen_in(self, needed: set[int], ordinal: int) -> None:
+        """Remember a call that has saved it, and which of its tensors it was there."""
+        if self.places is None:
+            self.places = []
+        self.places.append((needed, ordinal))
+
+    def need(self) -> None:
+        """Have the saved tensors that are this value seen in later runs, too."""
+        for needed, ordinal in self.places or ():
+            needed.add(ordinal)
+        self.places = None
 
     def keep(self, tensor: Tensor) -> None:
         """Hold `tensor` (detached) from now on instead of making it again."""
@@ -122,7 +140,7 @@ class Value:
             self.tensor = tensor
 
 
-def rootless(tensor: Tensor) -> Value:
+def value_without_grad_fn(tensor: Tensor) -> Value:
     """A value that keeps a tensor that no node made."""
     value = Value(tensor.detach())
     if isinstance(tensor, nn.Parameter):
@@ -146,9 +164,15 @@ class Handle:
     def get(self) -> Tensor:
         """The tensor with the geometry it was saved with. May be called any number of times."""
         value, view = self.value, self.view
-        tensor = value.get()
+        tensor = value.tensor
         if value.maker is not None:
+            if tensor is None:
+                tensor = materialize(value)
             self._read(value)
+        else:
+            assert tensor is not None
+            if tensor._version != value.version:
+                raise RuntimeError(changed_in_place(tensor, value.version))
         if view is None:
             return tensor
         return tensor.as_strided(*view) if isinstance(view, tuple) else view
@@ -186,7 +210,7 @@ class Handle:
             value.tensor = None
 
 
-def bring_back(value: Value) -> Tensor:
+def materialize(value: Value) -> Tensor:
     """Make `value` again, and before it whatever it needs that is not there.
 
     Not by recursion: a chain of recomputes may be as long as a model is deep.
@@ -201,7 +225,8 @@ def bring_back(value: Value) -> Tensor:
         assert maker is not None
         for operand in maker.operands:
             if operand is not None:
-                operand.wait()  # so that what is made for it stays until it is read
+                if operand.seen != _NEVER:
+                    operand.wait()  # so that what is made for it stays until it is read
                 if operand.value.tensor is None:
                     missing.append(operand.value)
         if missing:
@@ -221,21 +246,30 @@ def changed_in_place(tensor: Tensor, version: int) -> str:
     )
 
 
+_KEYS = tuple(("lowtide", output) for output in range(8))
+"""Of node metadata, for the first outputs of a node."""
+
+
 def register(node: Node, output: int, value: Value) -> None:
     """Let later readers of the node's output find `value` while somebody holds it. The node holds no value alive."""
-    node_metadata(node)["lowtide", output] = weakref.ref(value)
+    node_metadata(node)[_KEYS[output] if output < len(_KEYS) else ("lowtide", output)] = weakref.ref(value)
 
 
 def registered(node: Node, output: int) -> Value | None:
     """The value of a node's output, if it was registered and somebody still holds it."""
-    found = node_metadata(node).get(("lowtide", output))
+    found = node_metadata(node).get(_KEYS[output] if output < len(_KEYS) else ("lowtide", output))
     return None if found is None else found()
 
 
 @never_compiled
-def unpack(handle: Handle) -> Tensor:
+def unpack(handle: Handle | Kept) -> Tensor:
     """The unpack hook."""
     global probe
+    if isinstance(handle, tuple):
+        tensor, version = handle
+        if tensor._version != version:
+            raise RuntimeError(changed_in_place(tensor, version))
+        return tensor
     told = probe
     if told is None:
         return handle.get()
@@ -268,11 +302,13 @@ def peek(node: Node, attribute: str) -> Any:
 
 def _within(slot: Any) -> Handle | Tensor | None:
     data = slot.data
+    if slot.unpack_hook is unpack and type(data) is tuple:
+        return data[0]  # type: ignore[no-any-return]
     ours = isinstance(data, Handle) or slot.unpack_hook is None
     return data if ours else None
 
 
-class Probe:
+class Observer:
     """Is told what happens under the plan of one engine. Never there in a training loop but for its first steps."""
 
     engine: Engine
@@ -281,19 +317,19 @@ class Probe:
         """Whether this is one of those that it was told of; it is told when they are read, and of no others."""
         return True
 
-    def entering(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is about to run; `seam.engine.scope` is its call."""
 
-    def returning(self, seam: Seam, result: Any) -> None:
+    def returning(self, seam: CallInterceptor, result: Any) -> None:
         """The call is about to be over, with a result."""
 
-    def leaving(self, seam: Seam) -> None:
+    def leaving(self, seam: CallInterceptor) -> None:
         """The call is over, with a result or an exception."""
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
         """`tensor` was saved for backward, as `handle`."""
 
-    def noted(self, place: Place, operand: Tensor) -> None:
+    def noted(self, place: CaptureSite, operand: Tensor) -> None:
         """An operator was given a tensor that autograd does not record."""
 
     def sized_by_contents(self, operator: str) -> None:
@@ -305,19 +341,19 @@ class Probe:
     def given(self, handle: Handle, tensor: Tensor) -> None:
         """This is what it reads."""
 
-    def making(self, maker: Maker) -> None:
+    def making(self, maker: Recomputation) -> None:
         """A recipe or a replay is about to run; its operands are there."""
 
-    def made(self, maker: Maker, outputs: tuple[Tensor, ...]) -> None:
+    def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         """It ran, and gave this."""
 
     def writing_over(self, node: str, n_bytes: int) -> None:
         """A gradient is about to be written over the one of so many bytes that came to a node of that kind."""
 
 
-probe: Probe | None = None
+probe: Observer | None = None
 
 
-def probe_of(engine: Engine) -> Probe | None:
+def observer_of(engine: Engine) -> Observer | None:
     """Who is to be told what happens under the plan of `engine`."""
     return probe if probe is not None and probe.engine is engine else None

@@ -23,13 +23,13 @@ from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import stand_in
 from lowtide._torch.tensors import storage_id
 from lowtide.runtime.recipes import CannotRecompute
-from lowtide.runtime.saved_values import Value, changed_in_place, rootless
+from lowtide.runtime.saved_values import Value, changed_in_place, value_without_grad_fn
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from lowtide.runtime.replay import Frame
+    from lowtide.runtime.replay import ReplayFrame
 
 _overwritten: dict[int, weakref.ref[Tensor]] = {}
 """By `id`, tensors that were written to before backward had read them."""
@@ -40,17 +40,22 @@ class Overwritten(RuntimeError):
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
         name = next((name for relied_on in _watching if (name := relied_on.name_of(tensor))), "it")
+        n_writes = tensor._version - version
+        often = "once" if n_writes == 1 else f"{n_writes} times"
         super().__init__(
             f"{changed_in_place(tensor, version)}\n"
-            f"  The plan makes {reader} again from {name}, which was written to between forward and backward (writes: "
-            f"{tensor._version - version}); no rehearsed step did so. This step ends before its update. From here on "
-            "what is made of that tensor is kept: a loop that catches this error can take the same batch again.\n"
+            f"  The plan makes {reader} again from {name}, which was written to {often} between forward and "
+            "backward; no rehearsed step did so. This step ends before its update. From here on what is made of that "
+            "tensor is kept: a loop that catches this error can take the same batch again.\n"
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
         self.module_class = module_class
         """The class of what was to be run again, if it is that."""
         self.is_of_parameter = False
         """Whether it is a parameter of which nothing will be made any longer."""
+
+
+_FEW = 256
 
 
 class ReliedOn:
@@ -61,8 +66,10 @@ class ReliedOn:
         self.name_of = name_of
         self.takes_values = True
         """Whether recomputes will really run, and not only on trial."""
-        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
-        self._values: weakref.WeakSet[Value] = weakref.WeakSet()
+        self.frames: weakref.WeakSet[ReplayFrame] = weakref.WeakSet()
+        self._values: list[weakref.ref[Value]] = []
+        """Some of them may be gone. A WeakSet, which knows at once, takes longer than a value is worth."""
+        self._most = _FEW
         self._say = say
         self._stop: Callable[[], object] = lambda: None
 
@@ -70,18 +77,24 @@ class ReliedOn:
         """`value`, which holds `tensor` for a recompute."""
         value.original = weakref.ref(tensor)
         if self.takes_values:
-            self._values.add(value)
+            if len(self._values) >= self._most:
+                self._forget_gone()
+            self._values.append(weakref.ref(value))
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
         """Copy these values' tensors before they are written to, although others are recomputed on trial only."""
-        self._values.update(value for value in values if value.original is not None)
+        self._values += [weakref.ref(value) for value in values if value.original is not None]
+
+    def _forget_gone(self) -> None:
+        self._values = [reference for reference in self._values if reference() is not None]
+        self._most = max(_FEW, 2 * len(self._values))
 
     def of_leaf(self, leaf: Tensor) -> Value:
         """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if none is needed."""
         if is_overwritten(leaf):
             raise CannotRecompute("it is made of a tensor that was overwritten before backward")
-        return self.of(rootless(leaf), leaf)
+        return self.of(value_without_grad_fn(leaf), leaf)
 
     def watch(self) -> None:
         """Copy what is still to be read before it is written to, until `leave`, or the plan's model is gone."""
@@ -110,7 +123,7 @@ class ReliedOn:
                 copies[id(tensor)] = tensor, tensor.detach().clone()
             return copies[id(tensor)][1]
 
-        for value in list(self._values):
+        for value in [value for reference in self._values if (value := reference()) is not None]:
             original = None if value.original is None else value.original()
             is_there = value.kept and value.readers and not value.is_changed
             if is_there and original is not None and storage_id(original) in storages:
@@ -124,6 +137,7 @@ class ReliedOn:
             self._say(tensor, writer)
 
     def __bool__(self) -> bool:
+        self._forget_gone()
         return bool(self._values or self.frames)
 
 

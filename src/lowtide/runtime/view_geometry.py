@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
     """The base tensor behind views, the node that made it, and which output of that it is."""
     base = base_of(tensor)
-    if base is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() or not is_plain(tensor):
+    if base is None:
+        return tensor, tensor.grad_fn, tensor.output_nr
+    if base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg() or not is_plain(tensor):
         base = tensor
     return base, base.grad_fn, base.output_nr
 

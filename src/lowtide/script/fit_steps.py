@@ -1,34 +1,92 @@
-"""The steps of a script, fitted into a budget."""
+"""The steps of a loop, fitted into a budget.
+
+The first two are rehearsed, and a plan is made. It is in force from the next one on, which is measured: a plan whose
+step is over the budget is made anew. A batch that is larger than those runs under the most saving plan; the next one of
+such a size is rehearsed, and from then on there is a plan for it beside the one for smaller batches.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from lowtide.api.apply import apply
+from lowtide.api.apply import Applied
 from lowtide.api.fit import REPAIRS, over_budget
-from lowtide.errors import Infeasible
+from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
+from lowtide.memory.device_budget import on_device
 from lowtide.memory.events import Busy
 from lowtide.planner import plan
 from lowtide.planner.planning import smallest_plan
+from lowtide.planner.records import Plan
 from lowtide.profiler.online import NOT_RUN, PATIENCE
-from lowtide.runtime.call_shapes import no_larger, shapes_in
-from lowtide.runtime.fingerprint import fingerprint
+from lowtide.runtime.call_shapes import elements, no_larger, shapes_in
+from lowtide.runtime.fingerprint import check_made_for, fingerprint, in_words, place_of, tensors_in
+from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import others_at_hand
 from lowtide.script.composite_model import name_of
 from lowtide.script.plan_monitor import Measured, UnderPlan
 from lowtide.script.rehearse_steps import Rehearsing
-from lowtide.units import format_bytes, format_change, format_ratio, format_time
+from lowtide.state.process_group import several_processes
+from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.planner.records import AppliedLever, Plan
+    from lowtide.planner.records import AppliedLever, Profile
+
+OnInfeasible = Literal["raise", "smallest", "plain"]
+"""A training loop where no plan fits: ends with the error, goes on under the most saving plan, or without any."""
+
+GROWTHS: Final = 12
+"""Plans of their own that larger batches get, one after the other: as many as ten thousand random sizes need."""
+
+AUDITED: Final = "every recipe and replay was compared with the true tensors, bit by bit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunVerdict:
+    """Memory of the steps that a plan was made for, as it was measured in training."""
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    """Static memory included; None where no step could be measured."""
+    is_of_planned_size: bool
+    """False where only smaller batches than the planned ones came."""
+
+    @property
+    def within_budget(self) -> bool:
+        """Return True if the measured peak is within the budget."""
+        return self.measured_peak_bytes is not None and self.measured_peak_bytes <= self.budget_bytes
+
+    def __str__(self) -> str:
+        if self.measured_peak_bytes is None:
+            return f"NOT MEASURED: no step of the planned size came; {AUDITED}"
+        budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
+        size = "" if self.is_of_planned_size else " on smaller batches than the planned ones"
+        kept = "within" if self.within_budget else "OVER"
+        return f"{measured} peak measured{size}: {kept} the budget of {budget}; {AUDITED}"
+
+
+class _InForce(Applied):
+    """Plans in force, and the rehearsals that they came from: both are there as long as the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        say: Callable[[str], None],
+        outgrown: Callable[[str], bool],
+        rehearsing: Rehearsing,
+    ) -> None:
+        super().__init__(model, plans, None, say, outgrown)
+        self.rehearsing = rehearsing
 
 
 class Fitting(UnderPlan):
@@ -41,12 +99,24 @@ class Fitting(UnderPlan):
         levers: tuple[AppliedLever, ...] = (),
         *,
         in_place: bool = True,
+        on_infeasible: OnInfeasible = "raise",
+        takes_turns: bool = True,
     ) -> None:
+        """Unless the model `takes_turns`, no other one is waited for that may be trained with it."""
         super().__init__(say)
         self.plan: Plan | None = None
+        """The one for the largest batches so far."""
+        self.verdict: RunVerdict | None = None
+        self.model_name: str | None = None
+        """The class of the model that is planned for."""
+        self.unplanned: str | None = None
+        """The reason for which training goes on without a plan."""
         self.when_kept: Callable[[Plan], object] = lambda plan: None
         """Called with the plan that stays in force: its peak is within the budget, or there was none to measure."""
         self._budget = budget
+        self._on_infeasible = on_infeasible
+        self._takes_turns = takes_turns
+        self._applied: _InForce | None
         self._rehearsing = Rehearsing(stop=False, levers=levers, in_place=in_place)
         self._over: list[int] = []
         """Peaks that were measured under plans, and were over the budget."""
@@ -56,12 +126,28 @@ class Fitting(UnderPlan):
         """By name, models before which steps have not begun."""
         self._n_waited = 0
         """Steps after the rehearsal in which others might have taken turns."""
+        self._smaller: list[Plan] = []
+        """Plans for smaller batches than those of `plan`, the smallest first."""
+        self._in_force: weakref.ref[_InForce] | None = None
+        """What stays in force once nothing is left to do."""
+        self._is_outgrown = False
+        """Whether a batch has come that is larger than any that a plan is for."""
+        self._n_looked: int | None = None
+        """Steps so far in which a batch of such a size was waited for; None while none is."""
+        self._is_rehearsed = False
+        """Whether this step is one."""
+        self._n_growths = 0
 
     @property
     def awaits(self) -> str:
         if self.plan is None:
             return self._rehearsing.awaits
         return "took a step under its plan"
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All that are in force, that for the smallest batches first."""
+        return (*self._smaller, *([] if self.plan is None else [self.plan]))
 
     def precedes(self, module: nn.Module) -> None:
         """Remember it: what it took is in no step."""
@@ -70,27 +156,38 @@ class Fitting(UnderPlan):
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         super().begins(model, batch, optimizers)
-        if self.plan is None:
+        if self.unplanned is not None:
+            self._rehearsing.leaves()
+            self.done = True
+        elif self.plan is None:
+            self.model_name = name_of(model)
+            self._budget = on_device(self._budget, place_of(model), self._say)
             hidden = self._rehearsing.n_hidden
             self._rehearsing.begins(model, batch, optimizers)
             if self._rehearsing.n_hidden == 1 > hidden:
                 self._say("the script records by itself, as with a profiler: steps after that are rehearsed")
-            return
-        self._rehearsing.leaves()
-        if self._applied is None or self._applied.plan is not self.plan:
-            self._put_in_force(model, self.plan)
-        found, planned = fingerprint(model, batch).batch, self.plan.fingerprint.batch
+        elif self._n_looked is not None:
+            self._looks_for_larger(self.plan, model, batch, optimizers)
+        else:
+            self._rehearsing.leaves()
+            self._put_in_force(model)
+            self._measure(self.plan, model, batch, optimizers)
+
+    def _measure(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        assert self._applied is not None
+        found, planned = fingerprint(model, batch).batch, made.fingerprint.batch
         self._n_others += found != planned
-        if no_larger(shapes_in(found), shapes_in(planned)):
-            assert self._applied is not None
+        if found == planned or (not self._smaller and no_larger(shapes_in(found), shapes_in(planned))):
             with contextlib.suppress(Busy):  # the script records this one by itself: another is measured
                 self._open = Measured(model, batch, optimizers, self._applied)
             self._is_planned = found == planned
         elif self._n_others >= PATIENCE:
-            self._keep(self.plan)
+            self._keep(made)
 
     def ends(self, model: nn.Module) -> None:
         """Plan, or see whether the plan kept its promise. Raises Infeasible and OverBudget."""
+        if self.unplanned is not None:
+            return
         if self.plan is None:
             self._rehearsing.ends(model)
             if self._rehearsing.n_sizes > 1 and not self._told:
@@ -100,16 +197,38 @@ class Fitting(UnderPlan):
                     "longer than others"
                 )
             if self._rehearsing.profile is not None and not self._awaits_others(model):
-                self.plan = plan(self._rehearsing.profile, self._budget)
-                self._announce(self.plan)
+                self._make_plan(self._rehearsing.profile)
+        elif self._is_rehearsed:
+            self._is_rehearsed = False
+            self._plan_for_larger(self.plan, model)
+        elif self._n_looked is not None and self._n_looked >= PATIENCE:
+            self._n_looked, self.done = None, True
         elif self._open is not None:
             step, self._open = self._open, None
             self._judge(self.plan, step.peak_bytes())
 
+    def _make_plan(self, profile: Profile) -> None:
+        """Plan for `profile`, or go on as was asked where no plan fits. Raises Infeasible."""
+        try:
+            self.plan = plan(profile, self._budget)
+        except Infeasible as why:
+            if self._on_infeasible == "raise":
+                raise
+            if self._on_infeasible == "plain":
+                self._go_on_plain(why)
+                return
+            self.plan = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+            self._say(f"{_first_line(why)} The most saving plan is in force, as asked, and is over the budget")
+        self._announce(self.plan)
+
+    def _go_on_plain(self, why: LowtideError) -> None:
+        self.unplanned = _first_line(why)
+        self._say(f"{self.unplanned} Training goes on without a plan, as asked")
+
     def _awaits_others(self, model: nn.Module) -> bool:
         """Whether a model that may take turns with this one is yet to be updated: one budget is for both."""
         self._n_waited += 1
-        return self._n_waited <= TURNS and others_at_hand(model)
+        return self._takes_turns and self._n_waited <= TURNS and others_at_hand(model)
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one: what is trained instead is rehearsed anew."""
@@ -118,17 +237,20 @@ class Fitting(UnderPlan):
         if self.plan is not None:
             name = name_of(model)
             self._say(f"the plan for that {name} is given up: from here on another model is trained, and rehearsed")
-        self.plan, self._over, self._n_waited = None, [], 0
+        self.plan, self.verdict, self.unplanned, self._over, self._n_waited = None, None, None, [], 0
+        self._smaller, self._in_force, self._n_looked = [], None, None
+        self._is_outgrown = self._is_rehearsed = False
         self._preceding.clear()
 
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
+        self._in_force = None if self._applied is None else weakref.ref(self._applied)
         super().lets_go()
         self._rehearsing = Rehearsing()
 
     def finish(self) -> None:
         """The plan stays in force, also where it had smaller batches only."""
-        if self.plan is not None and self._n_others and not self.done:
+        if self.plan is not None and self._n_others and not self.done and self._n_looked is None:
             self._keep(self.plan)
 
     def leaves(self) -> None:
@@ -136,27 +258,51 @@ class Fitting(UnderPlan):
         super().leaves()
         self._rehearsing.leaves()
 
+    def take_off(self) -> None:
+        """Give the model back as it was."""
+        in_force = None if self._in_force is None else self._in_force()
+        for applied in (self._gone, self._applied, in_force):
+            if applied is not None:
+                applied.remove()
+        self._gone = self._applied = self._in_force = None
+
     def _keep(self, made: Plan) -> None:
         """The plan stays in force, of which no batch that it is for has come."""
         self._say_smaller_only()
+        self._stays(made, self._most or None, is_of_planned_size=False)
+
+    def _stays(self, made: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
+        self.verdict = RunVerdict(
+            budget_bytes=made.budget_bytes,
+            predicted_peak_bytes=made.predicted.peak_bytes,
+            measured_peak_bytes=measured_bytes,
+            is_of_planned_size=is_of_planned_size,
+        )
         self.when_kept(made)
         self.done = True
 
-    def _put_in_force(self, model: nn.Module, plan: Plan) -> None:
+    def _put_in_force(self, model: nn.Module) -> None:
+        """Have the model run under the plans that there are now, if it does not yet."""
+        assert self.plan is not None
+        if self._applied is not None and self._applied.plan is self.plan:
+            return
         if self._applied is not None:
             self._applied.remove()
-        self._applied = apply(model, plan, say=self._say)
+        check_made_for(self.plan.fingerprint, model)
+        self._applied = _InForce(model, self.plans, self._say, self._outgrown, self._rehearsing)
 
     def _announce(self, plan: Plan) -> None:
         from lowtide.report.text_table import decisions, lever_lines
 
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
-            f"{change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
+            f"{self.model_name}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
             f"+{format_time(plan.predicted.extra_ms)} a step; in force from the next step on"
         )
         for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
+        if self._smaller:
+            return
         for name in [name for name, n in self._preceding.items() if n > 1]:
             self._say(
                 f"note: {name} is called before the model in each step, and what it takes until then is not counted: "
@@ -174,21 +320,121 @@ class Fitting(UnderPlan):
                 self._say(
                     f"measured {format_bytes(measured_bytes)} peak, {share} of the plain step's: within the budget"
                 )
-                self.when_kept(made)
-                self.done = True
+                self._stays(made, measured_bytes, is_of_planned_size=True)
             elif self._n_others >= PATIENCE:
                 self._keep(made)
             return
         self._over.append(measured_bytes)
         over = measured_bytes - made.budget_bytes
-        self._say(f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning again")
-        assert self._rehearsing.profile is not None
+        profile = self._rehearsing.profile
+        assert profile is not None
         if len(self._over) < REPAIRS:
             try:
-                lower = plan(self._rehearsing.profile, max(1, made.predicted.peak_bytes - over))
+                lower = plan(profile, max(1, made.predicted.peak_bytes - over))
             except Infeasible:
-                lower = smallest_plan(self._rehearsing.profile)
+                lower = smallest_plan(profile)
             if lower.decisions != made.decisions:
+                self._say(
+                    f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over)} over the budget: planning "
+                    "again"
+                )
                 self.plan = replace(lower, budget_bytes=made.budget_bytes)
                 return
-        raise over_budget(self._rehearsing.profile, made.budget_bytes, self._over)
+        self._stays_over(made, over_budget(profile, made.budget_bytes, self._over))
+
+    def _stays_over(self, made: Plan, why: OverBudget) -> None:
+        """No plan keeps to the budget: go on as was asked. Raises OverBudget."""
+        if self._on_infeasible == "raise" and not self._smaller:
+            raise why
+        if self._on_infeasible == "plain" and not self._smaller:
+            self._go_on_plain(why)
+            self._gone, self._applied, self.plan = self._applied, None, None  # until the next step, which changes hooks
+            return
+        self._say(f"{_first_line(why)} Training goes on under the most saving plan of those")
+        self._stays(made, why.measured_peak_bytes, is_of_planned_size=self._is_planned)
+
+    # --- larger batches, later
+
+    def wants_more(self) -> bool:
+        """Return True if a batch has come that is larger than any that a plan is for: the next one is rehearsed."""
+        if not self._is_outgrown:
+            return False
+        self._is_outgrown = False
+        if self._in_force is None or (applied := self._in_force()) is None:
+            return False
+        self._applied, self._rehearsing, self._in_force = applied, applied.rehearsing, None
+        self._rehearsing.begin_anew()
+        self._n_looked, self.done = 0, False
+        return True
+
+    def _outgrown(self, what: str) -> bool:
+        """Return True if the model gets a plan of its own for a batch that is larger than the planned ones."""
+        assert self.plan is not None
+        is_one_size = len(self.plan.input_shapes) == 1  # else a part of a large step would get the plan for a small one
+        if not is_one_size or several_processes() or self._n_growths >= GROWTHS:
+            return False
+        self._say(
+            f"{self.model_name} {what}: the peak may be above the budget, though larger batches get the most saving "
+            "plan. The next one is rehearsed, for a plan of its own"
+        )
+        self._is_outgrown = True
+        return True
+
+    def _looks_for_larger(self, made: Plan, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
+        """Rehearse this step if its batch is larger than those that `made` is for; else run it under its plan."""
+        assert self._n_looked is not None
+        self._n_looked += 1
+        if elements(shapes_in(in_words(tensors_in(batch)))) <= most_elements(made):
+            self._rehearsing.leaves()
+            self._put_in_force(model)
+            return
+        if self._applied is not None:
+            self._applied.remove()
+            self._applied = None
+        try:
+            self._rehearsing.begins(model, batch, optimizers)
+            self._is_rehearsed = True
+        except RehearsalError as why:
+            self._leave_growth(why)
+            self._put_in_force(model)
+
+    def _plan_for_larger(self, made: Plan, model: nn.Module) -> None:
+        """A larger batch was rehearsed, perhaps not often enough yet: plan for it, and measure the next one."""
+        try:
+            self._rehearsing.ends(model)
+        except RehearsalError as why:
+            self._leave_growth(why)
+        profile = self._rehearsing.profile
+        if profile is None:
+            return
+        self._n_looked = None
+        self._n_growths += 1
+        try:
+            larger = plan(profile, made.budget_bytes)
+        except Infeasible as why:
+            larger = replace(smallest_plan(profile), budget_bytes=made.budget_bytes)
+            self._say(f"{_first_line(why)} The most saving plan is in force for these batches")
+        if len(larger.input_shapes) == 1 and most_elements(larger) > most_elements(made):
+            self._smaller.append(made)
+            self.plan = larger
+            self._over, self._n_others, self._most = [], 0, 0
+            self._announce(larger)
+
+    def _leave_growth(self, why: RehearsalError) -> None:
+        """Larger batches go on under the most saving plan."""
+        self._say(f"larger batches are not planned for: {why}")
+        self._n_growths = GROWTHS
+        self._n_looked = None
+
+
+def check_on_infeasible(asked: str) -> OnInfeasible:
+    """Give `asked` back. Raises LowtideError for a word that is none of OnInfeasible."""
+    known = get_args(OnInfeasible)
+    if asked not in known:
+        raise LowtideError(f"on_infeasible is {asked!r}; it takes one of {', '.join(map(repr, known))}.")
+    return asked  # type: ignore[return-value]
+
+
+def _first_line(why: LowtideError) -> str:
+    text = str(why).partition("\n")[0]
+    return f"{text[0].upper()}{text[1:]}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from lowtide._torch.backward import ENGINE
 from lowtide._torch.fake_modes import function_modes_in_backward
+from lowtide._torch.patching import stand_in
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.redirect import cuda_is_there
@@ -51,9 +53,8 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
         return (lambda model: model) if model is None else model
 
     importlib.import_module("torch._dynamo")  # see `cuda_is_there`
-    run = getattr(torch.autograd, ENGINE)
 
-    def runs_back(*args: Any, **kwargs: Any) -> Any:
+    def runs_back(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
         crew.goes_back()
         return done
@@ -64,7 +65,7 @@ def cuda_for_a_script(gpu: GpuSpec, crew: Estimating) -> Iterator[None]:
 
     checkpoint = torch.utils.checkpoint.checkpoint
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(torch.autograd, ENGINE, runs_back))
+        stack.callback(stand_in(torch.autograd, ENGINE, functools.partial(functools.partial, runs_back)))
         stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
         for owner, name, function in groups.stand_ins():

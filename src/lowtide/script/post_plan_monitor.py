@@ -20,10 +20,15 @@ class Afterwards:
 
     def __init__(self, crew: Crew, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._crew = crew
+        self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = ids(model.parameters())
         self._known = weakref.WeakSet(o for o in optimizers if mine & held_by(o))
         """The model's optimizers, those that were seen since included."""
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the model's optimizers that are alive."""
+        return list(self._known)
 
     def updated(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""

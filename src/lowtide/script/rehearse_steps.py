@@ -64,6 +64,8 @@ class Rehearsing(Crew):
         """Steps in which TorchScript in the model ran, which compiles itself in the first ones."""
         self._gone: list[Observed] = []
         """Still in force on models that were given up."""
+        self._is_anew = False
+        """Whether larger batches are rehearsed than those that were."""
 
     def begins(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Look at this step. Raises RehearsalError for a model that can't be planned for."""
@@ -111,6 +113,12 @@ class Rehearsing(Crew):
             self._gone.append(self._observed)  # until the next step: here no hooks may be removed
         self.done, self.profile, self._observed, self._checkpointed = False, None, None, None
 
+    def begin_anew(self) -> None:
+        """Rehearse larger batches than those so far, with what is known from them: mostly one step."""
+        assert self._observed is not None
+        self.done, self.profile, self._checkpointed, self._is_anew = False, None, None, True
+        self._observed.begin_anew()
+
     def lets_go(self) -> None:
         """That was all that is wanted of the script, unless it is to go on."""
         if self._stop:
@@ -140,7 +148,7 @@ class Rehearsing(Crew):
         assert profile is not None
         if self._checkpointed is not None:
             self._finish(told(*self._checkpointed, profile))
-        elif not observed.checkpointed or not can_do_without(model):
+        elif self._is_anew or not observed.checkpointed or not can_do_without(model):
             self._finish(told(profile, observed.checkpointed, None))
         else:
             self._checkpointed = profile, observed.checkpointed

@@ -1,9 +1,11 @@
-"""Runs a script with a crew on its steps, and says in words why the crew could not do its work."""
+"""Has a crew work on the steps of a program, and says in words why the crew could not do its work."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.bypassed_calls import IN_TRANSFORM
@@ -12,6 +14,43 @@ from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import Crew, Enough
 from lowtide.utils.interrupts import held_back
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_alone = threading.Lock()
+"""Held while the steps of a program are watched: there is one recorder of memory, and one budget, for a process."""
+
+left_over: list[Callable[[], None]] = []
+"""Called before steps are watched: blocks that are entered and left by two callbacks end where their loop is over."""
+
+
+def forget_left_over(end: Callable[[], None]) -> None:
+    """Call that one no longer."""
+    left_over[:] = [each for each in left_over if each != end]
+
+
+@contextlib.contextmanager
+def watched(
+    crew: Crew, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+) -> Iterator[Steps]:
+    """A block with `crew` on the steps that are taken in it; see `Steps`.
+
+    Raises LowtideError inside of such a block, or beside one in another thread.
+    """
+    for end in [*left_over]:
+        end()
+    if not _alone.acquire(blocking=False):
+        raise LowtideError(
+            "the training steps of this process are watched already: by lowtide.within around this block or in another "
+            "thread, or by `lowtide run`. A budget is for all memory of the process, so there is one at a time: leave "
+            "one of the two out, or let the first block end before."
+        )
+    try:
+        with held_back(), Steps(crew, model, when_failed=when_failed) as steps:
+            yield steps
+    finally:
+        _alone.release()
 
 
 @held_back()
@@ -22,31 +61,36 @@ def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] 
     nothing, as with `--help`, `untrained` is told that, if given.
     """
     code = 0
-    with Steps(crew) as steps, contextlib.suppress(Enough):
+    with watched(crew) as steps, contextlib.suppress(Enough):
         code = script.run()
         if code == 0 and steps.failed is None:
             steps.ended()
             crew.finish()
     if isinstance(steps.failed, LowtideError):
         raise steps.failed
-    elsewhere = steps.in_other_thread or steps.started_processes or steps.in_transform
-    nothing = steps.model is None and not steps.n_updates and not elsewhere
-    if code == 0 and nothing and not crew.done and untrained is not None:
+    if code == 0 and not crew.done:
+        if untrained is None or not is_untrained(steps):
+            raise RehearsalError(why_not(script.target, steps, crew))
         untrained(f"{script.target} ended, and {_UNTRAINED}.")
-    elif code == 0 and not crew.done:
-        raise RehearsalError(_why_not(script, steps, crew))
     return code
+
+
+def is_untrained(steps: Steps) -> bool:
+    """Return True if nothing was trained, here or elsewhere, as far as was seen."""
+    elsewhere = steps.in_other_thread or steps.started_processes or steps.in_transform
+    return steps.model is None and not steps.n_updates and not elsewhere
 
 
 _UNTRAINED = "no model was trained: no module with trainable parameters was called in training mode with gradients on"
 
 
-def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
-    ended = f"{script.target} ended"
+def why_not(program: str, steps: Steps, crew: Crew) -> str:
+    """Say why the crew could not do its work in `program`, which has ended."""
+    ended = f"{program} ended"
     if steps.model is None and steps.in_other_thread:
         return (
-            f"{ended}; it trains in another thread, where nothing was watched.\n  Let the script call its training "
-            "loop in the main thread."
+            f"{ended}; it trains in a thread that was there before, where nothing was watched.\n  Start that thread "
+            "later, or call the training loop in the same thread."
         )
     if steps.model is None and steps.in_transform:
         return f"{ended}; its model was called {IN_TRANSFORM}"
@@ -65,7 +109,7 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
     if steps.model is None:
         return (
             f"{ended}, and {_UNTRAINED}.\n"
-            "  Call model.train() before the training loop, and let Lowtide run the script that trains."
+            "  Call model.train() before the training loop, and let Lowtide run what trains."
         )
     name = name_of(steps.model)
     if not steps.n_updates and steps.by_hand.n_updates:
@@ -77,9 +121,8 @@ def _why_not(script: Script, steps: Steps, crew: Crew) -> str:
     if not steps.n_updates:
         return (
             f"{ended}, and no optimizer stepped: {name} was called in training mode, but no torch.optim.Optimizer "
-            "updated it.\n  Let the script run at least one step of its training loop to the end."
+            "updated it.\n  Run at least one step of the training loop to its end."
         )
     return (
-        f"{ended} after {steps.n_updates} optimizer steps, before {name} {crew.awaits}.\n"
-        "  Let the script train that model for longer."
+        f"{ended} after {steps.n_updates} optimizer steps, before {name} {crew.awaits}.\n  Train that model for longer."
     )

@@ -8,8 +8,6 @@ import contextlib
 import importlib.util
 import os
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from lowtide.errors import LowtideError
-from lowtide.utils.interrupts import held_back, send
+from lowtide.utils.interrupts import held_back, none_lost
 
 INTERRUPTED = 130
 """The exit code of a script that somebody interrupted, as shells give it."""
@@ -48,7 +46,7 @@ class Script:
         `within` is entered before the script begins and left while its variables are still there. LowtideError passes
         through.
         """
-        with held_back(), self._as_main() as main, _no_interrupt_lost(), within or nullcontext():
+        with held_back(), self._as_main() as main, none_lost(), within or nullcontext():
             try:
                 exec(self._code(main), main.__dict__)
             except SystemExit as end:
@@ -131,43 +129,6 @@ def _last_comes_back() -> None:
     """At exit, Python calls what the script registered for that: there the script is the main program, as ever."""
     for script in _LAST:
         script.comes_back()
-
-
-@contextlib.contextmanager
-def _no_interrupt_lost() -> Iterator[None]:
-    """An interrupt that Python drops comes again.
-
-    One that arrives while C++ computes is raised where Python goes on. In backward under a plan, on the CPU, that is
-    most often the `__del__` of what was saved, and nothing that is raised there gets out.
-    """
-    own = sys.unraisablehook
-
-    def dropped(what: sys.UnraisableHookArgs) -> None:
-        if what.exc_type is KeyboardInterrupt:  # not here: this is such a place, too
-            threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
-        else:
-            own(what)
-
-    sys.unraisablehook = dropped
-    try:
-        yield
-    finally:
-        if sys.unraisablehook is dropped:
-            sys.unraisablehook = own
-
-
-def _interrupt_out_of(code: CodeType) -> None:
-    """Interrupt the main thread once it does not run `code` any longer."""
-    main = threading.main_thread().ident
-    assert main is not None
-    while True:
-        time.sleep(0.01)
-        frame = sys._current_frames().get(main)
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        if frame is None:
-            break
-    send(main)
 
 
 def _exit_code(end: SystemExit) -> int:

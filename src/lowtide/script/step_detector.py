@@ -17,7 +17,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +31,7 @@ from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
 from lowtide._torch.patching import Make, stand_in
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.runtime.class_calls import class_of_call
+from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
 from lowtide.script.alternating_models import PATIENCE, Turns, held_by, ids, others_at_hand
 from lowtide.script.candidate_models import Aside
@@ -47,17 +47,26 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Watches for steps in this thread, inside a `with` block, until the crew is done.
+    """Watches for steps inside a `with` block, until the crew is done, and again where it wants to see more.
+
+    They are those of one thread: the one that enters the block, or one that starts inside of it, whichever trains
+    first. With `model` they are the steps of that model alone, also where it is called by a wrapper of it.
+
+    A failure of the crew is raised as Enough, which no `except Exception` of the program's stops. With `when_failed` it
+    is raised itself, after that was called, which ends the block: the program may go on without the crew.
 
     Something stands in for `nn.Module.__call__` meanwhile: a hook would come too late, when the call is already past
     the place where the engine gets in.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(
+        self, crew: Crew, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+    ) -> None:
         self.crew = crew
+        self._is_given, self._when_failed = model is not None, when_failed
         self.n_updates = 0
         """Updates by optimizers so far."""
-        self.model: nn.Module | None = None
+        self.model: nn.Module | None = model
         """The model, as far as is known."""
         self.failed: LowtideError | Enough | None = None
         """What the crew raised. A script that catches it meets it again at its next step."""
@@ -72,7 +81,7 @@ class Steps:
         self._waits_until = 0
         """Number of updates up to which a crew that is done waits for another model to take turns with its own."""
         self.in_other_thread = False
-        """Whether a model was trained in a thread that is not watched."""
+        """Whether a model was trained in a thread that was there before, and is not watched."""
         self.in_backward_only = False
         """Whether a model was called with gradients on in backward passes, and else with gradients off."""
         self.in_transform = False
@@ -89,20 +98,29 @@ class Steps:
         self._is_late = False
         """Whether updates were made inside of backward: the step may be over as soon as that is."""
         self._depth = 0
-        self._where = (os.getpid(), threading.get_ident())
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        """The one that trains, once it does."""
+        self._other_threads = weakref.WeakSet(t for t in threading.enumerate() if t is not threading.current_thread())
 
     def __enter__(self) -> Self:
         self._hooks = (
             register_optimizer_step_pre_hook(self._begins_update),
             register_optimizer_step_post_hook(self._updates),
         )
-        told = functools.partial(functools.partial, self._call)
         self._unwatch = contextlib.ExitStack()
+        self._watch()
+        return self
+
+    def _watch(self) -> None:
+        """Have calls of all modules come by, those included whose class has a `__call__` of its own."""
+        told = functools.partial(functools.partial, self._call)
         self._unwatch.callback(stand_in(nn.Module, "__call__", told))
         self._unwatch.callback(stand_in(nn.Module, "__init__", functools.partial(functools.partial, self._made, told)))
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(stand_in(BaseProcess, "start", started))
-        return self
+        for kind in classes_of_calls():
+            self._watch_class(kind, told)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -116,13 +134,20 @@ class Steps:
         """Watch no calls any longer, and hold nothing. May be called again."""
         self._unwatch.close()
         self._own_calls.clear()
-        if self.crew.done and self.model is not None:
+        if self.model is not None and (self.crew.done or self.failed is not None):
             self._afterwards = Afterwards(self.crew, self.model, self._optimizers.values())
             self.model = None
             self._called.clear()
             self._optimizers.clear()
             self._stepped.clear()
             self._updating.clear()
+
+    def _resume(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Watch again: the crew wants to see more steps of the model that it was done with."""
+        self._afterwards, self.model = None, model
+        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self._is_open = self._is_late = False
+        self._watch()
 
     def ended(self) -> None:
         """The script has ended: so has a step that waited for the next call."""
@@ -138,11 +163,14 @@ class Steps:
 
     def _made(self, told: Make, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """A module is made: calls of its class are watched, also where they do not come to torch's `__call__`."""
-        kind = class_of_call(module)
-        if kind is not None and kind not in self._own_calls:
+        if (kind := class_of_call(module)) is not None:
+            self._watch_class(kind, told)
+        return plain(module, *args, **kwargs)
+
+    def _watch_class(self, kind: type, told: Make) -> None:
+        if kind not in self._own_calls:
             self._own_calls.add(kind)
             self._unwatch.callback(stand_in(kind, "__call__", told))
-        return plain(module, *args, **kwargs)
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -198,13 +226,19 @@ class Steps:
 
     @never_compiled
     def _is_here(self) -> bool:
-        """Whether this is the thread that is watched."""
-        return (os.getpid(), threading.get_ident()) == self._where
+        """Return True if this is the thread that is watched, or may be."""
+        here = threading.current_thread()
+        if os.getpid() != self._process:
+            return False
+        return here is self._thread if self._thread is not None else here not in self._other_threads
 
     @never_compiled
     def _called_by_nobody(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:  # somebody caught that all the same
             raise Enough from self.failed
+        if self._is_given and not self._is_ours(module):
+            return
+        self._thread = threading.current_thread()
         if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, and no optimizer has it
         elif self._is_open and (search := self._search()) is not None and search.has_moved():
@@ -223,7 +257,7 @@ class Steps:
         if self.model is None:
             self.model = module
             self._prompted.forget()
-        elif self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
+        elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._give_up(module)  # the first call may have been to try something small
             self._is_open = False
         if not self.n_updates and not self._updating and module is self.model:
@@ -269,8 +303,14 @@ class Steps:
         except RehearsalError as why:
             self.crew.loses_track(why)
 
+    def _is_elsewhere(self, optimizer: Optimizer) -> bool:
+        """Return True if the optimizer steps in a thread that is not watched, and updates nothing of the model."""
+        if self._is_here() or in_backward():
+            return False
+        return self.model is None or not held_by(optimizer) & ids(self.model.parameters())
+
     def _begins_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._afterwards is None:
+        if self._afterwards is None and not self._is_elsewhere(optimizer):
             self._updating[id(optimizer)] = Search(optimizer)
 
     def _search(self) -> Search | None:
@@ -278,12 +318,14 @@ class Steps:
         return next((search for search in self._updating.values() if search.evaluates_often), None)
 
     def _updates(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._is_beginning:
+        if self._is_beginning or self._is_elsewhere(optimizer):
             return
         self.n_updates += 1
         self._updating.pop(id(optimizer), None)
         if self._afterwards is not None:
             self._afterwards.updated(optimizer)
+            if self.crew.wants_more() and (model := self._afterwards.model()) is not None:
+                self._resume(model, self._afterwards.optimizers())
             return
         self._optimizers[id(optimizer)] = optimizer
         if self.model is None and (found := self._prompted.updated(optimizer)) is not None:
@@ -294,7 +336,7 @@ class Steps:
         held = held_by(optimizer)
         if self.model is not None and not held & ids(self.model.parameters()):
             self._turns.others_updated(held)
-        elif self.crew.done and (others := self._turns.model_updated()):
+        elif not self._is_given and self.crew.done and (others := self._turns.model_updated()):
             self._takes_turns(others)
         if self.crew.done:
             return
@@ -311,16 +353,19 @@ class Steps:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """End the script where anything is raised in this block: `failed` is what. A loop that goes on after each
-        Exception would meet it again and again, and train nothing.
+        """End training where anything is raised in this block: `failed` is what. A loop that goes on after each
+        Exception would meet it again and again, and train nothing, so that of a script is ended by Enough.
         """
         try:
             yield
         except (LowtideError, Enough) as error:
             if self.failed is None:
-                where = f"after its update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
-                error.add_note(f"The script was ended {where}.")
+                where = f"after update {self.n_updates}" if self.n_updates else "before any optimizer stepped"
+                error.add_note(f"{'Training' if self._when_failed else 'The script'} was ended {where}.")
                 self.failed = error
+            if self._when_failed is not None:  # hooks may be removed here: those that follow are not called any more
+                self._when_failed()
+                raise
             raise Enough from self.failed
 
     def _close_late(self) -> None:
@@ -343,12 +388,12 @@ class Steps:
         assert self.model is not None
         if not all(self._is_ours(module) for module in trained):
             self._give_up(whole(trained))
-        elif others := self._turns.model_updated():
+        elif not self._is_given and (others := self._turns.model_updated()):
             self._takes_turns(others)
         else:
             self.crew.ends(self.model)
             if self.crew.done:
-                if others_at_hand(self.model):
+                if not self._is_given and others_at_hand(self.model):
                     self._waits_until = self.n_updates + PATIENCE
                 else:
                     self.crew.lets_go()
@@ -373,8 +418,12 @@ class Steps:
         return not any(mine & held_by(optimizer) for optimizer in self._optimizers.values())
 
     def _is_ours(self, module: nn.Module) -> bool:
-        """Whether it is the model or one of its parts."""
-        return self.model is not None and any(module is ours for ours in self.model.modules())
+        """Return True if it is the model or one of its parts; or a wrapper of the model that was given."""
+        if self.model is None:
+            return False
+        if self._is_given and any(self.model is part for part in module.modules()):
+            return True
+        return any(module is ours for ours in self.model.modules())
 
     def _gradients(self) -> set[int]:
         """Parameters that have one, of the modules that were called in this step."""

@@ -67,6 +67,10 @@ class Crew:
     def lets_go(self) -> None:
         """Nothing is left to do, and no other model takes turns: hold the model no longer. As for hooks, see `ends`."""
 
+    def wants_more(self) -> bool:
+        """Return True if steps are to be watched again. Asked after each update once nothing was left to do."""
+        return False
+
     def finish(self) -> None:
         """The script has ended, and nothing failed: make do with what there is."""
 

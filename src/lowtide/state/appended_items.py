@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lowtide._torch.autograd_graph import producer
 from lowtide._torch.nodes import sequence_number
 
 if TYPE_CHECKING:
@@ -31,10 +32,7 @@ def take_back(first: int, stop: int) -> None:
 def _is_of(thing: Any, first: int, stop: int) -> bool:
     if not issubclass(type(thing), Tensor):
         return False
-    try:
-        node = thing.grad_fn
-    except RuntimeError:
-        return False
+    node = producer(thing)
     return node is not None and first <= sequence_number(node) < stop
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lowtide._torch.autograd_graph import producer
 from lowtide.utils.object_slots import slots_of
 
 LARGEST = 1000
@@ -40,7 +41,7 @@ class Empty:
 def has_graph(content: Any) -> bool:
     """Return True if `content` is a tensor with a graph, or a collection or dataclass that has one inside."""
     if isinstance(content, torch.Tensor):
-        return _grad_fn(content) is not None
+        return producer(content) is not None
     if isinstance(content, dict):
         inside: Iterable[Any] = dict.values(content)
     elif isinstance(content, list | tuple):
@@ -49,14 +50,7 @@ def has_graph(content: Any) -> bool:
         inside = getattr(content, "__dict__", {}).values()
     else:
         return False
-    return any(isinstance(x, torch.Tensor) and _grad_fn(x) is not None for x in islice(iter(inside), LARGEST))
-
-
-def _grad_fn(tensor: torch.Tensor) -> Any:
-    try:
-        return tensor.grad_fn
-    except RuntimeError:  # of a view whose base was written to in a way that is not allowed
-        return None
+    return any(isinstance(x, torch.Tensor) and producer(x) is not None for x in islice(iter(inside), LARGEST))
 
 
 class Loose:

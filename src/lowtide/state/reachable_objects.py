@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modules import CALL
-from lowtide._torch.tensors import is_plain
+from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.state.bindings import Cell, Empty, Entries, Items, Loose, OfClass, Places, Slots, Variables, kind_of
 from lowtide.state.introspection import is_opaque, is_users, names_in, variables
 from lowtide.state.observed_changes import Watched, is_left_alone
@@ -168,7 +168,7 @@ class Kept(Reached):
         return [x for x in places.held if type(x) not in _WORDS and x is not Empty]
 
     def _tensor(self, tensor: Tensor) -> Iterable[Any]:
-        if tensor.is_leaf and not tensor.is_inference():
+        if is_leaf_tensor(tensor) and not tensor.is_inference():
             if not self._is_late:
                 self._others.append(_gradient_of(tensor))
             if is_state(tensor):

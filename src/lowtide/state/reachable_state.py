@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lowtide._torch.optim import scaler_stages, set_scaler_stages
+from lowtide._torch.tensors import is_leaf_tensor
 from lowtide.memory.entry_storages import set_aside
 from lowtide.state.bindings import kind_of
 from lowtide.state.introspection import Named, is_opaque, is_users, variables
@@ -141,7 +142,7 @@ class Reached:
 
 def is_state(tensor: Tensor) -> bool:
     """Return True if a step may have a tensor that no module owns as its state: no data, no result of a graph."""
-    return tensor.is_leaf and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
+    return is_leaf_tensor(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
 
 
 def _has_state(kind: type) -> bool:

@@ -19,14 +19,14 @@ import numpy as np
 from torch import Tensor, nn
 
 from lowtide._torch.fake_modes import as_written, bytes_of
-from lowtide._torch.tensors import is_plain
+from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.state.bindings import Cell, Variables
 from lowtide.state.introspection import is_users, variables
 from lowtide.state.reachable_state import Reached, is_torchs
 from lowtide.utils.object_slots import in_slots
 
 if TYPE_CHECKING:
-    from lowtide.runtime.call_context import Surroundings
+    from lowtide.runtime.call_context import CallContext
 
 CHANGES = "it changes something outside of its modules, which a replay would change once more"
 ITERATES = "its code has an iterator, and what that has given can't be given back"
@@ -38,7 +38,7 @@ LARGEST_BYTES = 2**22
 class OwnState(Reached):
     """What the code of `module` can reach, as it is now; but what `surroundings` puts back."""
 
-    def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
+    def __init__(self, module: nn.Module, surroundings: CallContext) -> None:
         parts = tuple(module.modules())
         self._put_back = {id(vars(part).get(name)) for part in parts for name in _TORCHS}
         self._put_back |= surroundings.attributes.put_back_ids
@@ -115,7 +115,7 @@ class _Same:
 
 def _digest_of(tensor: Tensor) -> int | None:
     """Of a small tensor on the CPU that no graph has made: `.data` is written to without being counted."""
-    if tensor.grad_fn is not None or tensor.device.type != "cpu" or not is_plain(tensor):
+    if not is_leaf_tensor(tensor) or tensor.device.type != "cpu" or not is_plain(tensor):
         return None
     return None if tensor.untyped_storage().nbytes() > LARGEST_BYTES else _sum(bytes_of(tensor))
 

@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import of_this_thread
-from lowtide._torch.tensors import is_plain, parts_of
+from lowtide._torch.tensors import is_leaf_tensor, is_plain, parts_of
 from lowtide.memory.entry_storages import set_aside
-from lowtide.runtime.fingerprint import place_of, tensors_in
+from lowtide.runtime.fingerprint import Optimizers, listed, place_of, tensors_in
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlace
 from lowtide.state.bitwise import identical
@@ -51,7 +51,7 @@ class Unchanged:
         self,
         model: nn.Module,
         batch: Any = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers = None,
         step: Callable[[Any], Any] | None = None,
     ) -> None:
         self._model = model
@@ -90,12 +90,12 @@ class Unchanged:
         ]
         self._known = {id(tensor) for tensor in (*content, *buffers)}
         self._tensors = [*map(_Content, _unique([*content, *buffers])), *self._copied(parameters)]
-        leaves = [t for t in _unique([*content, *kept.tensors]) if t.is_leaf and not t.is_inference()]
+        leaves = [t for t in _unique([*content, *kept.tensors]) if is_leaf_tensor(t) and not t.is_inference()]
         self._gradients = [_Content(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
         self._states = states(kept.stateful)
         self._random = self._own_random = RandomState.now(kept.generators)
-        if self._named is not None:
-            self._noticed(self._named)
+        for optimizer in listed(self._named):
+            self._noticed(optimizer)
         self._n_updates = 0
         self._alone = Alone(modules)
         self._hook: RemovableHandle = register_optimizer_step_pre_hook(of_this_thread(self._steps, self._has))

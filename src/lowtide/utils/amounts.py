@@ -45,8 +45,27 @@ def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
     return _read(budget, units, f'{_UNDERSTOOD}, or a share of the plain step\'s peak, as in "60%"')
 
 
+AUTO = "auto"
+"""The budget of what is free on the GPU."""
+
+_OF_GPU = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*of\s+gpu\s*", re.IGNORECASE | re.ASCII)
+
+
+def share_of_gpu(budget: str) -> Fraction | None:
+    """Return 0.9 for "90% of gpu"; None for other budgets. Raises BudgetError for more than there is, or nothing."""
+    match = _OF_GPU.fullmatch(budget)
+    if match is None:
+        return None
+    share = Fraction(match[1]) / 100
+    if not 0 < share <= 1:
+        raise BudgetError(f"{budget!r} is not a part of a GPU's memory.\n  Understood: more than 0%, and up to 100%.")
+    return share
+
+
 def check_budget(budget: str | SupportsIndex) -> None:
-    """Raise BudgetError for what `parse_budget` can't read, before the plain step's peak is known."""
+    """Raise BudgetError for what is no budget, before the plain step's peak, or the device, is known."""
+    if isinstance(budget, str) and (budget.strip().lower() == AUTO or share_of_gpu(budget) is not None):
+        return
     parse_budget(budget, of=2**40)
 
 

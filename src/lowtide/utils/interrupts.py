@@ -23,7 +23,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -115,6 +115,43 @@ def held_back() -> Iterator[None]:
         yield
     finally:
         give_back()
+
+
+@contextlib.contextmanager
+def none_lost() -> Iterator[None]:
+    """A block in which an interrupt that Python drops comes again.
+
+    One that arrives while C++ computes is raised where Python goes on. In backward under a plan, on the CPU, that is
+    most often the `__del__` of what was saved, and nothing that is raised there gets out.
+    """
+    own = sys.unraisablehook
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if what.exc_type is KeyboardInterrupt:  # not here: this is such a place, too
+            threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
+        else:
+            own(what)
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is dropped:
+            sys.unraisablehook = own
+
+
+def _interrupt_out_of(code: CodeType) -> None:
+    """Interrupt the main thread once it does not run `code` any longer."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        time.sleep(0.01)
+        frame = sys._current_frames().get(main)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is None:
+            break
+    send(main)
 
 
 def whole(function: Callable[P, T]) -> Callable[P, T]:

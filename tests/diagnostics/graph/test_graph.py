@@ -1,4 +1,4 @@
-"""That a walk over a graph finds what is there, computes nothing and keeps nothing alive for longer than its result."""
+"""Graphs: a walk finds every node, computes nothing, and keeps nothing alive beyond its result."""
 
 import gc
 import weakref

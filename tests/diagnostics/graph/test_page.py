@@ -1,4 +1,4 @@
-"""That the page about graphs shows what comes out."""
+"""The page about graphs shows the real output."""
 
 import doctest
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every code on a script that has its fault and on one that has not, and the ordinary loops, all as real processes."""
+"""Every code on a script with its fault and on one without, and ordinary loops, as real processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ pytestmark = pytest.mark.xdist_group("findings")  # in one worker, for `reports`
 
 HERE = Path(__file__).parent
 BAD, GOOD, CLEAN = (sorted(HERE.glob(p)) for p in ("scripts/*_bad.py", "scripts/*_good.py", "clean/*.py"))
+REPORTED_BAD, REPORTED_GOOD = (sorted(HERE.glob(f"reported/*_{kind}.py")) for kind in ("bad", "good"))
 
 
 @cache
 def reports() -> dict[str, Any]:
     """What `lowtide watch` said of every script, by name. One run for all tests: torch is loaded once."""
-    scripts = [str(path) for path in (*BAD, *GOOD, *CLEAN)]
+    scripts = [str(path) for path in (*BAD, *GOOD, *CLEAN, *REPORTED_BAD, *REPORTED_GOOD)]
     command = [sys.executable, str(HERE / "run_scripts.py"), *scripts]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
     records = [json.loads(line) for line in done.stdout.splitlines()]
@@ -37,19 +38,21 @@ def line_marked(script: Path, mark: str) -> int | None:
 
 
 def test_every_code_has_its_two_scripts() -> None:
-    assert [path.stem.removesuffix("_bad") for path in BAD] == list(RULES)
-    assert [path.stem.removesuffix("_good") for path in GOOD] == list(RULES)
+    assert [path.stem.removesuffix("_bad") for path in BAD] == sorted(RULES)
+    assert [path.stem.removesuffix("_good") for path in GOOD] == sorted(RULES)
 
 
-@pytest.mark.parametrize("script", BAD, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [*BAD, *REPORTED_BAD], ids=lambda path: path.stem)
 def test_a_bad_script_has_exactly_its_finding(script: Path) -> None:
     report = reports()[script.stem]
-    expected = dict(re.findall(r"^(holder|bytes) (.*)$", report["printed"], re.MULTILINE))
+    expected = dict(re.findall(r"^(code|holder|bytes|fix) (.*)$", report["printed"], re.MULTILINE))
     assert report["exit"] == 1, report["said"]
     (finding,) = report["findings"]
-    assert finding["code"] == script.stem.removesuffix("_bad")
+    assert finding["code"] == expected.get("code", script.stem.removesuffix("_bad"))
     assert expected["holder"] in finding["holder"]
-    assert finding["held_bytes"] == pytest.approx(int(expected["bytes"]), rel=0.01)
+    assert expected.get("fix", "") in finding["fix"]
+    if "bytes" in expected:
+        assert finding["held_bytes"] == pytest.approx(int(expected["bytes"]), rel=0.01)
     if (made := line_marked(script, "made")) is not None:
         assert finding["made_at"].endswith(f"{script.name}:{made}")
     if (holder := line_marked(script, "holder")) is not None:
@@ -57,7 +60,7 @@ def test_a_bad_script_has_exactly_its_finding(script: Path) -> None:
     assert finding["code"] in report["said"]
 
 
-@pytest.mark.parametrize("script", [*GOOD, *CLEAN], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [*GOOD, *CLEAN, *REPORTED_GOOD], ids=lambda path: path.stem)
 def test_a_good_script_has_none(script: Path) -> None:
     report = reports()[script.stem]
     assert report["findings"] == []

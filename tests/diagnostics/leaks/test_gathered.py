@@ -1,8 +1,11 @@
-"""Which of the rules speaks where graphs come together: in lists, in sums, or because one step makes them so."""
+"""Choice of the rule where graphs come together: in lists, in sums, or within one step."""
 
 from __future__ import annotations
 
+import site
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +116,33 @@ def test_losses_that_stay_in_the_memory_of_all_elements(
             del loss
     assert codes(watched) == expected
     assert watched.findings == () or watched.findings[0].held_bytes == 6 * 4 * 6400 * 4
+
+
+def test_a_loss_from_before_the_watch_is_no_average_of_weights() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = model(torch.randn(64, 64)).square().mean()
+    with lowtide.watch(model) as watched:
+        for x, y in batches():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    (finding,) = watched.findings
+    assert (finding.code, "`del kept`" in finding.fix) == ("LT001", True)
+    assert kept.grad_fn is not None
+
+
+FRAMEWORK = "def update(optimizer, loss):\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+
+
+def test_zero_grad_by_a_framework_is_no_finding() -> None:
+    code = compile(FRAMEWORK, str(Path(site.getsitepackages()[0]) / "framework.py"), "exec")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowtide.watch(model) as watched:
+        for x, y in batches():
+            loss = nn.functional.cross_entropy(model(x), y)
+            namespace["update"](optimizer, loss)
+    assert codes(watched) == []

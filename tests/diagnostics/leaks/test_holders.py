@@ -1,4 +1,4 @@
-"""Who is said to hold tensors that gather: dicts, caches, attributes, closures, classes and generators."""
+"""Holders of gathered tensors: dicts, caches, attributes, closures, classes and generators."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ ROWS = [
     # --- CUDA, from the oldest on
     Row(
         "0.4",
-        "not-pytorch",
-        kind="cuda driver",
+        "true-need",
     ),
     Row(
         "1.0",
@@ -477,7 +476,7 @@ ROWS = [
     ),
     Row(
         "a file that cannot be mapped",
-        "host-memory",
+        "cap",
         kind="cpu",
         numbers=dict(tried_bytes=528),
     ),

@@ -1,4 +1,4 @@
-"""That a real out-of-memory error is explained at the moment when it happens, and goes on as it was."""
+"""Real out-of-memory errors are explained when they happen, and are raised on unchanged."""
 
 import os
 import re

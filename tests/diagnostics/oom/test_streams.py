@@ -1,4 +1,4 @@
-"""That logs of any size are read piece by piece: the same answers, in little memory."""
+"""Logs of any size are read in pieces, with the same result and in little memory."""
 
 import random
 import tracemalloc

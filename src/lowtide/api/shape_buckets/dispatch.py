@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_of, within
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.guards import passed_by
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lowtide.api.shape_buckets.fit_buckets import Bucket
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 
 class Switching(Engine):
@@ -39,7 +40,7 @@ class Switching(Engine):
         """Whether there is anything to do for a batch that was rehearsed."""
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """By the shapes of what the outermost call is given: a few comparisons."""
         chosen = len(self._shapes) - 1
         if seam.path in self._telling:
@@ -58,7 +59,7 @@ class Switching(Engine):
     def keeps_all(self, plan: int) -> bool:
         return not self.tables[plan]
 
-    def larger(self, seam: Seam, found: Shapes) -> None:
+    def larger(self, seam: CallInterceptor, found: Shapes) -> None:
         """Say, once, that a batch is beyond what is known."""
         if not self._was_larger:
             self._was_larger = True
@@ -74,6 +75,9 @@ class Switched(Removable):
 
     def __init__(self, engine: Switching) -> None:
         self._engine = engine
+        self.holder: Removable = self
+        """Alive as long as the plans are in force; `lowtide.fitted` gives it."""
+        self._front = OuterInterceptor(engine.model, pass_on, self)
         self._passed_by: RemovableHandle | None = None
         if engine.does_anything:
             engine.install()
@@ -87,5 +91,6 @@ class Switched(Removable):
     def remove(self) -> None:
         """Give the model back as it was. May be called again."""
         self._engine.remove()
+        self._front.remove()
         if self._passed_by is not None:
             self._passed_by.remove()

@@ -23,14 +23,13 @@ from lowtide.planner.planning import plain_peak_bytes
 from lowtide.planner.records import Plan, Profile
 from lowtide.profiler import rehearse
 from lowtide.runtime.call_shapes import Shapes
-from lowtide.runtime.fingerprint import fingerprint
+from lowtide.runtime.fingerprint import Optimizers, fingerprint
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import Unchanged
 from lowtide.utils.amounts import parse_budget
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from lowtide.api.verify import Verdict
 
@@ -61,7 +60,7 @@ def buckets_for(
     budget: int | str,
     fit_one: FitOne,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     large: Profile,
 ) -> list[Bucket]:
     """The buckets, smallest first. `large` is the profile of the largest batch.
@@ -97,7 +96,7 @@ def buckets_for(
 
 
 def _small(
-    model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizer | None, in_place: bool
+    model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizers, in_place: bool
 ) -> Profile:
     """The profile for the smallest batch. Raises RehearsalError where a step on a part of the large one fails."""
     try:
@@ -122,7 +121,7 @@ def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> li
     return sorted({free, *(free + -(-beyond * n // BUCKETS) for n in range(1, BUCKETS + 1))})
 
 
-def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizer | None) -> dict[str, Shapes]:
+def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers) -> dict[str, Shapes]:
     """How the step calls the model."""
     calls = Calls(model)
     with Unchanged(model, batch, optimizer, step):

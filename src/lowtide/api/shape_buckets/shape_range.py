@@ -16,7 +16,7 @@ from lowtide.runtime.fingerprint import tensors_in, with_tensors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lowtide.runtime.call_interceptor import Seam
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 LEAST_SHARE = 4
 """Unless told, sizes are looked at down to the largest one divided by this."""
@@ -136,7 +136,7 @@ class Calls(Engine):
         self.shapes: dict[str, Shapes] = {}
         """By the module's path, of its largest call."""
 
-    def choose(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def choose(self, seam: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found = shapes_of(args, kwargs)
         known = self.shapes.get(seam.path)
         if known is None or within(known, found):

@@ -1,4 +1,4 @@
-"""See the autograd graph: nodes, values, leaves, and what each node keeps in memory."""
+"""The autograd graph: nodes, values, leaves, and the memory that each node keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lowtide.diagnostics.graph.build_graph import Walk
+from lowtide.diagnostics.graph.build_graph import GraphBuilder
 from lowtide.diagnostics.graph.graph_records import Kept, Node, Value
 from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
 from lowtide.diagnostics.graph.whole_graph import Graph
@@ -25,17 +25,20 @@ def graph(
     model: nn.Module | None = None,
     names: Mapping[str, Tensor] | None = None,
 ) -> Graph:
-    """The autograd graph behind `tensor` (or several), as it is now: `print` it, or `save("graph.svg")`.
+    """Return the autograd graph behind `tensor` as it is now: `print` it, or `save("graph.svg")`.
 
-    With `model`, its parameters are called by name, nodes know the module that they ran in as far as it can be told
-    (see `lowtide.diagnostics.graph.module_names`), and its buffers count as parameters. `names` calls further tensors
-    by name.
+    Nothing is computed: saved tensors are read as they are and no hook runs. Tensors packed by a checkpoint or another
+    saved-tensor hook are counted as far as they can be seen in the packed object. The result keeps the graph's tensors
+    alive until it is dropped, or a backward pass releases them.
 
-    Nothing is computed: saved tensors are read as they are and no hook runs. What a checkpoint or another saved-tensor
-    hook made of one is counted as far as tensors can be seen in it. Whatever the graph keeps alive lives at least as
-    long as the result, or until a backward pass releases it.
+    Args:
+        tensor: One result, or several.
+        model: Names its parameters, and the module of each node as far as known (see
+            `lowtide.diagnostics.graph.module_names`); its buffers count as parameters.
+        names: Further tensors by name.
 
-    Raises LowtideError for a tensor without a graph.
+    Raises:
+        LowtideError: A tensor has no graph.
     """
     roots = [tensor] if isinstance(tensor, Tensor) else list(tensor)
     for root in roots:
@@ -46,7 +49,7 @@ def graph(
                 "pass before it is detached."
             )
     known = {} if model is None else parameter_names(model)
-    found = Walk(roots, {**known, **(names or {})}, known.values()).graph()
+    result = GraphBuilder(roots, {**known, **(names or {})}, known.values()).graph()
     if model is not None:
-        name_modules(found, model)
-    return found
+        name_modules(result, model)
+    return result

@@ -1,7 +1,7 @@
-"""From a tensor to the records of the graph behind it: two loops, no recursion, so depth does not matter.
+"""Builder of graph records from tensors: two loops without recursion, so that depth does not matter.
 
-The first loop finds all nodes from the roots upstream; the second makes records in the order in which forward ran, so
-that the inputs of each are there already.
+The first loop finds all nodes upstream of the roots; the second makes records in forward order, so that the inputs of
+each node exist already.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide._torch.autograd_graph import is_leaf, nodes_from, producer, variabl
 from lowtide._torch.nodes import node_metadata, output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.graph.graph_records import Node, Value
-from lowtide.diagnostics.graph.saved_tensors import Saved, arguments, output_index, saved_by, shape_of
+from lowtide.diagnostics.graph.saved_tensors import SavedSlot, arguments, output_index, saved_by, shape_of
 from lowtide.diagnostics.graph.whole_graph import Graph
 
 if TYPE_CHECKING:
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node as Function
 
 Key = tuple[object, ...]
-"""What makes a value the same value: its node and output, or for leaves and constants their memory and geometry."""
+"""Identity of a value: its node and output, or memory and geometry for leaves and constants."""
 
 
-class Walk:
-    """One look at the graph behind `roots`. `names` are tensors by name; `others` is memory that is there anyway."""
+class GraphBuilder:
+    """Builder of one graph behind `roots`. `names` are tensors by name; `others` is memory in use anyway."""
 
     def __init__(self, roots: Iterable[Tensor], names: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
         self._roots = list(roots)
         self._names = {_place(tensor): name for name, tensor in reversed(list(names.items()))}
         functions = nodes_from(root.grad_fn for root in self._roots if root.grad_fn is not None)
-        self._found = {function: number for number, function in enumerate(functions)}
-        leaves = [variable_of(function) for function in self._found if is_leaf(function)]
+        self._functions = {function: number for number, function in enumerate(functions)}
+        leaves = [variable_of(function) for function in self._functions if is_leaf(function)]
         self._parameters = frozenset(storage_id(tensor) for tensor in (*leaves, *others)) - {0}
         self._nodes: dict[Function, Node] = {}
         self._values: dict[Key, Value] = {}
 
     def graph(self) -> Graph:
-        """The records."""
+        """Return the records."""
         for function in self._in_order():
             self._nodes[function] = self._record(function)
         roots = tuple(self._value_of(root) for root in self._roots)
         return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
 
     def _in_order(self) -> Iterable[Function]:
-        """The functions that compute something, each after those that it needs, else by the order of forward."""
+        """Yield the functions that compute a value, each after its inputs, else in forward order."""
         waiting: dict[Function, int] = {}
         consumers: dict[Function, list[Function]] = defaultdict(list)
         ready: list[tuple[int, int, Function]] = []
-        for function, number in self._found.items():
+        for function, number in self._functions.items():
             if is_leaf(function):
                 continue
             needs = {up for up, _ in function.next_functions if up is not None and not is_leaf(up)}
@@ -68,7 +68,7 @@ class Walk:
             for consumer in consumers[function]:
                 waiting[consumer] -= 1
                 if not waiting[consumer]:
-                    heapq.heappush(ready, (sequence_number(consumer), self._found[consumer], consumer))
+                    heapq.heappush(ready, (sequence_number(consumer), self._functions[consumer], consumer))
 
     def _record(self, function: Function) -> Node:
         edges = [None if up is None else self._output(up, output) for up, output in function.next_functions]
@@ -92,10 +92,10 @@ class Walk:
             self._locate(function, node, each)
         return node
 
-    def _constants(self, function: Function, saved: list[Saved]) -> dict[str, Value]:
-        """Saved inputs that need no gradient, by the name of the argument."""
+    def _constants(self, function: Function, saved: list[SavedSlot]) -> dict[str, Value]:
+        """Return saved inputs that need no gradient, by argument name."""
         known = {name for overload in arguments(function.name()) for name in overload}
-        found = {}
+        constants = {}
         for each in saved:
             tensor, name = each.tensor, each.name.partition("[")[0]
             if each.packed or each.name.startswith("ctx.") or tensor.requires_grad or name not in known:
@@ -103,14 +103,14 @@ class Walk:
             key = _place(tensor)
             if key not in self._values:
                 self._values[key] = value = Value(
-                    len(self._values), name=self._names.get(key, name), requires_grad=False, **_looks(tensor)
+                    len(self._values), name=self._names.get(key, name), requires_grad=False, **_appearance(tensor)
                 )
                 value._places.append((function, each.name))
-            found[each.name] = self._values[key]
-        return found
+            constants[each.name] = self._values[key]
+        return constants
 
-    def _locate(self, function: Function, node: Node, saved: Saved) -> None:
-        """Note with a value that computed data of it can be read off this node."""
+    def _locate(self, function: Function, node: Node, saved: SavedSlot) -> None:
+        """Note with a computed value that its data can be read from this node."""
         if saved.packed or saved.name.startswith("ctx."):
             return
         maker = producer(saved.tensor)
@@ -124,7 +124,9 @@ class Walk:
             variable = variable_of(function)
             key = _place(variable)
             if key not in self._values:
-                self._values[key] = value = Value(len(self._values), name=self._names.get(key, ""), **_looks(variable))
+                self._values[key] = value = Value(
+                    len(self._values), name=self._names.get(key, ""), **_appearance(variable)
+                )
                 value._places.append((function, ""))
             return self._values[key]
         key = (function, output)
@@ -141,29 +143,29 @@ class Walk:
             return value
         key = _place(root)
         if key not in self._values:
-            self._values[key] = Value(len(self._values), name=self._names.get(key, ""), **_looks(root))
+            self._values[key] = Value(len(self._values), name=self._names.get(key, ""), **_appearance(root))
         return self._values[key]
 
 
 def _argument_names(node_name: str, count: int) -> tuple[str, ...]:
-    """The op's tensor arguments where it is plain which they are: an overload has as many as the node has edges."""
+    """Return the op's tensor arguments if one overload has as many as the node has edges."""
     return next((names for names in arguments(node_name) if len(names) == count), ("",) * count)
 
 
 def _place(tensor: Tensor) -> Key:
-    """Where a tensor is in memory, and its geometry there."""
+    """Return the position of a tensor in memory, and its geometry."""
     storage = storage_id(tensor)
     if not storage or tensor.is_nested:
         return (id(tensor),)
     return (storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
 
-def _looks(tensor: Tensor) -> dict[str, Any]:
+def _appearance(tensor: Tensor) -> dict[str, Any]:
     return {"shape": shape_of(tensor), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _recorded(function: Function, output: int) -> dict[str, Any]:
-    """Shape and dtype of a node's output, as autograd recorded them."""
+    """Return shape and dtype of a node's output as recorded by autograd."""
     try:
         metadata = output_metadata(function, output)
         return {"shape": tuple(metadata.shape), "dtype": str(metadata.dtype).removeprefix("torch.")}
@@ -175,7 +177,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _line_of(function: Function) -> str:
-    """The last frame outside of torch that anomaly detection noted."""
+    """Return the last frame outside torch that anomaly detection noted."""
     frames = [match for text in node_metadata(function).get("traceback_", ()) for match in _FRAME.finditer(text)]
     outside = [f for f in frames if "torch" not in PurePath(f[1]).parts] or frames
     return f"{PurePath(outside[-1][1]).name}:{outside[-1][2]}" if outside else ""

@@ -1,9 +1,9 @@
-"""Which module a node ran in, as told from the parameters it was applied to.
+"""The module that each node ran in, inferred from the parameters it was applied to.
 
-A node that takes a parameter, or a view or a cast of one, ran in the module that owns it. Any other node is put in the
-smallest module that encloses its neighbours of that kind in the order of forward: what ran between `h.3.mlp.fc1` and
-`h.3.mlp.fc2` ran in `h.3.mlp`. Before the first and after the last of them nothing is said. Debts: a module without
-parameters is not told from the one around it, nor one call of a module from the next.
+A node that takes a parameter, or a view or cast of one, ran in the module that owns it. Any other node is assigned to
+the smallest module that encloses its neighbours of that kind in forward order: a node between `h.3.mlp.fc1` and
+`h.3.mlp.fc2` ran in `h.3.mlp`. Nodes before the first and after the last of them get no module. Debts: a module
+without parameters is not distinguished from the one around it, nor one call of a module from the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def parameter_names(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; one that has several names is there under each."""
+    """Return parameters and buffers by name; a shared one appears under each of its names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -29,13 +29,13 @@ def parameter_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 def name_modules(graph: Graph, model: nn.Module) -> None:
-    """Fill in `Node.module` as far as it can be told."""
+    """Set `Node.module` where it can be inferred."""
     owners: dict[str, list[str]] = defaultdict(list)
     first_name: dict[Tensor, str] = {}
     for name, tensor in parameter_names(model).items():
         owners[first_name.setdefault(tensor, name)].append(name.rpartition(".")[0])
 
-    from_parameter: dict[int, str] = {}  # by index of a value: the parameter that it is, or is a view or cast of
+    from_parameter: dict[int, str] = {}  # index of a value -> the parameter that it is, or is a view or cast of
     for value in graph.leaves:
         if value.name in owners:
             from_parameter[value.index] = value.name
@@ -54,7 +54,7 @@ def name_modules(graph: Graph, model: nn.Module) -> None:
 
 
 def _owner(node: Node, paths: list[str], model: nn.Module) -> str:
-    """Of the modules that share a parameter the one that this node fits: an embedding looks up, the others do not."""
+    """Return the module that fits this node among those that share a parameter: only embeddings look up."""
     looks_up = "Embedding" in node.name
     fitting = [path for path in paths if isinstance(model.get_submodule(path), nn.Embedding) == looks_up]
     return (fitting or paths)[0]
@@ -64,7 +64,7 @@ def _enclose(graph: Graph, owner: dict[int, str]) -> None:
     known = sorted(owner)
     if not known:
         return
-    position = 0  # of the first known node that is not before the current one
+    position = 0  # first known node that is not before the current one
     for node in graph.nodes:
         while position < len(known) and known[position] < node.index:
             position += 1

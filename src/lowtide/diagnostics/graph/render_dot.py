@@ -1,11 +1,11 @@
-"""A graph in the DOT language: boxes are functions, ellipses are values that no function of the graph computed."""
+"""The graph in the DOT language: boxes are functions, ellipses are leaves and constants."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from lowtide.diagnostics.graph.graph_records import describe
-from lowtide.diagnostics.graph.render_text import called
+from lowtide.diagnostics.graph.render_text import value_line
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def dot(graph: Graph) -> str:
-    """DOT text; edges lead from inputs to results and say the shape of what flows along them."""
+    """Return DOT text; edges lead from inputs to results and carry shapes."""
     lines = ["digraph {", '  node [fontname="sans-serif", fontsize=11]', '  edge [fontname="sans-serif", fontsize=9]']
     for value in graph.values:
         if value.producer is None:
             style = ", style=bold" if value.requires_grad else ", style=dashed"
-            lines.append(f"  v{value.index} [label={_quoted(called(value))}, shape=ellipse{style}]")
+            lines.append(f"  v{value.index} [label={_quoted(value_line(value))}, shape=ellipse{style}]")
     for node in graph.nodes:
         held = f"\nkeeps {format_bytes(node.held_bytes)}" if node.held_bytes else ""
         module = f"\n{node.module}" if node.module else ""

@@ -1,7 +1,7 @@
-"""A graph as a picture, drawn without any other program.
+"""The graph as a picture, drawn without any other program.
 
-Results are on top and leaves below. Boxes are functions, the darker the more bytes they keep; pills are values: solid
-for leaves that get a gradient, dashed for constants. A leaf that is used in places far apart is drawn at each of them.
+Results are on top and leaves below. Boxes are functions, darker with more bytes kept; pills are values: solid for
+leaves that get a gradient, dashed for constants. A leaf used in places far apart is drawn at each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAR = 3
 
 
 class _Drawing:
-    """What is drawn: texts, kinds and layers of boxes, and edges between them."""
+    """Contents of the picture: texts, kinds and layers of boxes, and edges between them."""
 
     def __init__(self, graph: Graph) -> None:
         self.texts: list[list[str]] = []
@@ -41,7 +41,7 @@ class _Drawing:
             held = f"keeps {format_bytes(node.held_bytes)}" if node.held_bytes else ""
             text = [line for line in (node.name, held, node.module, node.line) if line]
             boxes[node.index] = self._add(text, "function", depth[node.index], node.held_bytes / most)
-        leaves: dict[int, tuple[int, int]] = {}  # by value: its box, and the layer where that was used last
+        leaves: dict[int, tuple[int, int]] = {}  # value -> its box, and the layer of its last use
         for node in graph.nodes:
             for value in node.inputs:
                 if value.producer is not None:
@@ -81,7 +81,7 @@ class _Drawing:
 
 
 def _layers(graph: Graph) -> list[int]:
-    """For each node its layer, counted from 1: right below the lowest of its readers."""
+    """Return the layer of each node, counted from 1: right below its lowest reader."""
     layer = depths(graph)
     placed: set[int] = set()
     for node in reversed(graph.nodes):
@@ -108,7 +108,7 @@ _HEAD = (
 
 
 def svg(graph: Graph) -> str:
-    """A complete SVG document."""
+    """Return a complete SVG document."""
     drawing = _Drawing(graph)
     layout = lay_out(drawing.sizes(), drawing.layers, drawing.edges)
     title = summary(graph)
@@ -148,7 +148,7 @@ def _edge(layout: Layout, route: list[int], label: str) -> str:
     points = []
     for place, index in enumerate(route):
         box = layout.boxes[index]
-        if place:  # the lower side of what it leads to, or of a bend
+        if place:  # the lower side of its target, or of a bend
             points.append((box.x, box.y + box.height / 2))
         if place < len(route) - 1:
             points.append((box.x, box.y - box.height / 2))

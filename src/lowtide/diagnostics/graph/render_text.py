@@ -1,7 +1,7 @@
-"""A graph as text: from the results down to the leaves, each node once.
+"""The graph as text: from the results down to the leaves, each node once.
 
-A chain stays at one depth, so that a deep model does not run off the page: of a node's inputs the one with the longest
-way behind it goes on below, the others branch off. A value that is needed again further down is a reference there.
+A chain stays at one depth, so that a deep model fits the page: the input with the longest path upstream continues
+below, the others branch off. A value that is needed again further down is a reference there.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def tree(graph: Graph) -> str:
-    """The graph as an indented tree under a line that sums it up."""
+    """Return the graph as an indented tree under a summary."""
     return "\n".join([summary(graph), *_Tree(graph).lines()])
 
 
 def summary(graph: Graph) -> str:
-    """How large it is, and what it keeps."""
+    """Return the graph's size and memory in a line."""
     apart = f", and {format_bytes(graph.parameter_bytes)} of parameters" if graph.parameter_bytes else ""
     return f"{_count(len(graph.nodes), 'node')} keep {format_bytes(graph.held_bytes)}{apart}"
 
 
-def what(node: Node) -> str:
-    """A node in a line: `AddmmBackward0  keeps 16 KiB  in h.0.mlp`."""
+def node_line(node: Node) -> str:
+    """Return a node in a line: `AddmmBackward0  keeps 16 KiB  in h.0.mlp`."""
     parts = [node.name]
     if node.held_bytes or not node.kept:
         parts.append(f"keeps {format_bytes(node.held_bytes)}" if node.held_bytes else "")
@@ -42,8 +42,8 @@ def what(node: Node) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def called(value: Value) -> str:
-    """A leaf or a constant in a line: `W  [3, 4] float32`."""
+def value_line(value: Value) -> str:
+    """Return a leaf or a constant in a line: `W  [3, 4] float32`."""
     kind = "leaf" if value.requires_grad else "constant"
     return "  ".join(part for part in (value.name or kind, describe(value), kind if value.name else "") if part)
 
@@ -60,12 +60,12 @@ class _Tree:
         self._reader = self._readers()
 
     def _deepest(self, node: Node) -> int:
-        """The input of `node` that goes on below it at the same depth of indentation; -1 for none."""
+        """Return the input that continues below `node` at the same indentation; -1 for none."""
         producers = [value.producer.index for value in node.inputs if value.producer is not None]
         return max(producers, key=lambda index: (self._depth[index], index), default=-1)
 
     def _readers(self) -> dict[int, int]:
-        """For each node the one under which it is written out: of those that read it the least indented."""
+        """Return for each node its least indented reader, under which it is written out."""
         indent = {root.producer.index: 0 for root in self._graph.roots if root.producer is not None}
         reader: dict[int, int] = {}
         for node in reversed(self._graph.nodes):
@@ -82,7 +82,7 @@ class _Tree:
         for root in self._graph.roots:
             yield ""
             if root.producer is None:
-                yield called(root)
+                yield value_line(root)
                 continue
             yield f"{root.name or 'result'}  {describe(root)}"
             if root.producer.index not in written:
@@ -91,16 +91,16 @@ class _Tree:
                 yield f"#{root.producer.index} (above)"
 
     def _chain(self, start: Node, written: set[int]) -> Iterator[str]:
-        pending: list[tuple[Node, str, str]] = [(start, "", "")]  # node, prefix of its line, prefix of what is below it
+        pending: list[tuple[Node, str, str]] = [(start, "", "")]  # node, prefix of its line, prefix of the lines below
         while pending:
             node, first, rest = pending.pop()
             written.add(node.index)
-            yield f"{first}#{node.index} {what(node)}"
+            yield f"{first}#{node.index} {node_line(node)}"
             below: list[Node] = []
             for value in node.inputs:
                 producer = value.producer
                 if producer is None:
-                    yield f"{rest}├─ {called(value)}"
+                    yield f"{rest}├─ {value_line(value)}"
                 elif self._reader.get(producer.index) != node.index or producer.index in written:
                     yield f"{rest}├─ #{producer.index} {producer.name}  {describe(value)}"
                 elif all(producer is not each for each in below):
@@ -108,11 +108,11 @@ class _Tree:
             written.update(producer.index for producer in below)
             main = [(producer, rest, rest) for producer in below if producer.index == self._main[node.index]]
             branches = [(p, f"{rest}├─ ", f"{rest}│  ") for p in below if p.index != self._main[node.index]]
-            pending += [*main, *reversed(branches)]  # a stack: the last to go in is the first to come out
+            pending += [*main, *reversed(branches)]  # a stack: last in, first out
 
 
 def depths(graph: Graph) -> list[int]:
-    """For each node how many nodes are on the longest way from it to a leaf."""
+    """Return for each node the number of nodes on the longest path from it to a leaf."""
     depth: list[int] = []
     for node in graph.nodes:
         depth.append(1 + max((depth[v.producer.index] for v in node.inputs if v.producer is not None), default=0))

@@ -1,4 +1,4 @@
-"""What a node keeps, read from its slots as they are: nothing is unpacked, so nothing is computed again."""
+"""Tensors that a node keeps, read from its slots as they are: nothing is unpacked or recomputed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ATTRIBUTES = re.compile(r"[a-z_]\w*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """One tensor in the hands of a node: where it is, and the tensor itself (only while the walk looks at it)."""
+class SavedSlot:
+    """One tensor kept by a node, with its slot's name; lives only during the walk."""
 
     name: str
     tensor: Tensor
@@ -47,34 +47,34 @@ class Saved:
         )
 
 
-def saved_by(function: Function) -> Iterator[Saved]:
-    """The tensors that a node of torch keeps: saved ones, packed ones, and attributes of a custom Function's ctx."""
+def saved_by(function: Function) -> Iterator[SavedSlot]:
+    """Yield the tensors that a node keeps: saved ones, packed ones, and attributes of a custom Function's ctx."""
     for name, slot in saved_slots(function):
         data = slot.data
         if isinstance(data, Tensor) and slot.unpack_hook is None:
-            yield Saved(name, data)
+            yield SavedSlot(name, data)
         elif data is not None:
             for tensor in _within(data):
-                yield Saved(name, tensor, packed=type(data).__name__)
+                yield SavedSlot(name, tensor, packed=type(data).__name__)
     if issubclass(type(function), torch.autograd.function.BackwardCFunction):
         for name, attribute in vars(function).items():
-            yield from (Saved(f"ctx.{name}", leaf) for leaf in tree_leaves(attribute) if isinstance(leaf, Tensor))
+            yield from (SavedSlot(f"ctx.{name}", leaf) for leaf in tree_leaves(attribute) if isinstance(leaf, Tensor))
 
 
 def _within(packed: Any) -> Iterator[Tensor]:
-    """The tensors that can be seen in what a pack hook returned."""
+    """Yield the tensors visible in the object that a pack hook returned."""
     if isinstance(packed, Handle):
         packed = packed.value.tensor
     yield from (leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor))
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """A tensor's shape; None for nested tensors, which have several."""
+    """Return a tensor's shape; None for nested tensors, which have several."""
     return None if tensor.is_nested else tuple(tensor.shape)
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's whole storage; for those without one (sparse), of the elements that are there."""
+    """Return the bytes of a tensor's whole storage; of a sparse tensor's elements."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -85,14 +85,14 @@ _RESULT = re.compile(r"(?:result|output|out)(\d*)")
 
 
 def output_index(name: str) -> int | None:
-    """Which output of its node a saved tensor of this name is; None if it is none."""
-    found = _RESULT.fullmatch(name)
-    return None if found is None else int(found[1] or 0)
+    """Return which output of its node a saved tensor of this name is; None if none."""
+    match = _RESULT.fullmatch(name)
+    return None if match is None else int(match[1] or 0)
 
 
 @cache
 def arguments(node_name: str) -> tuple[tuple[str, ...], ...]:
-    """For each overload of the op behind a node's name (`AddmmBackward0`) the names of its tensor arguments."""
+    """Return the tensor arguments of each overload of the op behind a node's name (`AddmmBackward0`)."""
     camel = re.sub(r"Backward\d*$", "", node_name)
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", camel).lower()
     if not _ATTRIBUTES.fullmatch(snake):  # custom Functions and nodes of C++ may have any name

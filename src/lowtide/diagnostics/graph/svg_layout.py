@@ -1,8 +1,8 @@
-"""Where the parts of a picture go: layers from the leaves up to the result, and an order within each layer.
+"""Layout of a picture: layers from the leaves up to the result, and an order within each layer.
 
-A layered drawing after Sugiyama, Tagawa and Toda (1981): a box is one layer above the highest of its inputs; long edges
-get a bend in every layer that they pass; each layer is ordered by the mean place of its neighbours, swept some times
-down and up. Sizes and places are in pixels.
+A layered drawing after Sugiyama, Tagawa and Toda (1981): a box is one layer above its highest input; long edges bend in
+every layer that they pass; each layer is ordered by the mean position of its neighbours, in several sweeps down and up.
+Sizes and positions are in pixels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _BEND_WIDTH = 8
 
 @dataclass(slots=True)
 class Box:
-    """Something drawn, or the bend of a long edge (`width` is small then)."""
+    """A drawn box, or the bend of a long edge (with small `width`)."""
 
     width: float
     height: float
     layer: int
     x: float = 0.0
-    """Of its centre."""
+    """Centre."""
     y: float = 0.0
     above: list[int] = field(default_factory=list)
     below: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Boxes, the first of them as given, then bends; and for each edge what it passes, lowest first."""
+    """Boxes, the given ones first, then bends; and for each edge the boxes that it passes, lowest first."""
 
     boxes: list[Box]
     routes: list[list[int]]
@@ -42,7 +42,7 @@ class Layout:
 
 
 def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Places for boxes of these sizes (width, height) in these layers; each edge leads to a higher layer."""
+    """Place boxes of these sizes (width, height) in these layers; each edge leads to a higher layer."""
     boxes = [Box(width, height, layer) for (width, height), layer in zip(sizes, layers, strict=True)]
     routes = [_route(boxes, start, end) for start, end in edges]
     rows: dict[int, list[int]] = defaultdict(list)
@@ -61,7 +61,7 @@ def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: 
 
 
 def _route(boxes: list[Box], start: int, end: int) -> list[int]:
-    """The boxes along an edge, with new bends between."""
+    """Return the boxes along an edge, adding bends between."""
     route = [start]
     for layer in range(boxes[start].layer + 1, boxes[end].layer):
         boxes.append(Box(_BEND_WIDTH, 0, layer))
@@ -87,7 +87,7 @@ def _order(boxes: list[Box], rows: list[list[int]]) -> None:
 
 
 def _place(boxes: list[Box], rows: list[list[int]]) -> float:
-    """Give each box its x, towards its neighbours and clear of those beside it; returns the width of all."""
+    """Give each box its x, towards its neighbours and clear of those beside it; return the total width."""
     for row in rows:
         x = 0.0
         for index in row:
@@ -106,7 +106,7 @@ def _place(boxes: list[Box], rows: list[list[int]]) -> float:
 
 
 def _settle(row: list[Box], wanted: list[float]) -> None:
-    """As near to the wanted places as boxes in a row can be: pushed apart from both sides, averaged."""
+    """Place boxes of a row as near to the wanted positions as possible: pushed apart from both sides, averaged."""
     from_left, from_right = list(wanted), list(wanted)
     for i in range(1, len(row)):
         apart = (row[i - 1].width + row[i].width) / 2 + GAP_X

@@ -1,4 +1,4 @@
-"""The autograd graph behind some tensors as a whole: its leaves, what it holds, and how it is drawn."""
+"""The whole autograd graph behind some tensors: its leaves, its memory, and its renderings."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from lowtide.units import format_bytes
 
 
 class Graph:
-    """The autograd graph behind one or several tensors, as it was when `graph` looked. `print` it for a tree.
+    """The autograd graph behind one or several tensors when `graph` was called. `print` it for a tree.
 
-    Holds torch's nodes, and so whatever they have not released, as long as it lives; backward releases as ever.
+    Holds torch's nodes, and the tensors that they have not released, as long as it lives; backward releases as usual.
     """
 
     def __init__(self, roots: tuple[Value, ...], nodes: tuple[Node, ...], values: tuple[Value, ...]) -> None:
         self.roots = roots
         self.nodes = nodes
-        """In the order in which forward ran."""
+        """Nodes in the order in which forward ran."""
         self.values = values
 
     @property
     def leaves(self) -> tuple[Value, ...]:
-        """Where gradients end up: parameters and other leaves that need one."""
+        """Values that receive gradients: parameters and other leaves that need one."""
         return tuple(value for value in self.values if value.is_leaf and value.requires_grad)
 
     @property
     def constants(self) -> tuple[Value, ...]:
-        """Inputs that need no gradient, as far as some node keeps them."""
+        """Inputs that need no gradient, as far as a node keeps them."""
         return tuple(value for value in self.values if not value.requires_grad)
 
     @property
     def held_bytes(self) -> int:
-        """What the graph keeps in memory, each storage once, without `parameter_bytes`."""
+        """Bytes that the graph keeps, each storage once, without `parameter_bytes`."""
         return unique_bytes(kept for node in self.nodes for kept in node.kept if not kept.parameter)
 
     @property
     def parameter_bytes(self) -> int:
-        """What it keeps that is in memory anyway: parameters, buffers, other leaves."""
+        """Bytes that the graph keeps and that are in memory anyway: parameters, buffers, other leaves."""
         return unique_bytes(kept for node in self.nodes for kept in node.kept if kept.parameter)
 
     def consumers(self, value: Value) -> tuple[Node, ...]:
-        """The nodes that `value` is an input of."""
+        """Return the nodes that have `value` as an input."""
         return tuple(node for node in self.nodes if any(each is value for each in node.inputs))
 
     def upstream(self, start: Node | Value) -> Iterator[Value]:
-        """Every value that `start` was computed from, each once, the nearest first."""
+        """Yield every value that `start` was computed from, each once, the nearest first."""
         pending = list(start.inputs if isinstance(start, Node) else (start.producer.inputs if start.producer else ()))
         seen = {value.index for value in pending}
-        for value in pending:  # grows while it is walked
+        for value in pending:  # grows during the loop
             yield value
             for further in value.producer.inputs if value.producer else ():
                 if further.index not in seen:
@@ -59,9 +59,9 @@ class Graph:
                     pending.append(further)
 
     def by_module(self) -> dict[str, int]:
-        """Bytes held by module, each storage counted once, for the node that made it or kept it first; largest first.
+        """Return held bytes by module, largest first; each storage counts for the first node that made or kept it.
 
-        What is not known to belong to a module is under "".
+        Bytes not known to belong to a module are under "".
         """
         totals: dict[str, int] = defaultdict(int)
         seen: set[int] = set()
@@ -73,11 +73,11 @@ class Graph:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def dot(self) -> str:
-        """The graph in the DOT language, for Graphviz and its kin."""
+        """Return the graph in the DOT language, for Graphviz and related programs."""
         return render_dot.dot(self)
 
     def svg(self) -> str:
-        """A picture of the graph, drawn by Lowtide itself: a complete SVG document."""
+        """Return a picture of the graph as a complete SVG document."""
         return render_svg.svg(self)
 
     def save(self, path: str | Path) -> None:
@@ -95,5 +95,5 @@ class Graph:
         return f"Graph({len(self.nodes)} nodes, {len(self.values)} values, holds {held})"
 
     def _repr_svg_(self) -> str:
-        """What a notebook shows."""
+        """Return the picture that a notebook shows."""
         return self.svg()

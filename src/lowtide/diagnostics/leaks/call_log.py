@@ -1,4 +1,4 @@
-"""What the watch remembers of forward and backward passes: plain numbers and weak references, nothing of the graph."""
+"""Forward and backward passes as the watch remembers them: plain numbers and weak references, no part of the graph."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_site import Place, Site
 
 _MARK = "lowtide.watch"  # key in the metadata of the nodes that end a forward pass
-_ROOT = "lowtide.watch.backward"  # the same, of the nodes that backward passes start at
+_ROOT = "lowtide.watch.backward"  # key in the metadata of the nodes that backward passes start at
 _DEPTH = 4
-_MOST_RECENT = 64  # calls that are remembered when nothing is left of them
+_MOST_RECENT = 64  # finished calls that are remembered
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Backward:
-    """One backward pass: where it was asked for, and how."""
+    """One backward pass: the line that asked for it, and its options."""
 
     place: Place
     step: int
@@ -40,29 +40,30 @@ class Backward:
 
 @dataclass(slots=True, weakref_slot=True)
 class Call:
-    """One call of a model from outside of all modules, in training or not.
+    """One call of a model from outside all modules, in training or evaluation.
 
     Its nodes have the numbers `first <= number < stop`.
     """
 
     number: int
     step: int
-    stats: Stats
+    stats: SiteStats
+    module_id: int
     first: int
     stop: int = 0
     has_graph: bool = False
     is_alive: bool = False
-    """Whether the node of one of its outputs exists."""
+    """True while the node of one of its outputs exists."""
     n_marks: int = 0
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     memory: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
-    """The storages of the outputs, which views and detached copies share."""
+    """Storages of the outputs, which views and detached copies share."""
     graph_bytes: int = 0
-    """What its graph keeps beside the outputs, where measured."""
+    """Bytes that its graph keeps besides the outputs, where measured."""
     backwards: list[Backward] = field(default_factory=list)
     is_reached_at_output: bool = False
     is_explained: bool = False
-    """Whether a finding says already why it has no backward."""
+    """True if a finding already says why no backward pass reached it."""
 
     @property
     def place(self) -> Place:
@@ -74,8 +75,8 @@ class Call:
 
 
 @dataclass(slots=True)
-class Stats:
-    """All calls of one model at one place."""
+class SiteStats:
+    """Counts over all calls of one model from one place."""
 
     site: Site
     model: str
@@ -86,10 +87,19 @@ class Stats:
     n_unreached: int = 0
     n_explained: int = 0
     is_left_inside: bool = False
-    """Whether backward passes enter its graph otherwise than by its outputs, so that those tell nothing."""
+    """True if backward passes enter the graph elsewhere than at its outputs, so that outputs prove nothing."""
+    module_ids: set[int] = field(default_factory=set)
+    """Ids of the modules that were called; one line may call several of a class."""
+    has_inputs_with_gradients: bool = False
+    """True if an input needed a gradient, in the calls that were measured."""
     unreached_bytes: int = 0
     first_unreached_step: int = 0
     graph_bytes: int = 0
+
+    @property
+    def is_never_reached(self) -> bool:
+        """Return True if graphs are made at the site and no backward pass reaches any of them."""
+        return bool(self.n_unreached) and not self.n_reached and not self.n_explained
 
     def settle(self, call: Call) -> None:
         """Count a call whose graph is gone."""
@@ -107,28 +117,28 @@ class Stats:
         self.unreached_bytes = max(self.unreached_bytes, call.graph_bytes or self.graph_bytes)
 
 
-class Steps:
-    """Which step a graph node was made in: nodes are numbered, and each step starts at a number."""
+class StepNumbers:
+    """Step of each graph node: nodes are numbered, and each step starts at a number."""
 
     def __init__(self) -> None:
         self._starts = array("Q", [0])
 
     @property
     def now(self) -> int:
-        """The present step, counted from 1."""
+        """Current step, counted from 1."""
         return len(self._starts)
 
     def begin(self, number: int) -> None:
-        """Begin the next step with the node of that number."""
+        """Begin the next step with node `number`."""
         self._starts.append(number)
 
     def of(self, number: int) -> int:
-        """The step in which node `number` was made."""
+        """Return the step in which node `number` was made."""
         return bisect_right(self._starts, number)
 
 
 class _Mark:
-    """Lives as long as the node whose metadata it is put in."""
+    """Object that lives exactly as long as the node whose metadata it is put in."""
 
     __slots__ = ("__weakref__", "call")
 
@@ -136,11 +146,11 @@ class _Mark:
         self.call = call
 
 
-class Calls:
-    """The calls whose graph is alive, and the counts of all others."""
+class CallLog:
+    """Calls whose graph is alive, and counts of all others."""
 
     def __init__(self) -> None:
-        self.stats: dict[tuple[int, str], Stats] = {}
+        self.stats: dict[tuple[int, str], SiteStats] = {}
         self.alive: dict[int, Call] = {}
         self.n_calls = 0
         self.last: Call | None = None
@@ -149,18 +159,19 @@ class Calls:
         self._watched: dict[weakref.ref[_Mark], Call] = {}
 
     def begin(self, site: Site, model: torch.nn.Module, step: int) -> Call:
-        """A model is called."""
+        """Record that a model is called."""
         self.n_calls += 1
         key = (site.key, type(model).__name__)
         stats = self.stats.get(key)
         if stats is None:
-            stats = self.stats[key] = Stats(site, type(model).__name__)
+            stats = self.stats[key] = SiteStats(site, type(model).__name__)
         stats.n_calls += 1
-        self.last = Call(self.n_calls, step, stats, next_sequence_number())
+        stats.module_ids.add(id(model))
+        self.last = Call(self.n_calls, step, stats, id(model), next_sequence_number())
         return self.last
 
     def end(self, call: Call, output: Any) -> list[Node]:
-        """The call gave `output`. Gives the nodes of its graph that outputs hang on."""
+        """Record that the call returned `output`; return the root nodes of its graph."""
         call.stop = next_sequence_number()
         nodes: list[Node] = []
         for tensor in tensors_in(output):
@@ -180,7 +191,7 @@ class Calls:
         return nodes
 
     def mark(self, call: Call, node: Node, *, is_output: bool = True) -> None:
-        """Learn when backward comes to `node`, and when the node is gone."""
+        """Watch for backward reaching `node`, and for the end of the node."""
         metadata = node_metadata(node)
         if _MARK in metadata:
             return
@@ -191,21 +202,21 @@ class Calls:
         node.register_prehook(_Prehook(self, call, is_output))
 
     def between(self, first: int, last: int) -> list[Call]:
-        """The calls that made nodes `first` to `last`, or some of them, as far as they are alive or recent."""
+        """Return the living or recent calls that made any of the nodes `first` to `last`."""
         return [c for c in (*self.alive.values(), *self._recent) if c.first <= last and first < c.stop]
 
     def of_output(self, storages: set[int]) -> dict[int, Call]:
-        """Storages of outputs that still exist -> the call that gave it."""
-        found: dict[int, Call] = {}
+        """Map storages of outputs that still exist to the call that returned them."""
+        calls: dict[int, Call] = {}
         for call in self.alive.values():
             for reference in call.memory:
                 storage = reference()
                 if storage is not None and (number := storage_number(storage)) in storages:
-                    found.setdefault(number, call)
-        return found
+                    calls.setdefault(number, call)
+        return calls
 
     def settle_all(self) -> None:
-        """The watch ends: what has not been reached by backward will not be."""
+        """Count all living calls as finished, because the watch ends."""
         for call in list(self.alive.values()):
             call.stats.settle(call)
         self.alive.clear()
@@ -227,18 +238,18 @@ class Calls:
             self._recent.append(call)
 
     def forget_old(self) -> None:
-        """Retire the calls of which nothing is left."""
+        """Retire calls of which neither graph nor outputs are left."""
         for call in list(self.alive.values()):
             if not call.is_alive and not any(storage() is not None for storage in call.memory):
                 self._retire(call)
 
 
 class _Prehook:
-    """Notes that a backward pass came to a node. Refers to numbers only."""
+    """Node hook that notes the backward pass reaching the node. Refers to numbers only."""
 
     __slots__ = ("call", "calls", "is_output")
 
-    def __init__(self, calls: Calls, call: Call, is_output: bool) -> None:
+    def __init__(self, calls: CallLog, call: Call, is_output: bool) -> None:
         self.calls, self.call, self.is_output = calls, call, is_output
 
     def __call__(self, gradients: Any) -> None:
@@ -247,18 +258,27 @@ class _Prehook:
             self.call.is_reached_at_output |= self.is_output
 
 
+def is_output_of(tensor: Tensor, calls: CallLog) -> bool:
+    """Return True if a living call that a backward pass went through returned `tensor`."""
+    node = tensor.grad_fn
+    mark = None if node is None else node_metadata(node).get(_MARK)
+    return isinstance(mark, _Mark) and bool(mark.call.backwards) and mark.call.number in calls.alive
+
+
 def mark_root(node: Node, backward: Backward) -> None:
-    """Note on the node that a backward pass starts there; the note lives and dies with the node."""
+    """Note on the node that a backward pass starts there; the note lives as long as the node."""
     node_metadata(node).setdefault(_ROOT, []).append(backward)
 
 
 def roots_among(nodes: Iterable[Node]) -> list[Backward]:
-    """The backward passes that started at one of these nodes."""
+    """Return the backward passes that started at one of these nodes."""
     return [backward for node in nodes for backward in node_metadata(node).get(_ROOT, ())]
 
 
 def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """The tensors in what a model takes or gives: in tuples, lists, dicts and objects with attributes, not too deep."""
+    """Yield the tensors in a model's arguments or output: in tuples, lists, dicts and attributes, up to `depth`
+    levels.
+    """
     if isinstance(output, Tensor):
         yield output
     elif depth and isinstance(output, dict):

@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: a file and a line, and the chain of calls that led there."""
+"""Places in the user's code: a file and a line, and the chain of calls that led there."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from lowtide.state.introspection import origin
+from lowtide.state import introspection
 
 DEPTH = 16
-"""Frames of the user's that tell one place from another."""
+"""User frames that distinguish one place from another."""
+
+origin = lru_cache(maxsize=4096)(introspection.origin)
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 
 
 class Place(NamedTuple):
-    """A line of a file, printed as `train.py:42`: below the current folder its path from there, else its last part."""
+    """A line of a file, printed as `train.py:42`: relative to the current folder if inside it, else by file name."""
 
     file: str
     line: int
@@ -33,14 +35,16 @@ class Place(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The line of the user's code that called, and a key that tells apart its calls, and the ways that led to it."""
+    """The user's calling line, and a key that distinguishes its calls and the call chains that led to it."""
 
     place: Place
     key: int
 
 
 def calling_site() -> Site:
-    """The user's innermost line that led here, outside torch and Lowtide; outside other libraries if there is one."""
+    """Return the user's innermost calling line outside torch and Lowtide, and outside other libraries if there is
+    one.
+    """
     frame: FrameType | None = sys._getframe(1)
     place: Place | None = None
     fallback: Place | None = None
@@ -59,11 +63,22 @@ def calling_site() -> Site:
     return Site(place or fallback or Place("<unknown>", 0), hash(tuple(key)))
 
 
-def line_of_store(code: CodeType, name: str, now: int) -> int:
-    """The line of `code` that gave variable `name` its value, as far as one can say while line `now` runs.
+def is_called_by_user() -> bool:
+    """Return True if the innermost frame outside torch and Lowtide is the user's, and not another library's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kind = origin(frame.f_code.co_filename)
+        if kind != "ours":
+            return kind == "user"
+        frame = frame.f_back
+    return False
 
-    That line, if it does so itself; else the last one above it, else the last one below (the loop came round), else
-    `now`, for arguments.
+
+def line_of_store(code: CodeType, name: str, now: int) -> int:
+    """Return the line of `code` that most likely assigned variable `name`, as seen while line `now` runs.
+
+    Line `now` itself if it assigns the variable; else the last such line above it, else the last one below (an earlier
+    iteration of a loop), else `now`, for arguments.
     """
     lines = _stores(code).get(name, ())
     above = [line for line in lines if line <= now]
@@ -72,10 +87,10 @@ def line_of_store(code: CodeType, name: str, now: int) -> int:
 
 @lru_cache(maxsize=256)
 def _stores(code: CodeType) -> dict[str, tuple[int, ...]]:
-    found: dict[str, set[int]] = {}
+    lines_of: dict[str, set[int]] = {}
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno or line if instruction.positions else line
         if instruction.opname in _STORES:
-            found.setdefault(str(instruction.argval), set()).add(line)
-    return {name: tuple(sorted(lines)) for name, lines in found.items()}
+            lines_of.setdefault(str(instruction.argval), set()).add(line)
+    return {name: tuple(sorted(lines)) for name, lines in lines_of.items()}

@@ -1,4 +1,4 @@
-"""Where the watch gets its news from: hooks that torch offers to all, and two functions of torch that it stands in."""
+"""Subscriptions of the watch: torch's global hooks, and patches of `backward` and `zero_grad`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
+from lowtide._torch.checkpointed_functions import observe_checkpoints
 from lowtide._torch.patching import TOLD_CODE, around_calls, stand_in
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 _watching: Watch | None = None
 
 
-class Events:
-    """Tells a watch of forwards, backward passes and optimizer steps in this process, from install to remove."""
+class EventSources:
+    """Forwards a process's forward passes, backward passes and optimizer steps to a watch, from install to remove."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Begin. Raises LowtideError while another watch runs."""
+        """Subscribe. Raises LowtideError while another watch runs."""
         global _watching
         if _watching is not None:
             raise LowtideError("a watch is running already: there is room for one. End it first.")
@@ -40,28 +41,29 @@ class Events:
         step = register_optimizer_step_post_hook(self._stepped)
         self._undo = [step.remove, around_calls(self._watch.forward_begins, self._watch.forward_ends)]
         self._undo += [
+            observe_checkpoints(self._watch.checkpointed),
             stand_in(torch.autograd, ENGINE, self._engine),
             stand_in(Optimizer, "zero_grad", self._zero_grad),
             stand_in(nn.Module, "zero_grad", self._zero_grad),
         ]
 
     def remove(self) -> None:
-        """End. Everything is as it was."""
+        """Unsubscribe and restore torch."""
         global _watching
         _watching = None
         while self._undo:
             self._undo.pop()()
 
     def arguments(self) -> list[Tensor]:
-        """The tensors that the module being called was given; none where no module is."""
+        """Return the tensors passed to the module being called; empty if no module is."""
         frame: FrameType | None = sys._getframe(1)
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         while frame is not None:
             if frame.f_code is TOLD_CODE:
                 with local_variables(frame) as variables:
-                    found = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
+                    tensors = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
             frame = frame.f_back
-        return found
+        return tensors
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._watch.optimizer_stepped()

@@ -1,50 +1,34 @@
-"""What the watch says: a rule with a stable code, and a finding that it made."""
+"""Findings of a watch, and the record of earlier inspections that rules judge by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide import units
 
-if TYPE_CHECKING:
-    from lowtide.diagnostics.leaks.inspection import Survivor
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
-    """What this inspection and earlier ones saw of the same holder, last what this one did."""
+class History:
+    """Observations of one holder over several inspections, the latest one last."""
 
     has_changed: bool = False
-    """Whether it holds memory now that it did not hold then."""
+    """True if the holder has memory now that it did not have at the previous inspection."""
     held_bytes: Sequence[int] = ()
     entries: Sequence[int] = ()
-    """Of the lists, dicts and sets that hold the tensors for it."""
+    """Entries of the lists, dicts and sets through which the holder reaches the tensors."""
+    n_steps: int = 0
+    """Steps that the holder's memory is from."""
     n_alike: int = 0
-    """Graphs that it holds now and that the same call in the code made."""
+    """Graphs that the holder has now and that one call site made."""
     largest_graph_bytes: int = 0
-    """The most that the graph of one forward keeps, as far as measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One kind of finding: what it is, why it costs, how to mend it. `matches` is None for what events tell."""
-
-    code: str
-    name: str
-    what: str
-    why: str
-    bad: str
-    good: str
-    fix: str
-    """One line; may use {name} (the variable or attribute), {names} (all variables), {made} and {backward} (places)."""
-    matches: Callable[[Survivor, Past], bool] | None = None
+    """Largest graph of a single forward pass measured so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something in memory that nobody needs: bytes, since which step, who holds it, what made it, how to mend it."""
+    """Memory held without need: its size, first step, holder, origin and remedy."""
 
     code: str
     name: str
@@ -52,21 +36,28 @@ class Finding:
     since_step: int
     holder: str
     made_at: str | None
-    """`file:line` of the forward whose graph or output it is; None if it is no forward's."""
+    """`file:line` of the forward pass that made the graph or output; None if no forward pass made it."""
     fix: str
+    unit: str = ""
+    """Words behind the bytes, where they are not simply held: "of host memory a step"."""
     n_steps: int = 1
-    """Steps, of those inspected, in which it was seen."""
+    """Number of inspected steps in which it was seen."""
 
     def __str__(self) -> str:
         lines = [
-            f"{self.code} {self.name}: {units.format_bytes(self.held_bytes)}, since step {self.since_step}",
-            f"  held by  {self.holder}",
+            f"{self.code} {self.name}: {self._amount()}since step {self.since_step}",
+            f"  {'held by' if self.held_bytes else 'where  '}  {self.holder}",
         ]
         if self.made_at is not None:
             lines.append(f"  made at  {self.made_at}")
         lines.append(f"  fix      {self.fix}")
         return "\n".join(lines)
 
+    def _amount(self) -> str:
+        if not self.held_bytes:
+            return ""
+        return f"{units.format_bytes(self.held_bytes)}{' ' * bool(self.unit)}{self.unit}, "
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the finding as plain values for JSON."""
         return asdict(self)

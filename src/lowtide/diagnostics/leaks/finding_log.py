@@ -1,4 +1,4 @@
-"""What inspections found, put together over the steps: one entry a holder, judged by the rules, told when sure."""
+"""Findings accumulated over the steps: one entry per holder, judged by the rules, reported once certain."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lowtide.diagnostics.leaks.call_log import Backward, Call, Stats
+from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
-from lowtide.diagnostics.leaks.finding import Finding, Past, Rule
-from lowtide.diagnostics.leaks.inspection import Survivor
-from lowtide.diagnostics.leaks.rules import SURVIVAL
-from lowtide.diagnostics.leaks.rules.carried_state import CARRIED_STATE
-from lowtide.diagnostics.leaks.rules.growing_containers import GROWING_LIST
-from lowtide.diagnostics.leaks.rules.long_lived_outputs import ALIVE_AT_NEXT_FORWARD, ALIVE_DURING_BACKWARD
-from lowtide.diagnostics.leaks.rules.unreached_graphs import BACKWARD_SKIPPED, NO_GRAD_MISSING
+from lowtide.diagnostics.leaks.finding import Finding, History
+from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules import RULES, Rule
 
-_NOT_BY_BACKWARD = ("LT001", "LT008", "LT009", "LT013", "LT014", "LT020")
-"""Rules whose finding is withdrawn if a backward pass comes to the graph after all."""
+_HISTORY = 8
+"""Earlier inspections of a holder that rules can look back on."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one holder."""
+    """Everything known about one holder."""
 
     rule: Rule | None = None
     held_bytes: int = 0
@@ -30,31 +26,35 @@ class Entry:
     text: str = ""
     name: str = ""
     names: tuple[str, ...] = ()
-    """All variables that hold it, where several do: all have to let go."""
+    """All variables that hold the memory: each of them must let go."""
+    fix: str = ""
+    """Advice of the rule for this holder, a format string."""
+    remedy: str = ""
     made: Place | None = None
     backward: Backward | None = None
-    stats: Stats | None = None
+    stats: SiteStats | None = None
     calls: set[int] = field(default_factory=set)
-    """Numbers of the calls that made its graph."""
+    """Numbers of the calls that made the graph."""
     pending: list[Call] = field(default_factory=list)
-    """Calls that no backward pass had come to; if one does later, there is nothing to find."""
+    """Calls that no backward pass has reached yet; the finding is void once one does."""
     n_inspections: int = 0
     sizes: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     storages: frozenset[int] = frozenset()
 
     def finding(self) -> Finding | None:
-        """What to say of it; None if it turned out to be nothing."""
+        """Return the finding to report, or None if it turned out to be void."""
         rule = self.rule
         if rule is None or any(call.backwards for call in self.pending):
             return None
-        if rule is BACKWARD_SKIPPED and self.stats is not None and not self.stats.n_reached:
-            rule = NO_GRAD_MISSING
-        fix = rule.fix.format(
+        if self.stats is not None and (refined := rule.refined(self.stats)) is not rule:
+            rule, self.fix = refined, refined.fix
+        fix = self.fix.format(
             name=self.name or "it",
             names=", ".join(self.names) or self.name or "it",
             made=self.made or "that line",
             backward=self.backward.place if self.backward else "backward()",
+            remedy=self.remedy,
         )
         return Finding(
             code=rule.code,
@@ -64,179 +64,190 @@ class Entry:
             holder=self.text,
             made_at=None if self.made is None else str(self.made),
             fix=fix,
+            unit=rule.unit,
             n_steps=max(1, self.n_inspections),
         )
 
 
-class Ledger:
-    """The entries by holder, and what events told."""
+class FindingLog:
+    """Entries by holder, from inspections and from events."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
 
-    def add(self, survivors: Iterable[Survivor], *, least_bytes: int, largest_graph_bytes: int) -> None:
-        """Take in what one inspection found, as far as a holder has at least `least_bytes` of it."""
-        for key, group in _by_holder(survivors).items():
-            graphs = [survivor for survivor in group if survivor.has_graph]
-            if _bytes_of(graphs) < least_bytes:
-                group = [survivor for survivor in group if not survivor.has_graph]
-            if _bytes_of(group) >= least_bytes:
-                self._add(self._carrier(group) or key, group, largest_graph_bytes)
+    def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int) -> None:
+        """Add the objects that one inspection found, for holders of at least `least_bytes`."""
+        for key, group in _by_holder(retained).items():
+            for subject in ("nodes", "evaluation"):
+                others = [item for item in group if item.subject == subject]
+                if _unique_bytes(others) >= least_bytes:
+                    self._add(f"{subject} {key}", others, largest_graph_bytes)
+            group = [item for item in group if item.subject == "tensors"]
+            graphs = [item for item in group if item.has_graph]
+            if _unique_bytes(graphs) < least_bytes:
+                group = [item for item in group if not item.has_graph]
+            if _unique_bytes(group) >= least_bytes:
+                self._add(self._claimant(group) or key, group, largest_graph_bytes)
 
-    def take_back(self, survivors: Iterable[Survivor]) -> None:
-        """A step later: what has as many entries as before has stopped growing, whoever is said to hold it now."""
-        growing = [entry for entry in self.entries.values() if entry.rule is GROWING_LIST]
-        for group in _by_holder(survivors).values() if growing else ():
-            storages, n_entries = _storages_of(group), _entries_of(group)
+    def knows(self, item: RetainedObject) -> bool:
+        """Return True if an earlier inspection met the holder of `item`."""
+        key = "" if item.holder is None else item.holder.key
+        return key in self.entries or f"{item.subject} {key}" in self.entries
+
+    def retract(self, retained: Iterable[RetainedObject]) -> None:
+        """Withdraw growth findings of containers that a step later have no more entries, whatever holds them now."""
+        growing = [entry for entry in self.entries.values() if entry.rule and entry.rule.ends_without_growth]
+        for group in _by_holder(retained).values() if growing else ():
+            storages, n_entries = _storages(group), _most_entries(group)
             for entry in growing:
                 is_the_same = 2 * len(entry.storages & storages) >= len(entry.storages)
                 if is_the_same and n_entries <= entry.entries[-1]:
                     entry.rule = None
 
-    def say(
+    def record(
         self,
-        rule: Rule,
+        code: str,
         key: str,
         *,
         held_bytes: int,
         step: int,
         text: str,
         name: str = "",
+        remedy: str = "",
         made: Place | None = None,
         backward: Backward | None = None,
     ) -> None:
-        """Take in what an event told."""
-        entry = self.entries.setdefault(f"{rule.code} {key}", Entry(since_step=step))
-        entry.rule, entry.text, entry.name, entry.made, entry.backward = rule, text, name, made, backward
+        """Record the finding of an event under rule `code`; `key` identifies the holder from step to step."""
+        entry = self.entries.setdefault(f"{code} {key}", Entry(since_step=step))
+        entry.rule, entry.text, entry.name, entry.made, entry.backward = RULES[code], text, name, made, backward
+        entry.fix, entry.remedy = RULES[code].fix, remedy
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         entry.n_inspections += 1
 
-    def findings(self, stats: Iterable[Stats], *, least_bytes: int) -> list[Finding]:
-        """All that is sure, the largest first; of graphs that nobody needed those that are not smaller."""
-        found: list[Finding] = []
-        told: set[int] = set()
+    def findings(self, stats: Iterable[SiteStats], *, least_bytes: int) -> list[Finding]:
+        """Return all certain findings, the largest first; forwards without backward only from `least_bytes` on."""
+        findings: list[Finding] = []
+        explained: set[int] = set()
         for key, entry in self.entries.items():
             finding = entry.finding()
-            if finding is None or self._is_said_better(key, entry):
+            if finding is None or entry.rule is None or f"{entry.rule.superseded_by} {key}" in self.entries:
                 continue
-            found.append(finding)
-            if entry.rule is BACKWARD_SKIPPED and entry.stats is not None:
-                told.add(id(entry.stats))
-        lines: dict[tuple[Place, str], list[Stats]] = {}
+            findings.append(finding)
+            if entry.rule.explains_missing_backward and entry.stats is not None:
+                explained.add(id(entry.stats))
+        lines: dict[tuple[Place, str], list[SiteStats]] = {}
         for s in stats:
-            if id(s) not in told and _is_never_needed(s, least_bytes):
+            if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
                 lines.setdefault((s.site.place, s.model), []).append(s)
-        found += map(_never_needed, lines.values())
-        return sorted(found, key=lambda finding: (-finding.held_bytes, finding.code))
+        findings += map(_never_reached, lines.values())
+        return sorted(findings, key=lambda finding: (-finding.held_bytes, finding.code))
 
-    def _carrier(self, group: list[Survivor]) -> str | None:
-        """The state that carries this graph, if that is known: whatever else is made from it holds its graph too."""
+    def _claimant(self, group: list[RetainedObject]) -> str | None:
+        """Return the entry that claims the graph of `group`: other holders only refer to it."""
         calls = {call.number for s in group if s.has_graph and not s.is_input for call in s.calls}
-        carriers = (key for key, entry in self.entries.items() if entry.rule is CARRIED_STATE and entry.calls & calls)
-        return next(carriers, None)
+        claims = (key for key, e in self.entries.items() if e.rule and e.rule.claims_graph and e.calls & calls)
+        return next(claims, None)
 
-    def _is_said_better(self, key: str, entry: Entry) -> bool:
-        during = self.entries.get(f"{ALIVE_DURING_BACKWARD.code} {key}")
-        return entry.rule is ALIVE_AT_NEXT_FORWARD and during is not None
-
-    def _add(self, key: str, group: list[Survivor], largest_graph_bytes: int) -> None:
-        entry = self.entries.get(key)
+    def _add(self, key: str, group: list[RetainedObject], largest_graph_bytes: int) -> None:
         main = max(group, key=lambda s: (s.has_graph, s.held_bytes))
-        held_bytes, storages = _bytes_of(group), _storages_of(group)
         born = min(s.born for s in group)
-        if entry is None:
-            entry = self.entries[key] = Entry(since_step=born)
-        holders = [s.holder for s in group if s.holder is not None]
-        entry.sizes = [*entry.sizes[-8:], held_bytes]
-        entry.entries = [*entry.entries[-8:], _entries_of(group)]
-        made_by = Counter(id(s.calls[0].stats) for s in group if s.has_graph and s.calls)
-        past = Past(
+        entry = self.entries.setdefault(key, Entry(since_step=born))
+        history = self._history(entry, group, largest_graph_bytes)
+        rule = self._judge(entry, main, history)
+        if rule is None:
+            return
+        entry.rule = rule
+        entry.since_step = min(entry.since_step, born)
+        entry.held_bytes = max(entry.held_bytes, rule.reported_bytes(history))
+        if rule.names_holder(main):
+            entry.fix = rule.fix_for(main)
+            n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
+            entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
+            entry.name = main.holder.name if main.holder else ""
+            entry.names = tuple(dict.fromkeys(h.name for h in main.holders if h.kind == "variable" and h.name))
+        self._note_calls(entry, rule, group)
+
+    def _history(self, entry: Entry, group: list[RetainedObject], largest_graph_bytes: int) -> History:
+        """Note in `entry` the bytes, entries and storages of this inspection; return them with the earlier ones."""
+        storages = _storages(group)
+        entry.sizes = [*entry.sizes[-_HISTORY:], _unique_bytes(group)]
+        entry.entries = [*entry.entries[-_HISTORY:], _most_entries(group)]
+        n_of_site = Counter(id(s.calls[0].stats) for s in group if s.has_graph and s.calls)
+        history = History(
             has_changed=entry.n_inspections > 0 and not storages <= entry.storages,
             held_bytes=entry.sizes,
             entries=entry.entries,
-            n_alike=max(made_by.values(), default=0),
+            n_steps=len({step for item in group for step in item.steps or (item.born,)}),
+            n_alike=max(n_of_site.values(), default=0),
             largest_graph_bytes=largest_graph_bytes,
         )
         entry.n_inspections += 1
         entry.storages = storages
-        rule = next((rule for rule in SURVIVAL if rule.matches is not None and rule.matches(main, past)), None)
-        if entry.rule is CARRIED_STATE and main.has_graph:
-            rule = CARRIED_STATE
-        if entry.rule is GROWING_LIST and entry.entries[-1] <= entry.entries[-2]:
-            entry.rule = None  # it has an end after all, as a cache of masks has
-        if rule is None:
-            return
-        holder = main.holder
-        entry.rule = rule
-        entry.since_step = min(entry.since_step, born)
-        entry.held_bytes = max(entry.held_bytes, held_bytes)
-        if rule is not CARRIED_STATE or main.is_input:
-            n_others = len({holder.text for holder in holders}) - 1
-            entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
-            entry.name = holder.name if holder else ""
-            entry.names = tuple(dict.fromkeys(h.name for h in main.holders if h.kind == "variable" and h.name))
+        return history
+
+    def _judge(self, entry: Entry, main: RetainedObject, history: History) -> Rule | None:
+        """Return the rule that `main` falls under, if any."""
+        if entry.rule and entry.rule.ends_without_growth and entry.entries[-1] <= entry.entries[-2]:
+            entry.rule = None  # it is bounded after all, as a cache of masks is
+        if entry.rule and entry.rule.claims_graph and main.has_graph:
+            return entry.rule
+        rules = (rule for rule in RULES.values() if rule.subject == main.subject)
+        return next((rule for rule in rules if rule.matches(main, history)), None)
+
+    def _note_calls(self, entry: Entry, rule: Rule, group: list[RetainedObject]) -> None:
         calls = sorted((call for s in group for call in s.calls), key=lambda call: call.number)
         entry.calls = {call.number for call in calls}
         if calls:
-            entry.made = calls[0].place
-            entry.stats = calls[0].stats
+            entry.made, entry.stats = calls[0].place, calls[0].stats
         passes = [b for s in group for b in s.backwards]
         entry.backward = next((b for b in passes if b.retain_graph or b.is_partial), passes[0] if passes else None)
-        # Of a call that a finding explains nobody needs to be told that it has no backward.
         unreached = [call for call in calls if call.has_graph and not call.backwards]
-        for call in unreached:
+        for call in unreached:  # the finding explains them: a missing backward is not reported as well
             call.is_explained = True
-        entry.pending = unreached if rule.code in _NOT_BY_BACKWARD and not passes else []
+        entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
 
 
-def _bytes_of(survivors: Iterable[Survivor]) -> int:
-    """What they hold together; they may share memory."""
-    return sum({number: n for s in survivors for number, n in s.storages.items()}.values())
+def _unique_bytes(retained: Iterable[RetainedObject]) -> int:
+    """Return the bytes of all storages, each counted once."""
+    return sum({number: n for s in retained for number, n in s.storages.items()}.values())
 
 
-def _storages_of(survivors: Iterable[Survivor]) -> frozenset[int]:
-    return frozenset(number for s in survivors for number in s.storages)
+def _storages(retained: Iterable[RetainedObject]) -> frozenset[int]:
+    return frozenset(number for s in retained for number in s.storages)
 
 
-def _entries_of(survivors: Iterable[Survivor]) -> int:
-    return max(s.holder.entries or 0 for s in survivors if s.holder is not None)
+def _most_entries(retained: Iterable[RetainedObject]) -> int:
+    return max(s.holder.entries or 0 for s in retained if s.holder is not None)
 
 
-def _by_holder(survivors: Iterable[Survivor]) -> dict[str, list[Survivor]]:
-    groups: dict[str, list[Survivor]] = {}
-    for survivor in survivors:
-        holder = survivor.holder
-        if holder is not None:
-            groups.setdefault(holder.key, []).append(survivor)
+def _by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObject]]:
+    groups: dict[str, list[RetainedObject]] = {}
+    for item in retained:
+        if item.holder is not None:
+            groups.setdefault(item.holder.key, []).append(item)
     return groups
 
 
-def _text(survivor: Survivor) -> str:
-    """The holder; where several variables hold the same graph, all of them."""
-    holder = survivor.holder
+def _text(item: RetainedObject) -> str:
+    """Return the holder's text; where several variables hold the same graph, the texts of all."""
+    holder = item.holder
     assert holder is not None
     if holder.kind != "variable":
         return holder.text
-    return " and ".join(dict.fromkeys(h.text for h in survivor.holders if h.kind == "variable"))
+    return " and ".join(dict.fromkeys(h.text for h in item.holders if h.kind == "variable"))
 
 
-def _is_never_needed(stats: Stats, least_bytes: int) -> bool:
-    """Whether graphs are made there and no backward pass ever comes to one; where one does, others may be dropped."""
-    is_unneeded = stats.n_unreached and not stats.n_reached and not stats.n_explained
-    return bool(is_unneeded) and stats.unreached_bytes >= least_bytes
-
-
-def _never_needed(stats: list[Stats]) -> Finding:
-    """Of a line's calls whose graphs were dropped without a backward pass, all of them, and that no inspection met."""
-    rule = NO_GRAD_MISSING
+def _never_reached(stats: list[SiteStats]) -> Finding:
+    """Return the finding for a line whose graphs were all dropped without backward, unseen by any inspection."""
+    rule = RULES["LT002"]
     place, model, n_times = stats[0].site.place, stats[0].model, sum(s.n_unreached for s in stats)
     return Finding(
         code=rule.code,
         name=rule.name,
         held_bytes=max(s.unreached_bytes for s in stats),
         since_step=min(s.first_unreached_step for s in stats),
-        holder=f"nobody after the forward of {model}: its graph was made for nothing, {n_times} times",
+        holder=f"nothing after the forward of {model}: its graph was made {n_times} times and never used",
         made_at=str(place),
-        fix=rule.fix.format(name="its output", names="its output", made=place, backward="backward()"),
+        fix=rule.fix.format(made=place),
         n_steps=n_times,
     )

@@ -1,4 +1,4 @@
-"""What exists: every tensor that Python knows, the modules and optimizers, and whose the tensors' memory is."""
+"""All living tensors, modules and optimizers, and the owners of the tensors' memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lowtide._torch.fake_modes import FakeTensor
 from lowtide._torch.tensors import storage_id
 
-_KINDS: dict[type, str] = {}  # of a class: "tensor", "module", "optimizer" or ""
+_KINDS: dict[type, str] = {}  # class -> "tensor", "module", "optimizer" or ""
 
 
 def _kind(cls: type) -> str:
@@ -30,7 +30,7 @@ def _kind(cls: type) -> str:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """The size of the memory that a tensor is in, all of it."""
+    """Return the size of the whole storage of a tensor."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -38,14 +38,14 @@ def storage_bytes(tensor: Tensor) -> int:
 
 
 def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
-    """The NumPy arrays in the memory of tensors, which are given as id -> number; each with the number of its tensor.
+    """Return the NumPy arrays in the memory of `tensors` (id -> number), each with the number of its tensor.
 
-    The garbage collector does not know arrays: they are found in what refers to them.
+    The garbage collector does not track arrays: they are found through the objects that refer to them.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None or not tensors:
         return []
-    found: dict[int, tuple[int, Any]] = {}
+    arrays: dict[int, tuple[int, Any]] = {}
     for thing in gc.get_objects():
         referents = gc.get_referents(thing)
         if numpy.ndarray in map(type, referents):
@@ -54,12 +54,12 @@ def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
                 while type(base) is numpy.ndarray:
                     base = base.base
                 if base is not array and id(base) in tensors:
-                    found[id(array)] = tensors[id(base)], array
-    return list(found.values())
+                    arrays[id(array)] = tensors[id(base)], array
+    return list(arrays.values())
 
 
-class Heap:
-    """One look at all objects. Valid until the user's code goes on; refers to tensors through `tensors` alone."""
+class LiveObjects:
+    """Snapshot of all living objects. Valid until the user's code goes on; refers to tensors through `tensors` only."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -75,9 +75,9 @@ class Heap:
             if kind:
                 lists[kind].append(thing)
         self.standing: set[int] = set()
-        """Storages of parameters, their gradients, buffers and optimizer state."""
+        """Storages of parameters, gradients, buffers and optimizer state."""
         self.buffers: dict[int, str] = {}
-        """Tensors (by id) that are buffers of a module, and their names there."""
+        """Ids of tensors that are buffers of a module -> their names."""
         parameters = (p for m in self.modules for p in m.__dict__.get("_parameters", {}).values())
         leaves = [t for t in self.tensors if isinstance(t, nn.Parameter)]
         self._stand(t for group in (parameters, leaves) for t in group)
@@ -98,14 +98,14 @@ class Heap:
                     self.standing.add(storage_id(tensor.grad))
 
 
-class Known:
-    """Storages by when they were first seen; weak, so that a storage's end is noticed and its number can come again."""
+class KnownStorages:
+    """Storages by the time they were first seen; weak, because a freed storage's number is reused."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
     def note(self, tensors: Iterable[Tensor], when: int) -> None:
-        """These exist at time `when`."""
+        """Note that the storages of these tensors exist at time `when`."""
         self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
         for tensor in tensors:
             number = storage_id(tensor)
@@ -113,6 +113,6 @@ class Known:
                 self._seen[number] = (weakref.ref(tensor.untyped_storage()), when)
 
     def since(self, number: int) -> int | None:
-        """When the storage of that number was first seen; None if it was not."""
+        """Return when storage `number` was first seen; None if never."""
         entry = self._seen.get(number)
         return None if entry is None or entry[0]() is None else entry[1]

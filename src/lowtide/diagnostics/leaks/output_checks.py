@@ -1,30 +1,32 @@
-"""Two looks at single tensors: outputs that are alive when backward begins, and inputs that are there twice."""
+"""Checks of single tensors: outputs alive when backward begins, and inputs that are in memory twice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lowtide._torch.autograd_graph import components, is_leaf, is_numbered, variable_of
+from lowtide._torch.nodes import output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.leaks.call_log import Backward
-from lowtide.diagnostics.leaks.finding_log import Ledger
-from lowtide.diagnostics.leaks.inspection import View, module_names
-from lowtide.diagnostics.leaks.live_tensors import Heap, storage_bytes
-from lowtide.diagnostics.leaks.referrers import Holder, Search
-from lowtide.diagnostics.leaks.registered_hooks import Hooks
-from lowtide.diagnostics.leaks.rules.duplicate_inputs import BATCH_TWICE
-from lowtide.diagnostics.leaks.rules.long_lived_outputs import ALIVE_DURING_BACKWARD, SHARE
+from lowtide.diagnostics.leaks.call_log import Backward, Call
+from lowtide.diagnostics.leaks.finding_log import FindingLog
+from lowtide.diagnostics.leaks.inspection import InspectionInput, made_by, module_names
+from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
+from lowtide.diagnostics.leaks.referrers import Holder, HolderSearch
+from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
+from lowtide.diagnostics.leaks.rules.long_lived_outputs import SHARE
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-def say_outputs_alive(view: View, roots: list[Node], backward: Backward, ledger: Ledger) -> None:
-    """Find this step's outputs that variables hold while the graph behind `roots` does not need them."""
+def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Backward, log: FindingLog) -> None:
+    """Record outputs of this step that variables hold although the graph behind `roots` does not need them."""
     large = []
     for call in view.calls.alive.values():
         least_bytes = max(view.least_bytes, int(SHARE * (call.graph_bytes or call.stats.graph_bytes)))
@@ -36,15 +38,15 @@ def say_outputs_alive(view: View, roots: list[Node], backward: Backward, ledger:
     if not large:
         return
     saved, context = kept_by(computing(roots))
-    heap = Heap()
+    live = LiveObjects()
     for call, output in large:
         tensor = output()
-        if tensor is None or storage_id(tensor) in {*saved, *context, *heap.standing}:
+        if tensor is None or storage_id(tensor) in {*saved, *context, *live.standing}:
             continue
-        for holder in _holders(view, heap, tensor):
+        for holder in _holders(view, live, tensor):
             if holder.kind == "variable":
-                ledger.say(
-                    ALIVE_DURING_BACKWARD,
+                log.record(
+                    "LT006",
                     holder.key,
                     held_bytes=storage_bytes(tensor),
                     step=call.step,
@@ -56,25 +58,96 @@ def say_outputs_alive(view: View, roots: list[Node], backward: Backward, ledger:
                 break
 
 
-def say_twins(view: View, heap: Heap, inputs: Iterable[Tensor], ledger: Ledger) -> None:
-    """Find tensors that variables hold and that have the same values as an input which they share no memory with."""
+def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Backward, log: FindingLog) -> None:
+    """Record a sum of losses whose graphs are separate and were made by several calls of one line."""
+    if backward.create_graph or backward.retain_graph:
+        return
+    nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    summands = list(_summands(nodes))
+    graphs: dict[int, list[tuple[Call, int]]] = {}
+    for part in components(summands) if len(summands) > 1 else ():
+        numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
+        calls = [call for call in view.calls.between(min(numbers), max(numbers)) if made_by(call, numbers)]
+        if len(calls) == 1 and not calls[0].backwards:
+            saved, context = kept_by(part.nodes)
+            shared = {
+                storage_id(variable_of(n)) for node in part.nodes for n, _ in node.next_functions if n and is_leaf(n)
+            }
+            kept = {**saved, **context}
+            n_bytes = sum(n for s, n in kept.items() if s not in shared and view.known.since(s) != 0)
+            graphs.setdefault(id(calls[0].stats), []).append((calls[0], n_bytes))
+    for group in graphs.values():
+        wasted_bytes = sum(n for _, n in group) - max(n for _, n in group)
+        if len(group) < 2 or len({call.module_id for call, _ in group}) > 1 or wasted_bytes < view.least_bytes:
+            continue
+        first = group[0][0]
+        holder = _variable_of(view, roots[0])
+        log.record(
+            "LT025",
+            str(first.place),
+            held_bytes=wasted_bytes,
+            step=first.step,
+            text=f"{holder.text if holder else 'the sum'}, with {len(group)} graphs until backward at {backward.place}",
+            name=holder.name if holder else "the total",
+            made=first.place,
+        )
+
+
+_ADDING = re.compile(r"(?:Add|Sum|Stack|Cat|Mean|Unsqueeze|Mul|Div|Neg)Backward\d+")
+
+
+def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield the roots of the terms that were added up to these nodes: sums, means and multiples of scalars."""
+    pending = list(nodes)
+    seen = set()
+    while pending:
+        node = pending.pop()
+        inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]
+        is_linear = _ADDING.fullmatch(node.name()) and (len(inputs) == 1 or node.name()[:3] not in ("Mul", "Div"))
+        if is_linear and inputs and all(_is_scalar(upstream) for upstream in inputs):
+            pending += [upstream for upstream in inputs if upstream not in seen]
+            seen.update(inputs)
+        elif is_numbered(node):
+            yield node
+
+
+def _is_scalar(node: Node) -> bool:
+    """Return True if the node's first output has one element for each term of a sum."""
+    if not is_numbered(node):
+        return False
+    try:
+        shape = output_metadata(node, 0).shape
+    except (AttributeError, IndexError, RuntimeError):
+        return False
+    return len(shape) <= 1 and (not len(shape) or node.name()[:5] in ("Stack", "CatBa", "Unsqu"))
+
+
+def _variable_of(view: InspectionInput, root: Any) -> Holder | None:
+    live = LiveObjects()
+    return next((holder for holder in _holders(view, live, root) if holder.kind == "variable"), None)
+
+
+def record_duplicate_inputs(
+    view: InspectionInput, live: LiveObjects, inputs: Iterable[Tensor], log: FindingLog
+) -> None:
+    """Record tensors held by variables that equal an input and share no memory with it."""
     shapes: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in inputs:
         if storage_bytes(tensor) >= view.least_bytes and not tensor.requires_grad:
             shapes.setdefault(tuple(tensor.shape), []).append(tensor)
     if not shapes:
         return
-    for other in heap.tensors:
+    for other in live.tensors:
         if type(other) is not Tensor or other.requires_grad or storage_bytes(other) < view.least_bytes:
             continue
         for tensor in shapes.get(tuple(other.shape), ()):
             number = storage_id(other)
-            if number == storage_id(tensor) or number in heap.standing or view.known.since(number) == 0:
+            if number == storage_id(tensor) or number in live.standing or view.known.since(number) == 0:
                 continue
             if other.device == tensor.device and torch.equal(other.to(tensor.dtype), tensor):
-                for holder in _holders(view, heap, other)[:1]:
-                    ledger.say(
-                        BATCH_TWICE,
+                for holder in _holders(view, live, other)[:1]:
+                    log.record(
+                        "LT019",
                         holder.key,
                         held_bytes=storage_bytes(other),
                         step=view.steps.now,
@@ -83,9 +156,9 @@ def say_twins(view: View, heap: Heap, inputs: Iterable[Tensor], ledger: Ledger) 
                     )
 
 
-def _holders(view: View, heap: Heap, tensor: Tensor) -> list[Holder]:
-    ignored = {id(heap.tensors), id(heap.modules), id(heap.optimizers)}
-    search = Search(module_names(view.model, heap.modules), Hooks(heap.modules), ignored)
+def _holders(view: InspectionInput, live: LiveObjects, tensor: Tensor) -> list[Holder]:
+    ignored = {id(live.tensors), id(live.modules), id(live.optimizers)}
+    search = HolderSearch(module_names(view.model, live.modules), RegisteredHooks(live.modules), ignored)
     asked = (0, tensor)
     search.ignored.add(id(asked))
     return search.holders([asked]).get(0, [])

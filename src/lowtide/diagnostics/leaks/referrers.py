@@ -1,6 +1,6 @@
-"""Who holds an object, as a person would say it: found by asking the garbage collector, step by step, who refers to it.
+"""Find what keeps an object alive, by following `gc.get_referrers`, and describe it for a person.
 
-Each way from a tensor outwards ends at something that has a name: a variable, a module, a hook, an exception.
+Each path from a tensor outwards ends at something that has a name: a variable, a module, a hook, an exception.
 """
 
 from __future__ import annotations
@@ -29,76 +29,84 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lowtide.diagnostics.leaks.call_site import Place
-from lowtide.diagnostics.leaks.running_frames import Variables, name_in_frame
+from lowtide.diagnostics.leaks.running_frames import RunningFrames, name_in_frame
+from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
 from lowtide.state.introspection import origin
 
 if TYPE_CHECKING:
-    from lowtide.diagnostics.leaks.registered_hooks import Hooks
+    from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 
 LEVELS = 9
-"""References between a tensor and what is named."""
+"""References between a tensor and a named holder."""
 
 MOST_TENSORS = 2_000
-"""Things whose referrers are looked for at once."""
+"""Objects whose referrers are searched for at once."""
 
 _MANY = 256
-"""So many things at once, and a search of our own is faster than `gc.get_referrers`: that compares each with each."""
+"""Objects from which on one pass over all objects is faster than `gc.get_referrers`, which compares each with each."""
 
 RANK = ("exception", "notebook", "hook", "module", "context", "closure", "generator", "variable", "class", "gradient")
-"""Kinds of holders; where there are several, the first one is said to be at fault."""
+"""Kinds of holders; of several the first one is at fault."""
+
+_ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]")
+"""Step of a path through a container without names."""
+_ENTRY = re.compile(r"\[(?:\d+ entr(?:y|ies)|'.*')\]")
+"""Step of a path through any container that is no tuple."""
 
 _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
 
 def _is_output(name: str) -> bool:
-    """Whether a prompt or a notebook gives such names to results; in a script `_` is what its author calls so."""
+    """Return True if a prompt or notebook gives such names to results; in a script, `_` is an ordinary variable."""
     return bool(_OUTPUT_NAME.fullmatch(name)) and (hasattr(sys, "ps1") or "IPython" in sys.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Something named that keeps tensors alive: `text` for people; `key` stays the same from step to step."""
+    """Named object that keeps tensors alive: `text` is for people, `key` stays the same from step to step."""
 
     kind: str
     text: str
     key: str
     name: str = ""
     entries: int | None = None
-    """Entries of the lists, dicts and sets in between that can grow without end, added up; None without any."""
+    """Entries of all unbounded lists, dicts and sets on the path, added up; None without any."""
     gathers: bool = False
-    """Whether it is a list, or another container whose entries have no names."""
+    """True for a list, or another container whose entries have no names."""
+    is_part: bool = False
+    """True if an entry or attribute of the named variable holds them, and not the variable itself."""
     place: Place | None = None
 
 
 @dataclass(slots=True)
-class _Way:
-    """A way from tensors (by number) to `thing`, which holds them by `path`, written from the outside inwards."""
+class _ReferencePath:
+    """Path from tensors (by number) to `thing`, which reaches them by `path`, written from the outside in."""
 
     thing: Any
     tensors: set[int]
     path: tuple[str, ...] = ()
     entries: int | None = None
-    """Entries of the containers inside of `thing`."""
+    """Entries of the containers inside `thing`."""
     container: type | None = None
 
     @property
     def all_entries(self) -> int | None:
-        """With those of `thing`."""
-        is_queue = isinstance(self.thing, deque) and self.thing.maxlen is not None  # it grows so far only
+        """Entries including those of `thing`."""
+        is_queue = isinstance(self.thing, deque) and self.thing.maxlen is not None  # bounded
         if is_queue or not isinstance(self.thing, list | deque | set | dict):
             return self.entries
         return len(self.thing) + (self.entries or 0)
 
 
 @dataclass(slots=True)
-class Search:
-    """A search for holders, with what exists around it. Used once, and dropped with all that it found on the way."""
+class HolderSearch:
+    """Search for holders among the objects that exist. Used once, then dropped with everything it refers to."""
 
     modules: dict[int, str]
-    """Names of modules by id, as `model.encoder`."""
-    hooks: Hooks
+    """Ids of modules -> names such as `model.encoder`."""
+    hooks: RegisteredHooks
     ignored: set[int] = field(default_factory=set)
-    variables: Variables = field(default_factory=Variables)
+    variables: RunningFrames = field(default_factory=RunningFrames)
     namespaces: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,23 +115,23 @@ class Search:
                 self.namespaces[id(vars(module))] = name
 
     def holders(self, tensors: Iterable[tuple[int, Any]]) -> dict[int, list[Holder]]:
-        """For each tensor, by its number, who holds it; nearest first. None for those that only C++ holds.
+        """Return the holders of each tensor (by number), nearest first; none for tensors that only C++ holds.
 
-        Of more than MOST_TENSORS the later ones are found where they are together with one of the first.
+        Beyond MOST_TENSORS, tensors are only found where they share a container with one of the first.
         """
-        found: dict[int, list[Holder]] = {}
-        ways = [_Way(tensor, {number}) for number, tensor in tensors]
-        seen: dict[int, set[int]] = {}  # things -> the tensors with ways through them
+        holders_of: dict[int, list[Holder]] = {}
+        ways = [_ReferencePath(tensor, {number}) for number, tensor in tensors]
+        seen: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
             if not ways:
                 break
-            by_id: dict[int, list[_Way]] = {}
+            by_id: dict[int, list[_ReferencePath]] = {}
             for way in ways:
                 by_id.setdefault(id(way.thing), []).append(way)
                 seen.setdefault(id(way.thing), set()).update(way.tensors)
                 for variable in self.variables.referring_to(way.thing):
                     name, place, entries = variable.name, variable.place, way.all_entries
-                    _add(found, way, self._variable(way, name, place, "local variable", entries))
+                    _add(holders_of, way, self._variable(way, name, place, "local variable", entries))
             referrers = _referring_to(tuple(same[0].thing for same in islice(by_id.values(), MOST_TENSORS)))
             self.ignored.add(id(referrers))
             ways = []
@@ -136,14 +144,14 @@ class Search:
                     if way.tensors <= known:
                         continue
                     named = self._named(way, inner)
-                    if named is not None:  # and met again on other ways
-                        _add(found, way, named)
+                    if named is not None:  # later paths may reach it again
+                        _add(holders_of, way, named)
                     else:
                         known |= way.tensors
                         ways.append(way)
-        return found
+        return holders_of
 
-    def _variable(self, way: _Way, name: str, place: Place, what: str, entries: int | None) -> Holder:
+    def _variable(self, way: _ReferencePath, name: str, place: Place, what: str, entries: int | None) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
         shown, full_name = _shown(way, name, what)
         return Holder(
@@ -153,43 +161,44 @@ class Search:
             name=full_name,
             entries=entries,
             gathers=_gathers(way),
+            is_part=bool(way.path),
             place=place,
         )
 
-    def _outward(self, referrer: Any, inner: list[_Way]) -> Iterator[tuple[_Way, _Way]]:
-        """The ways through `referrer`, each with the one that it goes on from.
+    def _outward(self, referrer: Any, inner: list[_ReferencePath]) -> Iterator[tuple[_ReferencePath, _ReferencePath]]:
+        """Yield the paths through `referrer`, each with the path that it extends.
 
-        One for each thing in it that has a name there; what has none counts as one, and is known by its first.
+        One path for each object that has a name in it; objects without a name share one if they go on alike inside.
         """
         labels = _labels(referrer)
-        gathered: _Way | None = None
+        gathered: dict[tuple[str, ...], tuple[_ReferencePath, _ReferencePath]] = {}
         for way in inner:
             is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.thing
             entries = way.entries if is_namespace else way.all_entries
             if labels is None:
-                yield _Way(referrer, way.tensors, way.path, entries), way
+                yield _ReferencePath(referrer, way.tensors, way.path, entries), way
             elif (label := labels.get(id(way.thing))) is not None:
                 container = tuple if isinstance(referrer, tuple) else way.container
-                yield _Way(referrer, way.tensors, (label, *way.path), entries, container), way
-            elif gathered is None:
+                yield _ReferencePath(referrer, way.tensors, (label, *way.path), entries, container), way
+            elif (same := gathered.get(way.path)) is None:
                 n = len(referrer)
                 label = f"[{n} entr{'y' if n == 1 else 'ies'}]"
                 kind = next(k for k in _CONTAINERS if isinstance(referrer, k))
-                gathered = _Way(referrer, set(way.tensors), (label, *way.path), entries, kind)
+                outer = _ReferencePath(referrer, set(way.tensors), (label, *way.path), entries, kind)
+                gathered[way.path] = outer, way
             else:
-                gathered.tensors |= way.tensors
-                gathered.entries = max(gathered.entries or 0, entries or 0) or None
-        if gathered is not None:
-            yield gathered, inner[0]
+                same[0].tensors |= way.tensors
+                same[0].entries = max(same[0].entries or 0, entries or 0) or None
+        yield from gathered.values()
 
-    def _named(self, way: _Way, inner: _Way) -> Holder | None:
-        """What `way` has come to, if that has a name; otherwise the way goes on from there."""
+    def _named(self, way: _ReferencePath, inner: _ReferencePath) -> Holder | None:
+        """Return the holder if `way` has reached something named; otherwise the path goes on."""
         thing = way.thing
         if isinstance(thing, dict):
             return self._namespace(way, thing)
         if isinstance(thing, nn.Module):
             return self._module(way, inner)
-        if isinstance(thing, BackwardCFunction):
+        if isinstance(thing, BackwardCFunction) and not is_of_torch(type(thing)):
             attribute = _attribute(way.path[0]) if way.path else "?"
             of = type(thing).__name__.removesuffix("Backward")
             text = f"ctx attribute '{attribute}' of {of}"
@@ -224,14 +233,14 @@ class Search:
             way.path = (f".{held_as}", *inner.path)
         return None
 
-    def _inside(self, kind: str, text: str, way: _Way, local: str | None) -> Holder:
-        """A function's variable `local`, where the function does not run now."""
+    def _inside(self, kind: str, text: str, way: _ReferencePath, local: str | None) -> Holder:
+        """Describe variable `local` of a function that is not running."""
         if local is None:
             return Holder(kind=kind, text=text, key=text, entries=way.entries)
         shown, name = _shown(way, local, "variable")
         return Holder(kind=kind, text=f"{text}, its {shown}", key=f"{text} {name}", name=name, entries=way.entries)
 
-    def _namespace(self, way: _Way, namespace: dict[str, Any]) -> Holder | None:
+    def _namespace(self, way: _ReferencePath, namespace: dict[str, Any]) -> Holder | None:
         name = _attribute(way.path[0])
         if namespace is vars(builtins):
             if name == "_":
@@ -240,7 +249,7 @@ class Search:
         is_module = id(namespace) in self.namespaces or ("__name__" in namespace and "__builtins__" in namespace)
         if not is_module:
             return None
-        inner = _Way(None, way.tensors, way.path[1:], way.entries, way.container)
+        inner = _ReferencePath(None, way.tensors, way.path[1:], way.entries, way.container)
         if "__name__" in namespace and namespace["__name__"] == "__main__" and _is_output(name):
             is_history = name in ("Out", "_oh") and bool(inner.path)
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"
@@ -252,19 +261,20 @@ class Search:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         return holder
 
-    def _module(self, way: _Way, inner: _Way) -> Holder:
+    def _module(self, way: _ReferencePath, inner: _ReferencePath) -> Holder:
         name = self.modules.get(id(way.thing), type(way.thing).__name__)
         path = way.path
-        if vars(way.thing) is not inner.thing:  # since Python 3.13 objects refer to their attributes themselves
+        if vars(way.thing) is not inner.thing:  # since Python 3.13 objects refer to their attributes directly
             path = (f".{_holding_attribute(way.thing, inner.thing) or '?'}", *path)
         attribute = _attribute(path[0]) if path else "?"
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
             attribute, path = _attribute(path[1]), path[1:]
         text = f"{name}.{attribute}" + _path(path[1:])
-        alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # layers of one kind are one holder
-        return Holder(kind="module", text=text, key=alike, name=attribute, entries=way.entries)
+        alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # equal layers are one holder
+        gathers = way.container in _CONTAINERS and len(path) > 1 and path[1].startswith("[")
+        return Holder(kind="module", text=text, key=alike, name=attribute, entries=way.entries, gathers=gathers)
 
-    def _exception(self, way: _Way, error: BaseException) -> Holder:
+    def _exception(self, way: _ReferencePath, error: BaseException) -> Holder:
         kind = type(error).__name__
         handled = _handled()
         if id(error) in handled:
@@ -285,33 +295,33 @@ class Search:
             return self.variables.is_running(thing) or origin(thing.f_code.co_filename) == "ours"
         if isinstance(thing, FunctionType):
             return origin(thing.__code__.co_filename) == "ours"
-        return type(thing) in (_Way, Search, Variables) or isinstance(thing, BuiltinFunctionType)
+        return type(thing) in (_ReferencePath, HolderSearch, RunningFrames) or isinstance(thing, BuiltinFunctionType)
 
 
 def _handled() -> set[int]:
-    """The exceptions whose `except` blocks are running, and what they came from."""
-    found: set[int] = set()
+    """Return the ids of exceptions whose `except` blocks are running, and of their causes."""
+    handled: set[int] = set()
     error = sys.exc_info()[1]
-    while error is not None and id(error) not in found:
-        found.add(id(error))
+    while error is not None and id(error) not in handled:
+        handled.add(id(error))
         error = error.__cause__ or error.__context__
-    return found
+    return handled
 
 
-def _add(found: dict[int, list[Holder]], way: _Way, holder: Holder) -> None:
+def _add(holders_of: dict[int, list[Holder]], way: _ReferencePath, holder: Holder) -> None:
     for number in way.tensors:
-        holders = found.setdefault(number, [])
+        holders = holders_of.setdefault(number, [])
         if all(other.key != holder.key for other in holders):
             holders.append(holder)
 
 
 def _attribute(step: str) -> str:
-    """`['name']` and `.name` -> `name`."""
+    """Return the name in `['name']` or `.name`."""
     return step.removeprefix(".").removeprefix("['").removesuffix("']")
 
 
 def _referring_to(things: tuple[Any, ...]) -> list[Any]:
-    """All objects that refer to one of these, but for `things` itself."""
+    """Return all objects that refer to one of `things`, except `things` itself."""
     if len(things) <= _MANY:
         return gc.get_referrers(*things)
     numbers, own = {id(thing) for thing in things}, id(things)
@@ -323,7 +333,7 @@ _CONTAINERS = (list, deque, set, frozenset, dict)
 
 
 def _labels(container: Any) -> dict[int, str] | None:
-    """Things by id -> the names that a tuple or dict has for them; None for what is no container."""
+    """Map ids of objects to their names in a tuple or dict; None if `container` is no container."""
     if isinstance(container, tuple):
         return {id(thing): f"[{index}]" for index, thing in enumerate(container)}
     if isinstance(container, dict):
@@ -331,19 +341,22 @@ def _labels(container: Any) -> dict[int, str] | None:
     return {} if isinstance(container, _CONTAINERS) else None
 
 
-def _gathers(way: _Way) -> bool:
+def _gathers(way: _ReferencePath) -> bool:
     return way.container in _CONTAINERS and bool(way.path) and way.path[0].startswith("[")
 
 
-def _shown(way: _Way, name: str, what: str) -> tuple[str, str]:
-    """How to call a variable that holds tensors by this way, and its name with the attributes that lead on from it."""
-    attributes = takewhile(lambda step: step.startswith("."), way.path)
+def _shown(way: _ReferencePath, name: str, what: str) -> tuple[str, str]:
+    """Return the description of a variable that holds tensors by this path, and its name with leading attributes."""
     if _gathers(way):
         assert way.container is not None
         shown = f"{way.container.__name__} '{name}' {_path(way.path)}"
     else:
         shown = f"{what} '{name}'" + (f" -> {_path(way.path)}" if way.path else "")
-    return shown, "".join((name, *attributes))
+    if any(_ENTRY.fullmatch(step) for step in way.path[:-1]) and not _ENTRIES.fullmatch(way.path[-1]):
+        steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in way.path[:-1])  # a part of each entry
+        return shown, "".join((name, *steps, way.path[-1]))
+    full_name = "".join((name, *takewhile(lambda step: step.startswith("."), way.path)))
+    return shown, full_name
 
 
 def _path(path: tuple[str, ...]) -> str:
@@ -351,7 +364,7 @@ def _path(path: tuple[str, ...]) -> str:
 
 
 def _holding_attribute(thing: Any, inner: Any) -> str | None:
-    """The attribute of an object by which it refers to `inner`, without running any property."""
+    """Return the attribute by which an object refers to `inner`, without running any property."""
     slots = [name for cls in type(thing).__mro__ for name in cls.__dict__.get("__slots__", ())]
     for name in slots if not hasattr(thing, "__dict__") else [*vars(thing), *slots]:
         try:

@@ -1,4 +1,4 @@
-"""The hooks that modules carry: which function each one runs, and the line that registered it."""
+"""Hooks of modules: the function that each one runs, and the line that registered it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _TABLES = {
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A function of the user's that some module runs as a hook."""
+    """A user's function that a module runs as a hook."""
 
     what: str
     place: Place
     is_registration: bool
-    """Whether `place` is the line that registered it, and not just where the function begins."""
+    """True if `place` is the registering line; False if it is only where the function begins."""
 
     def __str__(self) -> str:
         return f"{self.what} {'registered' if self.is_registration else 'defined'} at {self.place}"
 
 
-class Hooks:
-    """The hooks of these modules. Refers to no function."""
+class RegisteredHooks:
+    """Hooks of the given modules. Refers to no function."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.by_function: dict[int, Hook] = {}
@@ -48,7 +48,7 @@ class Hooks:
                     self._read(function, what)
 
     def using_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
-        """A hook whose code uses the global variable `name` of that module."""
+        """Return a hook whose code uses the global variable `name` of that module."""
         return self._by_global.get((id(namespace), name))
 
     def _read(self, function: Any, what: str) -> None:
@@ -68,7 +68,9 @@ class Hooks:
 
 @lru_cache(maxsize=256)
 def _registration(file: str, qualified: str, defined: int) -> int | None:
-    """The line of `file` that registers the function of that name, what makes it, or the lambda of line `defined`."""
+    """Return the line of `file` that registers the function `qualified`, its factory, or the lambda of line
+    `defined`.
+    """
     names = set(qualified.split(".")) - {"<locals>"}
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""The variables of functions that are running now, by the objects that they refer to.
+"""Variables of running functions, by the objects that they refer to.
 
-The garbage collector does not see them: a frame shows what it holds only when its function has ended.
+The garbage collector does not see these: a frame exposes its references only once its function has ended.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lowtide.diagnostics.leaks.call_site import Place, line_of_store
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
 
-_module_variables: dict[tuple[str, str], Place] = {}  # where they were set, for when the module has run
+_module_variables: dict[tuple[str, str], Place] = {}  # remembered for when the module has run
 
 
 class Variable(NamedTuple):
-    """`name` of a running function, or of a module (`is_global`), and the line that gave it its value."""
+    """Variable of a running function, or of a module (`is_global`), and the line that assigned it."""
 
     name: str
     place: Place
     is_global: bool
 
 
-class Variables:
-    """Of all running functions except torch's and Lowtide's: their variables by object, and who runs now.
+class RunningFrames:
+    """Variables of all running functions except torch's and Lowtide's, by object.
 
     Refers to no object of the user's; only valid until the user's code goes on.
     """
@@ -37,7 +37,7 @@ class Variables:
         self._running: set[int] = set()
         self._module_lines: dict[int, FrameType] = {}
         frames = sys._current_frames()
-        # A frame that refers to itself would outlive its function, with all its callers' and what these hold.
+        # A frame that refers to itself would outlive its function, with all callers and their variables.
         del frames[threading.get_ident()]
         pending: list[FrameType | None] = [sys._getframe(1), *frames.values()]
         del frames
@@ -50,14 +50,14 @@ class Variables:
                 frame = frame.f_back
 
     def referring_to(self, thing: object) -> list[Variable]:
-        """The local variables that refer to exactly this object."""
+        """Return the local variables that refer to exactly this object."""
         return self._by_object.get(id(thing), [])
 
     def is_running(self, frame: FrameType) -> bool:
         return id(frame) in self._running
 
     def of_module(self, namespace: dict[str, Any], name: str) -> Variable:
-        """The variable `name` of the module whose variables are `namespace`."""
+        """Return the variable `name` of the module with this namespace."""
         frame = self._module_lines.get(id(namespace))
         file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
         if frame is None:
@@ -69,18 +69,28 @@ class Variables:
 
     def _read(self, frame: FrameType) -> None:
         code = frame.f_code
-        if not code.co_flags & inspect.CO_OPTIMIZED:  # a module's or a class's: its variables are a dict of their own
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or class body, whose variables are a dict
             self._module_lines.setdefault(id(frame.f_locals), frame)
             return
         with local_variables(frame) as variables:
             for name, value in variables.items():
                 line = line_of_store(code, name, frame.f_lineno)
-                found = Variable(name, Place(code.co_filename, line), False)
-                self._by_object.setdefault(id(value), []).append(found)
+                variable = Variable(name, Place(code.co_filename, line), False)
+                self._by_object.setdefault(id(value), []).append(variable)
+
+
+def variable_name(thing: object) -> str | None:
+    """Return the variable of the nearest calling function or module of the user's that refers to `thing`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, thing)) is not None:
+            return name
+        frame = frame.f_back
+    return None
 
 
 def name_in_frame(frame: FrameType, thing: object) -> str | None:
-    """The local variable of `frame` that refers to `thing`."""
+    """Return the local variable of `frame` that refers to `thing`."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return next((name for name, value in frame.f_locals.items() if value is thing), None)
     with local_variables(frame) as variables:

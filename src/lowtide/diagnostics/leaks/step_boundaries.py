@@ -1,4 +1,4 @@
-"""Where a step ends and the next begins, and which of these boundaries are looked at closely."""
+"""Boundaries between steps, and the choice of those to inspect."""
 
 from __future__ import annotations
 
@@ -8,67 +8,80 @@ import time
 import torch
 
 FIRST = 4
-"""Boundaries that are all inspected; after these every power of two is, and where memory has grown."""
+"""Boundaries that are always inspected; later ones are at powers of two, and where memory has grown."""
 
 MOST_TIME = 0.01
-"""Share of the time since the watch began that inspections may take, the first ones apart."""
+"""Share of the time since the watch began that later inspections may take."""
 
 _LEAST_GROWTH = 2**20
+_BETWEEN = 0.002
 
 
-class Boundaries:
+class StepBoundaries:
     """A step begins when a place in the code calls a model again and an optimizer has stepped in between.
 
-    That is right for loops with several models, losses, accumulation or optimizers: a graph may well live from one call
-    of a model to another one's, but not around the loop.
+    This holds for loops with several models, losses, accumulation or optimizers: a graph may live from one model's call
+    to another's, but not around the loop.
     """
 
     def __init__(self) -> None:
         self.first_number = 0
-        """The number of the first graph node after the last optimizer step."""
-        self._n_optimizer_steps = 0
-        self._called: dict[int, int] = {}  # place -> optimizer steps before it was called last
+        """Number of the first graph node after the last optimizer step."""
+        self.n_updates = 0
+        """Updates by optimizers."""
+        self._called: dict[int, int] = {}  # place -> optimizer steps before its last call
         self._n = 0
         self._began = time.perf_counter()
         self._spent = 0.0
         self._level = 0
+        self._asked = 0.0
         self._exempt = 0.0
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether one has stepped."""
-        return self._n_optimizer_steps > 0
+        """True if an optimizer has stepped."""
+        return self.n_updates > 0
 
     def stepped(self, next_number: int) -> None:
-        """An optimizer has stepped."""
-        self._n_optimizer_steps += 1
+        """Record that an optimizer has stepped."""
+        self.n_updates += 1
         self.first_number = next_number
 
     def called(self, key: int) -> None:
-        """A model is called at that place, with gradients."""
-        self._called[key] = self._n_optimizer_steps
+        """Record that a model is called at that place, with gradients."""
+        self._called[key] = self.n_updates
 
     def is_next_step(self, key: int) -> bool:
-        """Whether a call at that place begins a new step."""
+        """Return True if a call at that place begins a new step."""
         before = self._called.get(key)
-        if before is None or before == self._n_optimizer_steps:
+        if before is None or before == self.n_updates:
             return False
         self._called.clear()
         self._n += 1
         return True
 
     def is_due(self) -> bool:
-        """Whether to inspect at this boundary."""
+        """Return True if this boundary is to be inspected."""
         if self._n <= FIRST:
             self._exempt = self._spent
             return True
-        grown = _level() - self._level > _LEAST_GROWTH
-        if not grown and self._n & (self._n - 1):
-            return False
+        is_power_of_two = not self._n & (self._n - 1)
+        return self.has_time() and (is_power_of_two or self._has_grown())
+
+    def has_time(self) -> bool:
+        """Return True if later inspections have taken no more than their share of the time so far."""
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
 
+    def _has_grown(self) -> bool:
+        """Return True if memory has grown since the last inspection; asked at most once in _BETWEEN seconds."""
+        now = time.perf_counter()
+        if now - self._asked < _BETWEEN:
+            return False
+        self._asked = now
+        return _level() - self._level > _LEAST_GROWTH
+
     def inspected(self, seconds: float) -> None:
-        """An inspection took so long."""
+        """Record the time that an inspection took."""
         self._spent += seconds
         if self._n <= FIRST:
             self._exempt = self._spent
@@ -76,7 +89,7 @@ class Boundaries:
 
 
 def _level() -> int:
-    """Bytes in use: torch's on CUDA, else the process's as far as the system says cheaply."""
+    """Return the bytes in use: torch's on CUDA, else the process's, as far as the system reports them cheaply."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.memory_allocated()
     try:

@@ -1,6 +1,6 @@
-"""The graphs behind living tensors: which tensors hang together, and what their nodes keep.
+"""Graphs behind living tensors: which tensors are connected, and what their nodes keep.
 
-Nothing is recomputed and no hook runs. Nodes are referred to only while an inspection lasts.
+Nothing is recomputed and no hook runs. Nodes are referred to only during an inspection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch.autograd_graph import components, is_numbered, nodes_from, producer, walk
-from lowtide._torch.nodes import raw_saved, sequence_number
+from lowtide._torch.nodes import n_slots, raw_saved, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 
@@ -21,37 +21,57 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
+NODE_BYTES, SLOT_BYTES = 577, 107
+"""Host memory of one node with its edges and metadata, and of each of its slots; within 2 % of glibc's count for the
+models in docs/retention.md."""
+
+_NEXT_TO_NOTHING = 0.05
+
+
 @dataclass(slots=True)
 class Graph:
-    """Nodes that hang together otherwise than through parameters, and the tensors (by index) that end in them."""
+    """Nodes connected otherwise than through parameters, and the tensors (by index) that end in them."""
 
     nodes: list[Node] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
-    """The one that was made last first."""
+    """Indices, the newest tensor first."""
     numbers: list[int] = field(default_factory=list)
     unfreed: dict[int, int] = field(default_factory=dict)
-    """Storage -> bytes, of what is saved for a backward pass."""
+    """Storage -> bytes of tensors saved for a backward pass."""
     context: dict[int, int] = field(default_factory=dict)
-    """Storage -> bytes, of the tensors that custom Functions put on their ctx as attributes."""
+    """Storage -> bytes of tensors that custom Functions put on their ctx as attributes."""
     keepers: set[int] = field(default_factory=set)
-    """The tensors that lead to anything that is kept. What is before the others a backward pass has freed."""
+    """Tensors that lead to anything kept; backward has freed everything behind the others."""
+    n_slots: int = 0
+    """Tensors that the nodes can save, whether they still do or not."""
     gradient_of: list[int] = field(default_factory=list)
-    """The leaves whose `.grad` ends in this graph."""
+    """Leaves whose `.grad` ends in this graph."""
+
+    @property
+    def node_bytes(self) -> int:
+        """Host memory of the nodes themselves, roughly."""
+        return NODE_BYTES * len(self.numbers) + SLOT_BYTES * self.n_slots
+
+    @property
+    def is_empty(self) -> bool:
+        """True if next to nothing is saved: a backward pass has gone through all of it."""
+        kept = sum(self.unfreed.values()) + sum(self.context.values())
+        return kept <= _NEXT_TO_NOTHING * self.node_bytes
 
 
 def computed_by(tensor: Tensor) -> Node | None:
-    """The node that computed a tensor, if any did."""
+    """Return the node that computed a tensor, if any."""
     node = producer(tensor)
     return node if node is not None and is_numbered(node) else None
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
-    """All nodes that these lead to, themselves included; without those that gather the gradients of leaves."""
+    """Return all nodes upstream of these, including them, except those that accumulate gradients of leaves."""
     return [node for node in nodes_from(nodes) if is_numbered(node)]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Storage -> bytes of what these nodes saved, and of what custom Functions put on their ctx."""
+    """Return storage -> bytes of what these nodes saved, and of what custom Functions put on their ctx."""
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:
@@ -64,7 +84,7 @@ def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
-    """Storage -> bytes of what these nodes keep in any way, less the memory of other tensors."""
+    """Return storage -> bytes of all that these nodes keep, without the memory of other tensors."""
     saved, context = kept_by(nodes)
     excused = {storage_id(tensor) for group in others for tensor in group}
     return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}
@@ -73,7 +93,7 @@ def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, i
 def graphs_of(
     tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
 ) -> list[Graph]:
-    """The graphs that end in the held tensors or in gradients, without those that began at node `new_from` or later."""
+    """Return the graphs that end in held tensors or gradients, except those that began at node `new_from` or later."""
     roots: list[tuple[int, Node, int | None]] = [
         (index, node, None) for index in held if (node := computed_by(tensors[index])) is not None
     ]
@@ -93,11 +113,12 @@ def graphs_of(
         keeping = set()
         for node in graph.nodes:
             saved, context = kept_by([node])
+            graph.n_slots += n_slots(node)
             graph.unfreed |= saved
             graph.context |= context
             if saved or context:
                 keeping.add(node)
-        ends.sort(key=lambda end: -sequence_number(end[1]))  # the newest first
+        ends.sort(key=lambda end: -sequence_number(end[1]))  # newest first
         graph.tensors = [index for index, _ in ends]
         graph.keepers = _leading_to(keeping, ends)
         graphs.append(graph)
@@ -105,7 +126,7 @@ def graphs_of(
 
 
 def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
-    """Return the tensors that have one of the nodes `keeping` in the graph behind them."""
+    """Return the tensors that have one of the nodes `keeping` upstream."""
     in_vain: set[Node] = set()
     keepers = set()
     for index, root in ends:
@@ -120,9 +141,15 @@ def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
     return keepers
 
 
+def is_of_torch(node_class: type) -> bool:
+    """Return True if the custom Function of this node class is torch's own, whose ctx no user can mend."""
+    function = getattr(node_class, "_forward_cls", node_class)
+    return str(function.__module__).split(".")[0] == "torch"
+
+
 def _attributes(node: Node) -> Iterator[Tensor]:
     ctx: Any = node
-    if isinstance(ctx, torch.autograd.function.BackwardCFunction):
+    if isinstance(ctx, torch.autograd.function.BackwardCFunction) and not is_of_torch(type(ctx)):
         for value in vars(ctx).values():
             if isinstance(value, Tensor):
                 yield value

@@ -1,4 +1,4 @@
-"""`lowtide.watch`: follows a training loop from outside and says what it leaves in memory."""
+"""`lowtide.watch`: follows a training loop from outside and reports what it leaves in memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,24 +19,38 @@ from torch import Tensor, nn
 from lowtide._torch.backward import in_backward
 from lowtide._torch.nodes import next_sequence_number, sequence_number
 from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.leaks.call_log import Backward, Call, Calls, Steps, mark_root, tensors_in
-from lowtide.diagnostics.leaks.call_site import calling_site
-from lowtide.diagnostics.leaks.event_sources import Events
+from lowtide.diagnostics.leaks.call_log import (
+    Backward,
+    Call,
+    CallLog,
+    StepNumbers,
+    is_output_of,
+    mark_root,
+    tensors_in,
+)
+from lowtide.diagnostics.leaks.call_site import calling_site, is_called_by_user
+from lowtide.diagnostics.leaks.checkpoint_checks import CheckpointChecks
+from lowtide.diagnostics.leaks.event_sources import EventSources
 from lowtide.diagnostics.leaks.finding import Finding
-from lowtide.diagnostics.leaks.finding_log import Ledger
-from lowtide.diagnostics.leaks.inspection import View, inspect
-from lowtide.diagnostics.leaks.live_tensors import Heap, Known, storage_bytes
-from lowtide.diagnostics.leaks.output_checks import say_outputs_alive, say_twins
-from lowtide.diagnostics.leaks.step_boundaries import Boundaries
+from lowtide.diagnostics.leaks.finding_log import FindingLog
+from lowtide.diagnostics.leaks.inspection import InspectionInput, inspect, module_names
+from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
+from lowtide.diagnostics.leaks.output_checks import (
+    record_duplicate_inputs,
+    record_outputs_alive,
+    record_summed_graphs,
+)
+from lowtide.diagnostics.leaks.step_boundaries import FIRST, StepBoundaries
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
-from lowtide.diagnostics.leaks.zero_grad import Gradients
+from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
+from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
 
 LEAST_BYTES = 16 * 1024
-"""What is smaller is not worth a word, whatever its share."""
+"""Smaller findings are not reported, whatever their share."""
 
 LEAST_SHARE = 0.01
-"""Nor what is a smaller share of the largest forward's graph."""
+"""Share of the largest forward's graph below which findings are not reported."""
 
 _MEASURED_CALLS = 2  # of each place in the code
 _FIRST_BACKWARDS = 3
@@ -44,38 +59,43 @@ _log = logging.getLogger("lowtide")
 
 
 class Watch:
-    """A watch over a training loop: a context manager, or an iterable in the place of its batches.
+    """A watch over a training loop: a context manager, or an iterable that replaces its batches.
 
-    `findings` and `print(watch)` say what was found, so far or when it has ended.
+    `findings` and `print(watch)` report what was found so far, or in all once it has ended.
     """
 
     def __init__(self, model: nn.Module | None, batches: Iterable[Any] | None) -> None:
         self._model, self._batches = model, batches
-        self._calls, self._steps, self._known = Calls(), Steps(), Known()
-        self._ledger, self._boundaries = Ledger(), Boundaries()
-        self._gradients = Gradients(self._ledger)
+        self._calls, self._steps, self._known = CallLog(), StepNumbers(), KnownStorages()
+        self._finding_log, self._boundaries = FindingLog(), StepBoundaries()
+        self._gradients = ZeroGradChecks(self._finding_log)
+        self._unread = UnreadGradients(self._finding_log)
+        self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
+        self._watched_from = 0
+        self._evaluations: dict[int, tuple[int, int]] = {}  # place -> updates before, and calls without gradients since
+        self._n_evaluations = 0
         self._largest_graph_bytes = 0
         self._n_backwards = 0
         self._n_exceptions = 0
         self._has_begun = False
-        self._root: int | None = None  # the module called from outside, by id, while it runs
+        self._root: int | None = None  # id of the running module that was called from outside
         self._nested = 0
         self._at_boundary = False
         self._call: Call | None = None
         self._findings: tuple[Finding, ...] | None = None
         self._failure: Exception | None = None
-        self._events = Events(self)
+        self._events = EventSources(self)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is sure by now, the largest first."""
+        """All certain findings, the largest first."""
         if self._findings is not None:
             return self._findings
-        return tuple(self._ledger.findings(self._calls.stats.values(), least_bytes=self._least_bytes))
+        return tuple(self._finding_log.findings(self._calls.stats.values(), least_bytes=self._least_bytes))
 
     @property
     def n_steps(self) -> int:
-        """Steps that were begun."""
+        """Steps begun so far."""
         return self._steps.now if self._has_begun else 0
 
     def __enter__(self) -> Self:
@@ -98,11 +118,11 @@ class Watch:
             _log.warning("%s", self)
 
     def pause(self) -> None:
-        """Look away: what happens until `resume` costs nothing and is not seen."""
+        """Stop watching until `resume`; code in between runs at full speed and is not seen."""
         self._events.remove()
 
     def resume(self) -> None:
-        """Look again."""
+        """Watch again after `pause`."""
         self._events.install()
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,7 +135,7 @@ class Watch:
                     yield next(batches)
 
     def __str__(self) -> str:
-        found = self.findings
+        findings = self.findings
         if self._failure is not None:
             return f"the watch ended early, by a fault of its own: {self._failure!r}"
         untold = ""
@@ -123,12 +143,12 @@ class Watch:
         if self._has_begun and not self._boundaries.has_optimizer:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
             untold = "no optimizer has stepped, so steps are not told apart"
-        if not found:
+        if not findings:
             return "; ".join(filter(None, (f"nothing found in {where}", untold)))
-        return "\n\n".join(filter(None, (*map(str, found), untold)))
+        return "\n\n".join(filter(None, (*map(str, findings), untold)))
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The findings as JSON text; also written to `path` if given."""
+        """Return the findings as JSON text, and write it to `path` if given."""
         record = {"steps": self.n_steps, "findings": [finding.to_dict() for finding in self.findings]}
         text = json.dumps(record, indent=1)
         if path is not None:
@@ -138,7 +158,9 @@ class Watch:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """A module is called."""
+        """Handle the call of a module."""
+        if self._checkpoints.is_recording:
+            self._checkpoints.module_called(module)
         if self._root is not None:
             self._nested += id(module) == self._root
         elif not in_backward() and not torch.compiler.is_compiling():
@@ -146,7 +168,7 @@ class Watch:
             self._guarded(lambda: self._begin_call(module))
 
     def forward_ends(self, module: nn.Module, output: Any) -> None:
-        """It has returned, or raised: then `output` is None."""
+        """Handle the return of a module; `output` is None if it raised."""
         if self._root != id(module):
             return
         if self._nested:
@@ -158,24 +180,31 @@ class Watch:
             self._guarded(lambda: self._end_call(call, module, output))
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
-        """A backward pass begins at `roots`."""
+        """Handle the beginning of a backward pass at `roots`."""
         backward = Backward(calling_site().place, self._steps.now, retain, create, partial)
         self._calls.running_backward = backward
         self._guarded(lambda: self._begin_backward(backward, list(roots)))
 
     def backward_ends(self) -> None:
-        """It is through, or has raised."""
+        """Handle the end of a backward pass, also by an exception."""
         self._calls.running_backward = None
         self._guarded(self._gradients.backward_ends)
 
     def optimizer_stepped(self) -> None:
-        """An optimizer has updated its parameters."""
+        """Handle an optimizer's update."""
         self._boundaries.stepped(next_sequence_number())
+        self._guarded(self._unread.updated)
+
+    def checkpointed(self, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
+        """Handle a checkpointed call; return its region, if it is to be observed."""
+        return None if self._failure is not None else self._checkpoints.observe(arguments, is_reentrant)
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
-        """`zero_grad` is about to run."""
+        """Handle `zero_grad`, before it runs."""
         last = self._calls.last
         graph_is_waiting = last is not None and last.is_alive and not last.backwards
+        if (set_to_none and not graph_is_waiting) or not is_called_by_user():
+            return  # nothing to find, or a framework's own loop calls it where it does
         step, least_bytes = self._steps.now, self._least_bytes
         self._guarded(
             lambda: self._gradients.zeroed(
@@ -191,12 +220,18 @@ class Watch:
 
     def _begin_call(self, module: nn.Module) -> None:
         site = calling_site()
-        if torch.is_grad_enabled():
+        if not self._watched_from:
+            self._watched_from = next_sequence_number() or 1
+            self._known.note(LiveObjects().tensors, 0)
+        if not torch.is_grad_enabled():
+            self._look_at_evaluation(site.key)
+        else:
             if not self._has_begun:
                 self._has_begun = True
-                self._known.note(Heap().tensors, 0)
             elif self._boundaries.is_next_step(site.key):
                 self._steps.begin(self._boundaries.first_number)
+                stats = self._calls.stats.values()
+                self._unread.step_begins(self._model, stats, self._steps.now, self._least_bytes)
                 if self._boundaries.is_due():
                     self._at_boundary = True
                     self._inspect(self._boundaries.first_number, is_later=True)
@@ -206,7 +241,7 @@ class Watch:
             self._boundaries.called(site.key)
             if sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
                 self._n_exceptions += 1
-                self._inspect(next_sequence_number(), only=lambda s: s.is_by_exception)
+                self._inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
         self._call = self._calls.begin(site, module, self._steps.now)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
@@ -215,18 +250,22 @@ class Watch:
         if not nodes or stats.n_measured >= _MEASURED_CALLS:
             return
         stats.n_measured += 1
+        arguments = self._events.arguments()
+        stats.has_inputs_with_gradients |= any(t.requires_grad for t in arguments)
         inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=sequence_number), is_output=False)
-        kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), self._events.arguments())
+        kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), arguments)
         call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
         self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
 
     def _suspect(self, key: int, module: nn.Module) -> None:
-        """The same place calls again and no step has ended: look whether its last call's graph is in the way."""
+        """Inspect if a place calls again within one step and its last call's graph is still waiting."""
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
             return
+        if any(is_output_of(tensor, self._calls) for tensor in self._events.arguments()):
+            self._inspect(next_sequence_number(), only=lambda s: s.has_graph and s.is_input and bool(s.backwards))
         waiting = [c for c in self._calls.alive.values() if c.stats is stats and c.is_alive and not c.backwards]
         if waiting:
             ours = {call.number for call in waiting}
@@ -235,31 +274,50 @@ class Watch:
                 only=lambda s: s.has_graph and not s.backwards and any(call.number in ours for call in s.calls),
             )
 
+    def _look_at_evaluation(self, key: int) -> None:
+        """Inspect after 2, 4, 8 ... calls without gradients from one place and no update in between, as time allows."""
+        n_updates, n_calls = self._evaluations.get(key, (-1, 0))
+        n_calls = n_calls + 1 if n_updates == self._boundaries.n_updates else 1
+        self._evaluations[key] = self._boundaries.n_updates, n_calls
+        if n_calls == 1 or n_calls & (n_calls - 1):
+            return
+        self._n_evaluations += 1
+        if self._n_evaluations <= FIRST + 1 or self._boundaries.has_time():
+            self._inspect(next_sequence_number(), only=lambda s: s.subject == "evaluation", in_evaluation=True)
+
     def _begin_backward(self, backward: Backward, roots: list[Any]) -> None:
         nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
         for node in nodes:
             mark_root(node, backward)
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
-            say_outputs_alive(self._view(0), nodes, backward, self._ledger)
+            record_outputs_alive(self._view(0), nodes, backward, self._finding_log)
+            record_summed_graphs(self._view(0), roots, backward, self._finding_log)
 
-    def _inspect(self, new_from: int, only: Callable[[Any], bool] | None = None, *, is_later: bool = False) -> None:
-        """Look at all that is alive; `is_later` if a step has ended since the last look but for suspicions."""
+    def _inspect(
+        self,
+        new_from: int,
+        only: Callable[[Any], bool] | None = None,
+        *,
+        is_later: bool = False,
+        in_evaluation: bool = False,
+    ) -> None:
+        """Inspect all living objects; `is_later` if a step has ended since the last full inspection."""
         began = time.perf_counter()
         with torch.no_grad():
-            heap = Heap()
-            view = self._view(new_from)
-            survivors = inspect(view, heap)
+            live = LiveObjects()
+            view = replace(self._view(new_from), in_evaluation=in_evaluation)
+            retained = inspect(view, live)
             if only is None:
-                say_twins(view, heap, self._events.arguments(), self._ledger)
+                record_duplicate_inputs(view, live, self._events.arguments(), self._finding_log)
         if is_later:
-            self._ledger.take_back(survivors)
-        chosen = survivors if only is None else [survivor for survivor in survivors if only(survivor)]
-        self._ledger.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
+            self._finding_log.retract(retained)
+        chosen = retained if only is None else [item for item in retained if only(item)]
+        self._finding_log.add(chosen, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
         self._boundaries.inspected(time.perf_counter() - began)
 
-    def _view(self, new_from: int) -> View:
-        return View(
+    def _view(self, new_from: int) -> InspectionInput:
+        return InspectionInput(
             model=self._model,
             calls=self._calls,
             steps=self._steps,
@@ -267,21 +325,24 @@ class Watch:
             inputs=frozenset(storage_id(t) for t in self._events.arguments() if storage_bytes(t)),
             new_from=new_from,
             least_bytes=self._least_bytes,
+            watched_from=self._watched_from,
             last_step=max(1, self._steps.now - self._at_boundary),
         )
+
+    def _names(self) -> dict[int, str]:
+        return module_names(self._model, LiveObjects().modules)
 
     def _end(self) -> None:
         if self._has_begun:
             self._calls.forget_old()
-            entries = self._ledger.entries
-            self._inspect(  # an output that is left over at the end is in no forward's way
+            self._inspect(  # an output left over at the end is in no forward's way
                 next_sequence_number(),
-                only=lambda s: s.has_graph or (s.holder is not None and s.holder.key in entries),
+                only=lambda s: s.has_graph or self._finding_log.knows(s),
                 is_later=True,
             )
 
     def _guarded(self, do: Callable[[], None]) -> None:
-        """A fault of the watch must not end somebody's training: it ends the watch, which says so."""
+        """Run `do`; a failure ends the watch, which reports it, and never the user's training."""
         if self._failure is not None:
             return
         try:
@@ -292,16 +353,22 @@ class Watch:
 
 
 def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:
-    """Watch a training loop for tensors and graphs that stay in memory although nobody needs them.
+    """Watch a training loop for tensors and graphs that stay in memory without need.
+
+    Nothing is kept alive: only numbers and weak references are remembered. The first steps are inspected closely, later
+    ones now and then, and when memory grows. Findings below 16 KiB or 1 % of the forward's graph are not reported.
 
         with lowtide.watch(model) as watched:
             for batch in loader: ...
         print(watched)
 
-        for batch in lowtide.watch(model, loader): ...      # the findings are logged at the end
+        for batch in lowtide.watch(model, loader): ...      # findings are logged at the end
 
-    `model` gives its parts their names in the findings; models beside it are watched too. Nothing is kept alive: all
-    that is remembered are numbers and weak references. The first steps are looked at closely, later ones now and then,
-    and when memory grows. What is smaller than 16 KiB or 1 % of the forward's graph is not said.
+    Args:
+        model: Gives its parts their names in the findings; other models are watched too.
+        batches: Batches to iterate over, if the watch is used as the loop's iterable.
+
+    Returns:
+        The watch; it has the `findings`.
     """
     return Watch(model, batches)

@@ -1,4 +1,4 @@
-"""What calls of `zero_grad` tell."""
+"""Findings from calls of `zero_grad`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from torch import Tensor
 
 from lowtide.diagnostics.leaks.call_log import Call
 from lowtide.diagnostics.leaks.call_site import Place
-from lowtide.diagnostics.leaks.finding_log import Ledger
+from lowtide.diagnostics.leaks.finding_log import FindingLog
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
-from lowtide.diagnostics.leaks.rules.stale_gradients import SET_TO_ZERO, ZERO_GRAD_LATE
 
 
-class Gradients:
-    """Notices gradients that are zeroed too late, or not given back."""
+class ZeroGradChecks:
+    """Detects gradients that are zeroed too late, or never freed."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, log: FindingLog) -> None:
+        self._finding_log = log
         self._late: tuple[int, int, Place, Call] | None = None
 
     def zeroed(
@@ -29,13 +28,13 @@ class Gradients:
         least_bytes: int,
         place: Place,
     ) -> None:
-        """`zero_grad` is about to run; `waiting` is the last forward, if backward has not come to it yet."""
+        """Handle `zero_grad`, before it runs; `waiting` is the last forward if backward has not reached it yet."""
         held_bytes = sum(storage_bytes(p.grad) for p in parameters if p.grad is not None)
         if held_bytes < least_bytes:
             return
         if not set_to_none:
-            self._ledger.say(
-                SET_TO_ZERO,
+            self._finding_log.record(
+                "LT018",
                 str(place),
                 held_bytes=held_bytes,
                 step=step,
@@ -46,13 +45,13 @@ class Gradients:
             self._late = (held_bytes, step, place, waiting)
 
     def backward_ends(self) -> None:
-        """A backward pass is through: if gradients were zeroed between its forward and it, that was late."""
+        """Record a finding if gradients were zeroed between the forward of this backward pass and the pass itself."""
         late, self._late = self._late, None
-        if late is None or not late[-1].backwards:  # else a graph that is kept, as of a validation
+        if late is None or not late[-1].backwards:  # else a retained graph, such as a validation's
             return
         held_bytes, step, place, call = late
-        self._ledger.say(
-            ZERO_GRAD_LATE,
+        self._finding_log.record(
+            "LT017",
             str(place),
             held_bytes=held_bytes,
             step=step,

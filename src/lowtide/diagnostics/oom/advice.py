@@ -1,53 +1,80 @@
-"""What to do about each cause, best first, with bytes where they are known."""
+"""Advice for each cause, best first, with bytes where they are known."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.causes import Cause
+from lowtide.diagnostics.oom.causes import Cause, is_of_a_set
 from lowtide.diagnostics.oom.facts import Facts
+from lowtide.diagnostics.oom.known_sources import SOURCES
 from lowtide.diagnostics.oom.message import Message
+from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action(Record):
-    """One thing to do."""
+    """One piece of advice."""
 
     text: str
     bytes: int | None = None
-    """What it gives, or what is needed; None where that can't be known from what there is."""
+    """Bytes gained or needed; None where unknown."""
 
 
 Actions = Iterator[Action]
 
 
 def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
-    """What to do, best first."""
+    """Return the advice for `cause`, best first."""
+    source = SOURCES.get(message.form)
+    if source is not None:
+        if message.form == "Errno 28" and facts.shares_memory:
+            source = SOURCES["shared memory of workers"]
+        return tuple(Action(text=text) for text in source.actions)
     return tuple(_ADVICE[cause.code](message, facts))
 
 
 def _cap(m: Message, f: Facts) -> Actions:
+    if m.kind == "xpu":
+        yield Action(text="make the tensor in pieces of less than 4 GiB: smaller batches, a chunked loss head, SDPA")
+        yield Action(text="if the device allows larger ones: UR_L0_ENABLE_RELAXED_ALLOCATION_LIMITS=1")
+        return
+    if m.kind == "cpu" and f.limit_bytes is None:
+        yield Action(text="raise the number of mappings: sysctl -w vm.max_map_count=1048576 (65530 by default)")
+        yield Action(
+            text="and the process's limits: ulimit -v unlimited, ulimit -n 65536 (each shared tensor has a file)"
+        )
+        yield Action(text="hand fewer, larger tensors between processes: one tensor a batch, not a list of many")
+        return
     needed = None
-    if m.allowed_bytes is not None and m.reserved_bytes is not None and m.tried_bytes is not None:
-        needed = m.reserved_bytes + m.tried_bytes - m.allowed_bytes
+    if m.allowed_bytes is not None and m.held_bytes is not None and m.tried_bytes is not None:
+        needed = max(0, m.held_bytes + m.tried_bytes - m.allowed_bytes) or m.tried_bytes
     elif f.limit_bytes is not None and m.tried_bytes is not None:
         needed = max(f.limit_used_bytes + m.tried_bytes - f.limit_bytes, m.tried_bytes)
-    if m.kind == "shared memory":
-        yield Action(text="start the container with more of it: docker run --ipc=host, or --shm-size=8g")
-        yield Action(text="fewer workers, or DataLoader(num_workers=0)")
-        return
-    where = f.limit_name or "torch.cuda.set_per_process_memory_fraction"
-    if m.kind == "mps":
-        where = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
-    yield Action(text=f"if the limit is not meant: raise it ({where})", bytes=needed)
+    where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else vendor_of(m.kind).fraction)
+    yield Action(text=f"if the limit is not intended: raise it ({where})", bytes=needed)
     yield from _fit(m, f)
 
 
 def _huge_tensor(m: Message, f: Facts) -> Actions:
     where = f" at {f.own_place.short}" if f.own_place else ""
+    if is_of_a_set(m):
+        rows = (m.shape or (0,))[0]
+        yield Action(
+            text=f"do not keep the logits of all {rows} rows of the evaluation: argmax or the metric for each batch "
+            "(transformers: preprocess_logits_for_metrics)",
+            bytes=m.tried_bytes,
+        )
+        yield Action(text="or write them to a file as they come (numpy.memmap), and a smaller dtype")
+        return
+    if m.kind == "numpy":
+        yield Action(text=f"find what makes it{where}: a shape that broadcasts, pairs of all rows", bytes=m.tried_bytes)
+        yield Action(
+            text="compute it in blocks of rows, in a smaller dtype, or sparse; numpy.memmap for what must stay"
+        )
+        return
     yield Action(
         text=f"find what makes it{where}: logits over a large vocabulary, attention scores T x T, a cat of a long "
         "list, or a shape that broadcasts ([N] with [N, 1])",
@@ -58,35 +85,37 @@ def _huge_tensor(m: Message, f: Facts) -> Actions:
 
 
 def _other_process(m: Message, f: Facts) -> Actions:
+    vendor = vendor_of(m.kind)
     if m.others:
         for other in sorted(m.others, key=lambda each: -each.bytes)[:3]:
             number = other.name.rpartition(" ")[2]
             see = f"see what process {number} is (ps -p {number}"
             if other.name in m.maybe_own and m.process_bytes is None:
-                text = f"{see} on the machine itself): another one, or this one with libraries outside of PyTorch"
+                text = f"{see} on the machine itself): another one, or this one with libraries outside PyTorch"
             else:
                 text = f"{see}), and end it if it is yours"
             yield Action(text=text, bytes=other.bytes)
     else:
         yield Action(
-            text="look with nvidia-smi on the machine itself: another container, a display, MPS or MIG partitions",
-            bytes=m.unnamed_bytes,
+            text=f"look with {vendor.monitor} on the machine itself: another container, a display, a notebook",
+            bytes=m.hidden_bytes,
         )
-    yield Action(text="or use another device: CUDA_VISIBLE_DEVICES")
+    if vendor.visible_devices:
+        yield Action(text=f"or use another device: {vendor.visible_devices}")
     yield Action(text="workers of your own that touch the device (DataLoader, inference servers) count among them")
 
 
 def _not_pytorch(m: Message, f: Facts) -> Actions:
+    vendor = vendor_of(m.kind)
     if m.outside_bytes:
-        yield Action(
-            text="find the library: a context is 0.3 to 0.7 GiB; NCCL, TensorRT, vLLM and bitsandbytes take more",
-            bytes=m.outside_bytes,
-        )
+        yield Action(text=f"find the library: {vendor.libraries}", bytes=m.outside_bytes)
+    elif m.kind == "nccl" or f.starts_communication:
+        yield Action(text="run one collective before the model's first step, so that the buffers are there early")
+        yield Action(text="smaller buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer groups")
     else:
-        yield Action(text="look with nvidia-smi who holds the device: other processes may have taken it")
-        yield Action(
-            text="leave room for the libraries: torch.cuda.set_per_process_memory_fraction(0.9) before the first step"
-        )
+        yield Action(text=f"look with {vendor.monitor} who holds the device: other processes may have taken it")
+    if vendor.fraction:
+        yield Action(text=f"leave room for what is outside PyTorch: {vendor.fraction}(0.9) before the first step")
     yield Action(text="make handles and communicators early, before PyTorch's cache has taken the device")
     yield from _fit(m, f)
 
@@ -101,8 +130,9 @@ def _fragmentation(m: Message, f: Facts) -> Actions:
     if setting:
         yield Action(text=setting, bytes=m.unallocated_bytes)
     elif m.kind in ("cuda", "hip") and m.form.startswith("torch 1.4"):
+        name = "PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF"
         yield Action(
-            text="max_split_size_mb:512 in PYTORCH_CUDA_ALLOC_CONF, or torch 2.1 or later with expandable_segments",
+            text=f"max_split_size_mb:512 in {name}, or torch 2.1 or later with expandable_segments",
             bytes=m.unallocated_bytes,
         )
     yield Action(text="run a step with the largest batch first, so that pieces are cut from large ones")
@@ -111,7 +141,7 @@ def _fragmentation(m: Message, f: Facts) -> Actions:
 
 
 def _expandable(m: Message, f: Facts) -> str:
-    """The setting, where it is off or may be, and can be had."""
+    """Return the advice to set it, where it is available and not known to be on."""
     has_it = m.kind == "cuda" and m.form in ("torch 2.1", "torch 2.2 and later", "torch 2.4 and later")
     if f.expandable or f.windows or not has_it:
         return ""
@@ -120,8 +150,16 @@ def _expandable(m: Message, f: Facts) -> str:
 
 
 def _driver(m: Message, _: Facts) -> Actions:
-    yield Action(text="try again: another process may have freed it just now", bytes=m.free_bytes)
-    yield Action(text="a newer driver, and on ROCm a newer torch")
+    vendor = vendor_of(m.kind)
+    if m.kind == "mps":
+        yield Action(text="in a virtual machine (CI runners, for example) MPS has no GPU memory to give: use the CPU")
+        yield Action(text="on real hardware: a newer macOS and torch; torch.mps.is_available() is no proof")
+        return
+    yield Action(
+        text=f"look who limits it: {vendor.monitor}, the container's devices and limits, ulimit -v", bytes=m.free_bytes
+    )
+    yield Action(text="try again: another process may have freed it just now")
+    yield Action(text="a newer driver" + (", and a newer torch for ROCm" if m.kind == "hip" else ""))
 
 
 def _evaluation(_: Message, f: Facts) -> Actions:
@@ -131,18 +169,39 @@ def _evaluation(_: Message, f: Facts) -> Actions:
     )
 
 
+def _evaluation_gathers(m: Message, _: Facts) -> Actions:
+    yield Action(
+        text="keep less of each evaluation batch: argmax or the metric, not logits (transformers: "
+        "preprocess_logits_for_metrics)"
+    )
+    yield Action(text="move them to the host now and then: eval_accumulation_steps=10, or .cpu() for each batch")
+    yield Action(text="or no predictions at all: prediction_loss_only=True, batch_eval_metrics=True")
+
+
+def _loading(m: Message, _: Facts) -> Actions:
+    yield Action(text='torch.load(path, map_location="cpu"), then load_state_dict, and del the checkpoint')
+    yield Action(
+        text="mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
+    )
+    yield Action(text="a checkpoint with optimizer state is three times the parameters: load the parts one by one")
+
+
+def _pinned_memory(_: Message, __: Facts) -> Actions:
+    yield Action(text="DataLoader(pin_memory=False), or a smaller prefetch_factor and fewer workers")
+    yield Action(text="if the GPU is full as well: the thread needs a context on it; see that only one process uses it")
+    yield Action(text="raise the limit on locked memory (ulimit -l unlimited; in containers --ulimit memlock=-1)")
+
+
 def _leak(_: Message, f: Facts) -> Actions:
     yield Action(
-        text="lowtide watch train.py: says which name or list holds the graphs, and the line that made them",
+        text="lowtide watch train.py: names the variable or list that holds the graphs, and the line that made them",
         bytes=f.leftover_bytes,
     )
     yield Action(text="collect numbers, not tensors: losses.append(loss.detach()), and backward or del on every path")
 
 
 def _optimizer(_: Message, f: Facts) -> Actions:
-    yield Action(
-        text="fused=True: the update needs no temporaries (CUDA's default keeps one more copy of the parameters)"
-    )
+    yield Action(text="fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)")
     yield Action(text="a smaller state: 8-bit or factored optimizers (Adafactor)", bytes=f.new_state_bytes or None)
     yield Action(
         text="the state stays: what must shrink is the rest of the step. lowtide.fit(..., optimizer=optimizer) "
@@ -153,18 +212,24 @@ def _optimizer(_: Message, f: Facts) -> Actions:
 def _host(m: Message, f: Facts) -> Actions:
     yield Action(text="fewer DataLoader workers, a smaller prefetch_factor, no copies of the data set per worker")
     yield Action(text="torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list")
-    yield from _fit(m, f)
+    if m.kind == "cpu" and m.tried_bytes is not None:
+        yield from _fit(m, f)
 
 
 def _true_need(m: Message, f: Facts) -> Actions:
     yield from _fit(m, f)
     if f.in_optimizer:
         yield Action(text="fused=True for the optimizer: no temporaries in its step")
-    yield Action(text="if the first steps ran: lowtide watch train.py says whether it grows, and who holds it")
+    if m.kind not in _WITHOUT_TORCH:
+        yield Action(text="if the first steps ran: lowtide watch train.py tells if it grows, and what holds it")
 
 
 def _fit(m: Message, f: Facts) -> Actions:
-    """A plan within what there is; and where even that is too much, smaller pieces of the batch."""
+    """Advise a plan within the memory there is; where even that is too much, smaller pieces of the batch."""
+    if m.kind in _WITHOUT_TORCH:
+        yield Action(text="smaller batches or shorter rows, a smaller dtype, recomputation (checkpointing) of blocks")
+        yield Action(text=f"look what else is in memory: {vendor_of(m.kind).monitor}; {vendor_of(m.kind).libraries}")
+        return
     usable, least = m.usable_bytes, f.smallest_peak_bytes
     pieces = Action(text="lowtide.accumulate(loss_of, batch, 2): half of the activations, gradients of the whole batch")
     room = None if usable is None else usable * 95 // 100
@@ -176,7 +241,7 @@ def _fit(m: Message, f: Facts) -> Actions:
         yield pieces
     elif room is not None and room < least:
         yield pieces
-        yield Action(text=f"no plan fits {format_bytes(room)}: the most saving one needs this", bytes=least)
+        yield Action(text=f"no plan fits {format_bytes(room)}: the one that saves most needs this", bytes=least)
     else:
         budget = _typed(least, round_up=True) if room is None else _typed(room)
         rest = " in the least that a plan reaches" if room is None else ""
@@ -185,8 +250,12 @@ def _fit(m: Message, f: Facts) -> Actions:
         yield pieces
 
 
+_WITHOUT_TORCH = frozenset({"jax", "xla", "neuron", "directml", "hpu"})
+"""Kinds of memory in which Lowtide cannot plan a step."""
+
+
 def _typed(n_bytes: int | None, *, round_up: bool = False) -> str:
-    """A budget as one types it; a share where the amount is not known."""
+    """Return a budget as one types it; a share where the amount is not known."""
     return "90%" if n_bytes is None else format_bytes(n_bytes, round_up=round_up).replace(" ", "")
 
 
@@ -199,8 +268,11 @@ _ADVICE: dict[str, Callable[[Message, Facts], Actions]] = {
     "fragmentation": _fragmentation,
     "driver": _driver,
     "evaluation-with-gradients": _evaluation,
+    "evaluation-gathers": _evaluation_gathers,
     "leak": _leak,
+    "loading": _loading,
     "optimizer-first-step": _optimizer,
+    "pinned-memory": _pinned_memory,
     "host-memory": _host,
     "true-need": _true_need,
 }

@@ -1,9 +1,9 @@
-"""The one most likely cause of an out-of-memory error, with the evidence.
+"""The most likely cause of an out-of-memory error, with its evidence.
 
-Each cause is a function from the message and the facts to a claim with its evidence, or None; the first that holds is
-the answer. The order goes from what makes all other advice useless (one absurd request, another process) over what is
-seen in the process (a graph that nobody needs, an optimizer that makes its state) to limits and to what PyTorch does
-with the memory that it has; true need is what is left when nothing else shows.
+Each cause is a function from the message and the facts to a claim with evidence, or None; the first that holds is the
+answer. The order: programs that state the cause themselves; the place in the code that failed; then the arithmetic of
+the message, from numbers that no lack of memory explains (more is free than was requested, nothing is held) over one
+oversized request, other processes and limits, to PyTorch's use of its memory. True need remains if nothing else holds.
 """
 
 from __future__ import annotations
@@ -12,198 +12,127 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.facts import Facts
+from lowtide.diagnostics.oom.known_sources import SOURCES
 from lowtide.diagnostics.oom.message import Holder, Message
+from lowtide.diagnostics.oom.vendor_words import vendor_of
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes, format_ratio
 
-_GIB = 1 << 30
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 _SHARE = 0.1
-"""Of the device's capacity: less than this is not why a step does not fit."""
+"""Share of the device's capacity below which a part of it does not decide whether a step fits."""
 _ONE_TENSOR_SHARE = 0.25
-_PIECES_SHARE = 0.05
+_GAPS_SHARE = 0.05
 _POOLS_SHARE = 0.25
 _HOST_TENSOR_BYTES = 16 * _GIB
-"""Where the capacity is unknown, a request above this counts as one huge tensor."""
+"""Where the capacity is unknown, a larger request counts as one huge tensor."""
+_TINY_BYTES = 64 * _KIB
+"""A host request below this fails for a limit, not for its size."""
+_ONE_ALLOCATION_BYTES = 4 * _GIB
+"""Largest single allocation of Intel GPUs without relaxed limits."""
+_ROWS_OF_A_SET = 1000
+"""An array of at least so many rows, and columns, is an evaluation set's logits rather than a batch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause(Record):
-    """Why memory ran out."""
+    """Cause of an out-of-memory error."""
 
     code: str
     """Stable: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
-    `evaluation-with-gradients`, `leak`, `optimizer-first-step`, `host-memory`, `true-need`."""
+    `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `loading`, `pinned-memory`,
+    `host-memory`, `true-need`."""
     claim: str
     evidence: tuple[str, ...]
 
 
 def find_cause(message: Message, facts: Facts) -> Cause:
-    """The first cause that holds."""
-    for cause in CAUSES:
-        found = cause(message, facts)
-        if found is not None:
-            return found
-    return _true_need(message, facts)
+    """Return the first cause that holds."""
+    causes = (cause(message, facts) for cause in CAUSES)
+    return next((cause for cause in causes if cause is not None), None) or _true_need(message, facts)
 
 
-def _shared_memory(m: Message, _: Facts) -> Cause | None:
-    if m.kind != "shared memory":
-        return None
-    return Cause(
-        code="cap",
-        claim="shared memory (/dev/shm) is used up; in containers it is 64 MB unless more is asked for",
-        evidence=(f"a DataLoader worker hands its batches over through it: {m.text[:120]}",),
-    )
-
-
-def _device_limit(m: Message, _: Facts) -> Cause | None:
-    if m.allowed_bytes is None or m.reserved_bytes is None or m.tried_bytes is None:
-        return None
-    room = m.free_bytes is None or m.tried_bytes <= m.free_bytes
-    if m.reserved_bytes + m.tried_bytes <= m.allowed_bytes or not room:
-        return None
-    free = "" if m.free_bytes is None else f", while {format_bytes(m.free_bytes)} of the device are free"
-    return Cause(
-        code="cap",
-        claim=f"a limit of {format_bytes(m.allowed_bytes)} set for this process, not the device",
-        evidence=(f"{_held(m)}; {format_bytes(m.tried_bytes)} more is above it{free}",),
-    )
-
-
-def _mps_limit(m: Message, _: Facts) -> Cause | None:
-    if m.kind != "mps" or m.allowed_bytes is None or m.tried_bytes is None:
-        return None
-    held = (m.allocated_bytes or 0) + (m.elsewhere_bytes or 0)
-    if held + m.tried_bytes <= m.allowed_bytes or m.tried_bytes > _ONE_TENSOR_SHARE * m.allowed_bytes:
-        return None
-    return Cause(
-        code="cap",
-        claim=f"the share of memory that MPS lets PyTorch have, {format_bytes(m.allowed_bytes)}, is used up",
-        evidence=(f"{format_bytes(held)} are allocated and {format_bytes(m.tried_bytes)} more were tried",),
-    )
-
-
-def _host_limit(m: Message, f: Facts) -> Cause | None:
-    if f.limit_bytes is None or m.kind not in _HOST:
-        return None
+def needed_bytes(m: Message) -> int:
+    """Return the memory that PyTorch's allocator asks the driver for to serve the request: a whole segment."""
     tried = m.tried_bytes or 0
-    if f.host_free_bytes is None:
-        if f.limit_used_bytes + tried <= f.limit_bytes:
-            return None
-        free = ""
-    elif tried > f.host_free_bytes:
+    if m.kind not in _CACHING or m.form == "async":
+        return tried
+    if tried <= _MIB:
+        return 2 * _MIB
+    return 20 * _MIB if tried < 10 * _MIB else -(-tried // (2 * _MIB)) * 2 * _MIB
+
+
+def has_room(m: Message) -> bool:
+    """Return True if more is free on the device than the request needs."""
+    return m.free_bytes is not None and m.tried_bytes is not None and m.free_bytes > needed_bytes(m)
+
+
+# --- stated by a program, or by the place that failed
+
+
+def _known_source(m: Message, f: Facts) -> Cause | None:
+    source = SOURCES.get(m.form)
+    if source is None:
         return None
-    else:  # without the limit it would have worked; what the failed call held for itself is free again by now
-        free = f", while {format_bytes(f.host_free_bytes)} of the machine are free"
+    if m.form == "Errno 28" and f.shares_memory:
+        source = SOURCES["shared memory of workers"]
+    numbers: tuple[str, ...] = ()
+    if m.allocated_bytes is not None and (limit := m.allowed_bytes or m.total_bytes) is not None:
+        numbers = (f"{format_bytes(m.allocated_bytes)} were used, of {format_bytes(limit)}",)
+    return Cause(code=source.code, claim=source.claim, evidence=(*numbers, source.evidence))
+
+
+def _pinned_memory(m: Message, f: Facts) -> Cause | None:
+    if not f.pins_memory or m.tried_bytes is not None:
+        return None
     return Cause(
-        code="cap",
-        claim=f"the {f.limit_name} of this process, {format_bytes(f.limit_bytes)}, not the machine",
-        evidence=(f"{format_bytes(f.limit_used_bytes)} are used, and {format_bytes(tried)} were tried{free}",),
+        code="pinned-memory",
+        claim="no pinned host memory could be had for a batch (pin_memory), although the error names the GPU",
+        evidence=("the DataLoader's pin_memory thread failed: page-locked memory of the host, or the GPU's context",),
     )
 
 
-def _huge_tensor(m: Message, f: Facts) -> Cause | None:
-    tried = m.tried_bytes
-    if tried is None:
+def _loading(m: Message, f: Facts) -> Cause | None:
+    if not f.loads_checkpoint or m.kind in _HOST or _other_process(m, f) is not None:
         return None
-    total = m.total_bytes or m.allowed_bytes or (f.limit_bytes or f.host_bytes if m.kind in _HOST else None)
-    if total is None:
-        if tried < _HOST_TENSOR_BYTES:
-            return None
-        evidence = f"one request of {format_bytes(tried)}"
-    else:
-        without_others = m.others_bytes > _SHARE * total and (m.free_bytes or 0) + m.others_bytes >= tried
-        if tried <= total and (tried <= _ONE_TENSOR_SHARE * total or without_others):
-            return None
-        share = format_ratio(tried / total)
-        evidence = f"one request of {format_bytes(tried)}, {share} of {format_bytes(total)}"
-    where = f.own_place
-    at = () if where is None else (f"made at {where.short}",)
-    return Cause(code="huge-tensor", claim="a single tensor is the problem", evidence=(evidence, *at))
+    return Cause(
+        code="loading",
+        claim="a checkpoint is read onto the GPU, where it stays beside the model until it is dropped",
+        evidence=("it failed in torch.load or a loader like it: tensors go back to the device they were saved from",),
+    )
 
 
-def _other_process(m: Message, f: Facts) -> Cause | None:
-    total = m.total_bytes
-    if total is None or _device_limit(m, f) is not None:  # the device has what was asked for, whatever others hold
+def _evaluation_gathers(m: Message, f: Facts) -> Cause | None:
+    if not f.gathers_evaluation or _other_process(m, f) is not None:
         return None
-    if m.others_bytes > _SHARE * total:
-        named = [f"{other.name} holds {format_bytes(other.bytes)}" for other in _largest(m)]
-        hold, rest = format_bytes(m.others_bytes), ""
-        if m.sure_others_bytes <= _SHARE * total:
-            rest = ", or this one holds much outside of PyTorch: the message does not say which process it is"
-        elif m.sure_others_bytes < m.others_bytes:
-            hold = f"at least {format_bytes(m.sure_others_bytes)}"
+    where = "in main memory" if m.kind in _HOST else "on the GPU"
+    return Cause(
+        code="evaluation-gathers",
+        claim=f"the evaluation gathers the predictions of the whole set {where}",
+        evidence=("it failed where the outputs of one more batch are joined to all before: logits of every row",),
+    )
+
+
+def _optimizer(m: Message, f: Facts) -> Cause | None:
+    is_old_message = m.tried_bytes is None and f.in_optimizer and m.kind.startswith(("cuda", "hip"))
+    if not (f.makes_state or is_old_message) or _other_process(m, f) is not None:
+        return None
+    if not f.makes_state:
         return Cause(
-            code="other-process",
-            claim=f"other processes hold {hold} of the device's {format_bytes(total)}{rest}",
-            evidence=(*named, _ours(m)),
+            code="optimizer-first-step",
+            claim="the optimizer's step has no room for its state and temporaries, most likely in its first step",
+            evidence=("the optimizer creates its state in the first step: for Adam two copies of the parameters",),
         )
-    unnamed = m.unnamed_bytes
-    if unnamed is not None and m.process_bytes is None:
-        unnamed -= _GIB  # this process's context and libraries are among it
-    if unnamed is not None and unnamed > _SHARE * total:
-        return Cause(
-            code="other-process",
-            claim=f"some {format_bytes(unnamed)} of the device are held by somebody that this process can't see",
-            evidence=(f"{format_bytes(total)} in all, {format_bytes(m.free_bytes or 0)} free", _ours(m)),
-        )
-    return None
-
-
-def _not_pytorch(m: Message, _: Facts) -> Cause | None:
-    if m.kind in _LIBRARIES or m.kind.endswith(" driver"):
-        return Cause(
-            code="not-pytorch",
-            claim="memory was asked of the driver outside of PyTorch's allocator, and there was none left",
-            evidence=(
-                f"{m.kind} says so, and no numbers" + ("" if m.certain else "; this message has other causes, too"),
-                "PyTorch keeps freed memory for itself, so that libraries, a new context or NCCL find the device full",
-            ),
-        )
-    outside, total = m.outside_bytes, m.total_bytes or m.allowed_bytes
-    if outside is None or total is None or outside <= max(_GIB, _SHARE * total):
-        return None
+    state = f", {format_bytes(f.new_state_bytes)} of it" if f.new_state_bytes else ""
     return Cause(
-        code="not-pytorch",
-        claim=f"{format_bytes(outside)} are held by this process outside of PyTorch's allocator",
-        evidence=(f"this process has {format_bytes((m.reserved_bytes or 0) + outside)}, of which {_held(m)}",)
-        if m.reserved_bytes is not None
-        else (f"PyTorch has {format_bytes(m.allocated_bytes or 0)} of it",),
+        code="optimizer-first-step",
+        claim="the optimizer creates its state in its first step, and there is no room for it",
+        evidence=(f"it failed where the state is made{state}: every step after this one would need as much",),
     )
 
 
-def _private_pools(m: Message, _: Facts) -> Cause | None:
-    if m.private_pool_bytes is None or m.total_bytes is None:
-        return None
-    if m.private_pool_bytes <= _POOLS_SHARE * m.total_bytes:
-        return None
-    return Cause(
-        code="private-pools",
-        claim=f"{format_bytes(m.private_pool_bytes)} are in private pools, which nothing else may use",
-        evidence=("each captured CUDA graph, one for each input shape, keeps its memory until it is dropped",),
-    )
-
-
-def _fragmentation(m: Message, _: Facts) -> Cause | None:
-    pieces, tried, total = m.unallocated_bytes, m.tried_bytes, m.total_bytes
-    if pieces is None or tried is None or total is None or pieces < tried or pieces <= _PIECES_SHARE * total:
-        return None
-    return Cause(
-        code="fragmentation",
-        claim=f"{format_bytes(pieces)} are held by PyTorch and unused, but in no piece of {format_bytes(tried)}",
-        evidence=(f"of {format_bytes(m.reserved_bytes or 0)} held {format_bytes(m.allocated_bytes or 0)} are in use",),
-    )
-
-
-def _driver(m: Message, _: Facts) -> Cause | None:
-    if m.free_bytes is None or m.tried_bytes is None or m.free_bytes <= m.tried_bytes or m.allowed_bytes is not None:
-        return None
-    return Cause(
-        code="driver",
-        claim=f"the driver refused {format_bytes(m.tried_bytes)} although {format_bytes(m.free_bytes)} are free",
-        evidence=("no range of addresses is large enough, the driver errs, or another process has freed it since",),
-    )
+# --- seen in the live process
 
 
 def _evaluation(m: Message, f: Facts) -> Cause | None:
@@ -230,18 +159,229 @@ def _leak(m: Message, f: Facts) -> Cause | None:
 
 
 def _would_do(n_bytes: int, m: Message) -> bool:
-    """Whether what failed would have had room without these bytes, and they are not just a splinter of the whole."""
+    """Return True if the request would have had room without these bytes, and they are no splinter of the whole."""
     return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= _SHARE * (m.allocated_bytes or 0)
 
 
-def _optimizer(_: Message, f: Facts) -> Cause | None:
-    if not f.makes_state:
+# --- numbers that no lack of memory explains
+
+
+def _device_limit(m: Message, _: Facts) -> Cause | None:
+    held = m.held_bytes
+    if m.allowed_bytes is None or held is None or m.tried_bytes is None or m.kind in (*_HOST, "mps"):
         return None
-    state = f", {format_bytes(f.new_state_bytes)} of it" if f.new_state_bytes else ""
+    rounding = _rounding(m.allowed_bytes) + _rounding(held)
+    if held + needed_bytes(m) <= m.allowed_bytes - rounding or not (m.free_bytes is None or has_room(m)):
+        return None
+    free = "" if m.free_bytes is None else f", while {format_bytes(m.free_bytes)} of the device are free"
     return Cause(
-        code="optimizer-first-step",
-        claim="the optimizer makes its state in its first step, and there is no room for it",
-        evidence=(f"it failed where the state is made{state}: every step after this one would need as much",),
+        code="cap",
+        claim=f"a memory fraction set for this process: {format_bytes(m.allowed_bytes)} allowed, not the device",
+        evidence=(f"{_held(m)}; {format_bytes(m.tried_bytes)} more is above it{free}",),
+    )
+
+
+def _mps_limit(m: Message, _: Facts) -> Cause | None:
+    held = m.held_bytes
+    if m.kind != "mps" or m.allowed_bytes is None or m.tried_bytes is None or held is None:
+        return None
+    if held + m.tried_bytes <= m.allowed_bytes - 2 * _rounding(m.allowed_bytes):
+        return None
+    if m.tried_bytes > _ONE_TENSOR_SHARE * m.allowed_bytes:
+        return None
+    return Cause(
+        code="cap",
+        claim=f"the share of memory that MPS allows PyTorch, {format_bytes(m.allowed_bytes)}, is used up",
+        evidence=(f"{format_bytes(held)} are allocated and {format_bytes(m.tried_bytes)} more were tried",),
+    )
+
+
+def _one_allocation(m: Message, _: Facts) -> Cause | None:
+    tried, held, total = m.tried_bytes, m.held_bytes, m.total_bytes
+    if m.kind != "xpu" or tried is None or tried < _ONE_ALLOCATION_BYTES:
+        return None
+    if m.form != "IPEX" and (held is None or total is None or held + tried > (1 - _SHARE) * total):
+        return None
+    return Cause(
+        code="cap",
+        claim=f"a single allocation may not exceed 4 GiB on this device, and {format_bytes(tried)} were requested",
+        evidence=(f"{format_bytes(held or 0)} of {format_bytes(total or 0)} are held: the device is not full",),
+    )
+
+
+def _host_limit(m: Message, f: Facts) -> Cause | None:
+    if f.limit_bytes is None or m.kind not in _HOST:
+        return None
+    tried = m.tried_bytes or 0
+    if f.host_free_bytes is None:
+        if f.limit_used_bytes + tried <= f.limit_bytes:
+            return None
+        free = ""
+    elif tried > f.host_free_bytes:
+        return None
+    else:  # without the limit it would have worked; the memory of the failed call itself is free again by now
+        free = f", while {format_bytes(f.host_free_bytes)} of the machine are free"
+    return Cause(
+        code="cap",
+        claim=f"the {f.limit_name} of this process, {format_bytes(f.limit_bytes)}, not the machine",
+        evidence=(f"{format_bytes(f.limit_used_bytes)} are used, and {format_bytes(tried)} were tried{free}",),
+    )
+
+
+def _tiny_request(m: Message, _: Facts) -> Cause | None:
+    tried = m.tried_bytes
+    if m.kind != "cpu" or tried is None or tried > _TINY_BYTES or "not enough memory" in m.text:
+        return None
+    return Cause(
+        code="cap",
+        claim=f"a limit on mappings (vm.max_map_count) or of the process: only {format_bytes(tried)} requested",
+        evidence=("so small a request does not fail for its size: each shared tensor is a mapping of its own",),
+    )
+
+
+def _driver(m: Message, _: Facts) -> Cause | None:
+    tried, held = m.tried_bytes, m.held_bytes
+    if tried is None:
+        return None
+    if has_room(m):
+        free = format_bytes(m.free_bytes or 0)
+        return Cause(
+            code="driver",
+            claim=f"the driver refused {format_bytes(tried)} although {free} are free",
+            evidence=(
+                "memory is not what ran out: a limit outside PyTorch (a container's, ulimit -v), no range "
+                "of addresses, an error of the driver, or another process that has freed it since",
+            ),
+        )
+    limit = m.allowed_bytes or m.total_bytes
+    if m.kind in _HOST or m.free_bytes is not None or held is None or limit is None or m.others:
+        return None
+    if held + tried > (1 - _SHARE) * limit or held > _SHARE * limit:
+        return None
+    return Cause(
+        code="driver",
+        claim=f"the driver refused {format_bytes(tried)} with only {format_bytes(held)} of "
+        f"{format_bytes(limit)} in use",
+        evidence=(f"memory is not what ran out, but a driver or a virtual machine; see {_monitor(m)}",),
+    )
+
+
+# --- the request, and other processes
+
+
+def _huge_tensor(m: Message, f: Facts) -> Cause | None:
+    tried = m.tried_bytes
+    if tried is None:
+        return None
+    total = m.total_bytes or m.allowed_bytes or (f.limit_bytes or f.host_bytes if m.kind in _HOST else None)
+    if total is None:
+        if tried < _HOST_TENSOR_BYTES and m.form != "Metal":
+            return None
+        evidence = f"one request of {format_bytes(tried)}"
+    else:
+        without_others = m.others_bytes > _SHARE * total and (m.free_bytes or 0) + m.others_bytes >= tried
+        if tried <= total and (tried <= _ONE_TENSOR_SHARE * total or without_others):
+            return None
+        share = format_ratio(tried / total)
+        evidence = f"one request of {format_bytes(tried)}, {share} of {format_bytes(total)}"
+    at = () if f.own_place is None else (f"made at {f.own_place.short}",)
+    if is_of_a_set(m):
+        at = (f"an array of shape {m.shape}: logits or other outputs of a whole evaluation set", *at)
+    elif m.shape is not None:
+        at = (f"an array of shape {m.shape}", *at)
+    return Cause(code="huge-tensor", claim="a single tensor is the problem", evidence=(evidence, *at))
+
+
+def is_of_a_set(m: Message) -> bool:
+    """Return True if the array that failed has the rows of a set and the columns of a vocabulary."""
+    shape = m.shape or ()
+    return len(shape) > 2 and shape[0] >= _ROWS_OF_A_SET and shape[-1] >= _ROWS_OF_A_SET
+
+
+def _other_process(m: Message, f: Facts) -> Cause | None:
+    total = m.total_bytes
+    if total is None or _device_limit(m, f) is not None:  # the device has the memory, whatever others hold
+        return None
+    if m.others_bytes > _SHARE * total:
+        named = [f"{other.name} holds {format_bytes(other.bytes)}" for other in _largest(m)]
+        hold, rest = format_bytes(m.others_bytes), ""
+        if m.sure_others_bytes <= _SHARE * total:
+            rest = ", or this one holds much outside PyTorch: the message does not say which process it is"
+        elif m.sure_others_bytes < m.others_bytes:
+            hold = f"at least {format_bytes(m.sure_others_bytes)}"
+        return Cause(
+            code="other-process",
+            claim=f"other processes hold {hold} of the device's {format_bytes(total)}{rest}",
+            evidence=(*named, _ours(m)),
+        )
+    hidden = m.hidden_bytes
+    if hidden is not None and hidden > _SHARE * total:
+        return Cause(
+            code="other-process",
+            claim=f"some {format_bytes(hidden)} of the device are held by processes that this one cannot see",
+            evidence=(f"{format_bytes(total)} in all, {format_bytes(m.free_bytes or 0)} free", _ours(m)),
+        )
+    return None
+
+
+# --- this process
+
+
+def _not_pytorch(m: Message, f: Facts) -> Cause | None:
+    if m.form == "Triton" or (m.kind.endswith(" driver") and f.in_triton):
+        return Cause(
+            code="not-pytorch",
+            claim="Triton could not load or launch a kernel: the GPU is full, and kernels need memory of their own",
+            evidence=("the driver takes it from what PyTorch's cache has left over",),
+        )
+    if m.kind in ("nccl", "rccl") or (m.kind.endswith(" driver") and f.starts_communication):
+        name = "RCCL" if m.kind in ("rccl", "hip driver") else "NCCL"
+        return Cause(
+            code="not-pytorch",
+            claim=f"{name} has no room for its buffers, which it allocates outside PyTorch at the first collective",
+            evidence=("PyTorch's cache has taken the device before the communicator was made",),
+        )
+    if m.kind in _LIBRARIES or m.kind.endswith(" driver"):
+        return Cause(
+            code="not-pytorch",
+            claim="memory was requested from the driver outside PyTorch's allocator, and none was left",
+            evidence=(
+                f"{m.kind} says so, and no numbers" + ("" if m.certain else "; this message has other causes, too"),
+                "PyTorch keeps freed memory for itself, so libraries, a new context or NCCL find the device full",
+            ),
+        )
+    outside, total = m.outside_bytes, m.total_bytes or m.allowed_bytes
+    if outside is None or total is None or outside <= max(_GIB, _SHARE * total):
+        return None
+    return Cause(
+        code="not-pytorch",
+        claim=f"{format_bytes(outside)} are held by this process outside PyTorch's allocator",
+        evidence=(f"this process has {format_bytes((m.reserved_bytes or 0) + outside)}, of which {_held(m)}",)
+        if m.reserved_bytes is not None
+        else (f"PyTorch has {format_bytes(m.allocated_bytes or 0)} of it",),
+    )
+
+
+def _private_pools(m: Message, _: Facts) -> Cause | None:
+    if m.private_pool_bytes is None or m.total_bytes is None:
+        return None
+    if m.private_pool_bytes <= _POOLS_SHARE * m.total_bytes:
+        return None
+    return Cause(
+        code="private-pools",
+        claim=f"{format_bytes(m.private_pool_bytes)} are in private pools, which nothing else may use",
+        evidence=("each captured graph, one for each input shape, keeps its memory until it is dropped",),
+    )
+
+
+def _fragmentation(m: Message, _: Facts) -> Cause | None:
+    gaps, tried, total = m.unallocated_bytes, m.tried_bytes, m.total_bytes
+    if gaps is None or tried is None or total is None or gaps < tried or gaps <= _GAPS_SHARE * total:
+        return None
+    return Cause(
+        code="fragmentation",
+        claim=f"{format_bytes(gaps)} are held by PyTorch and unused, but in no piece of {format_bytes(tried)}",
+        evidence=(f"of {format_bytes(m.reserved_bytes or 0)} held {format_bytes(m.allocated_bytes or 0)} are in use",),
     )
 
 
@@ -249,18 +389,15 @@ def _host(m: Message, f: Facts) -> Cause | None:
     if m.kind not in _HOST:
         return None
     free = () if f.host_free_bytes is None else (f"the machine has {format_bytes(f.host_free_bytes)} free",)
-    what = {
-        "system": "the system ended a process to get memory back: the machine's, or the container's limit, is used up",
-    }
     return Cause(
         code="host-memory",
-        claim=what.get(m.kind, "the machine's main memory is used up; the device is not concerned"),
+        claim="the machine's main memory is used up; the GPU is not concerned",
         evidence=free or ((f"{format_bytes(m.tried_bytes)} more were tried",) if m.tried_bytes else (m.text[:120],)),
     )
 
 
 def _true_need(m: Message, f: Facts) -> Cause:
-    evidence = [_held(m) if m.reserved_bytes is not None else "", f"in forward of {f.inside}" if f.inside else ""]
+    evidence = [_held(m) if m.allocated_bytes else "", f"in forward of {f.inside}" if f.inside else ""]
     if f.in_optimizer:
         evidence.append("in the optimizer's step: its temporaries come on top of parameters, gradients and state")
     if m.tried_bytes is not None and m.total_bytes is not None:
@@ -273,28 +410,45 @@ def _true_need(m: Message, f: Facts) -> Cause:
 
 
 CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (
-    _shared_memory,
+    _known_source,
+    _pinned_memory,
+    _device_limit,
+    _one_allocation,
+    _driver,
+    _evaluation_gathers,
+    _loading,
+    _optimizer,
     _huge_tensor,
     _other_process,
     _evaluation,
     _leak,
-    _optimizer,
-    _device_limit,
     _mps_limit,
     _host_limit,
+    _tiny_request,
     _not_pytorch,
     _private_pools,
     _fragmentation,
     _host,
-    _driver,
 )
 
 _HOST = frozenset({"cpu", "numpy", "system", "shared memory"})
-_LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "nccl", "hipblas", "rocblas", "miopen"})
+_CACHING = frozenset({"cuda", "hip", "xpu", "npu", "musa", "mlu", "gcu"})
+"""Kinds whose allocator requests whole segments."""
+_LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "hipblas", "rocblas", "miopen"})
+
+
+def _rounding(n_bytes: int) -> int:
+    """Return the largest error of an amount stated with two decimals of its unit."""
+    unit = next((unit for unit in (_GIB, _MIB, _KIB) if n_bytes >= unit), 0)
+    return -(-unit // 200)
 
 
 def _largest(m: Message) -> list[Holder]:
     return sorted(m.others, key=lambda other: -other.bytes)[:5]
+
+
+def _monitor(m: Message) -> str:
+    return vendor_of(m.kind).monitor
 
 
 def _held(m: Message) -> str:
@@ -303,7 +457,7 @@ def _held(m: Message) -> str:
 
 
 def _ours(m: Message) -> str:
-    mine = m.reserved_bytes if m.process_bytes is None else m.process_bytes
-    if mine is not None and m.process_bytes is None and m.maybe_own:
-        return f"PyTorch has {format_bytes(mine)} in this process"
-    return "this process's share is unknown" if mine is None else f"this process has {format_bytes(mine)}"
+    own = m.reserved_bytes if m.process_bytes is None else m.process_bytes
+    if own is not None and m.process_bytes is None and (m.maybe_own or m.hidden_bytes):
+        return f"PyTorch has {format_bytes(own)} in this process"
+    return "this process's share is unknown" if own is None else f"this process has {format_bytes(own)}"

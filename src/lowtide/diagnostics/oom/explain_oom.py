@@ -1,4 +1,4 @@
-"""`lowtide.explain_oom`: the explanation as a note on the exception, at the moment when it happens."""
+"""`lowtide.explain_oom`: adds the explanation as a note to the exception when it happens."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ Step = Callable[[Any], Any]
 
 
 class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator):
-    """Add a note to an out-of-memory error that leaves the block: why it happened, in numbers, and what to do.
+    """Add a note to an out-of-memory error that leaves the block: the cause in numbers, and the remedy.
 
-    The same exception goes on, always. Other exceptions pass untouched, and where nothing fails nothing is done, so it
-    may stay around a whole training run; it is also a decorator. Tracebacks and `logging` print notes by themselves.
+    The same exception is always raised on. Other exceptions pass untouched, and nothing is done where nothing fails, so
+    the block may enclose a whole training run; the class is also a decorator. Tracebacks and `logging` print the note.
 
-    `model` and `optimizer` are found in the traceback where they are not given. With `step` and `batch` (as for `fit`)
-    the note also says what plan would fit: the step is rehearsed then and there, which takes several steps' time, and
-    for that the local variables of the frames that failed are let go of, so a debugger finds none of them afterwards.
+    Args:
+        model: The model; found in the traceback if not given.
+        optimizer: The optimizer; found in the traceback if not given.
+        step: The training step, as for `fit`: the note then names a plan that fits. The step is rehearsed at that
+            moment, which takes several steps' time and clears the local variables of the failed frames: a debugger
+            finds none.
+        batch: The batch to rehearse `step` with.
     """
 
     def __init__(
@@ -58,23 +62,23 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             return False
         try:
             note = self._note(error)
-        except Exception as failure:  # whatever it is: the user's own error matters, not ours
+        except Exception as failure:  # the user's own error matters, whatever failed here
             note = f"this could not be explained: {type(failure).__name__}: {failure}"
         error.add_note(f"\nlowtide: {note}")
         return False
 
     def _note(self, error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
-        found = explain(text, facts_now(error, self._model, self._optimizer))
-        if found is None:
+        explanation = explain(text, facts_now(error, self._model, self._optimizer))
+        if explanation is None:
             return "out of memory, in words that are not known. Please report them."
         if self._step is None:
-            return str(found)
+            return str(explanation)
         clear_frames(error.__traceback__)
         gc.collect()
-        return str(self._with_plan(found))
+        return str(self._with_plan(explanation))
 
-    def _with_plan(self, found: Explanation) -> Explanation:
+    def _with_plan(self, explanation: Explanation) -> Explanation:
         assert self._model is not None
         assert self._step is not None
         try:
@@ -83,12 +87,13 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             if not (isinstance(failure, LowtideError) or is_out_of_memory(failure)):
                 raise
             why = str(failure).partition("\n")[0]
-            return replace(found, facts=replace(found.facts, notes=(f"no plan could be looked for: {why}",)))
+            notes = (f"no plan could be looked for: {why}",)
+            return replace(explanation, facts=replace(explanation.facts, notes=notes))
         _, least = smallest_peak(profile)
         plain = simulator_of(profile).predict(Decisions())
         extra = f", {100 * least.extra_ms / profile.step_ms:+.0f} % time" if profile.step_ms else ""
         facts = replace(
-            found.facts,
+            explanation.facts,
             smallest_peak_bytes=least.peak_bytes,
             plain_peak_bytes=plain.peak_bytes,
             static_bytes=profile.static.total,
@@ -98,4 +103,4 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
                 f"{format_bytes(profile.static.total)} are there before the step begins",
             ),
         )
-        return replace(found, facts=facts, actions=advise(found.message, facts, found.cause))
+        return replace(explanation, facts=facts, actions=advise(explanation.message, facts, explanation.cause))

@@ -1,58 +1,80 @@
-"""A message, its cause and what to do, as one record and as text."""
+"""A message, its cause and the remedy, as one record and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.diagnostics.oom.advice import Action, advise
 from lowtide.diagnostics.oom.causes import Cause, find_cause
-from lowtide.diagnostics.oom.facts import Facts, FactsRead
+from lowtide.diagnostics.oom.facts import FactReader, Facts
 from lowtide.diagnostics.oom.message import Message
-from lowtide.diagnostics.oom.parse_messages import Messages, firsts, most_telling
+from lowtide.diagnostics.oom.parse_messages import Messages, candidates, most_telling
 from lowtide.diagnostics.oom.text_stream import PIECE
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
 
+_MOST_RANKS = 1024
+"""Ranks of a log whose messages are kept apart."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Record):
-    """Why memory ran out, and what to do about it. `print` it."""
+    """Cause of an out-of-memory error, and its remedy. `print` it."""
 
     message: Message
     cause: Cause
     actions: tuple[Action, ...]
     facts: Facts
+    ranks: tuple[Explanation, ...] = ()
+    """Explanations of other ranks that failed for another cause."""
     further: int = 0
-    """Messages of other wordings in the same text: other ranks, or what came of the first. Of very many there are
-    fewer (`parse.MOST_KNOWN`)."""
+    """Differing messages in the same text: of other ranks, or consequences of the first. Beyond `MOST_KNOWN` they are
+    not counted."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
 def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanation | None:
-    """The out-of-memory message in `text`, explained; None where there is none that is known.
+    """Explain the out-of-memory message in `text`.
 
-    A text that comes in pieces is never in memory as a whole. `facts` replaces what can be told from the text around
-    the message.
+    Args:
+        text: A message or a log, whole or in pieces; pieces are never in memory all at once.
+        facts: Replaces the facts read from the text around the message.
+
+    Returns:
+        The explanation; None if the text has no known message.
     """
     parts = (part for piece in ([text] if isinstance(text, str) else text) for part in _parts(piece))
-    found, read, further = Messages(), FactsRead(), -1
+    messages, reader, n_messages = Messages(), FactReader(), 0
     telling: list[Message] = []
+    of_rank: dict[int, list[Message]] = {}
     for piece, is_last in _with_last(parts):
-        for message in found.read(piece, is_last=is_last):
-            telling, further = firsts([*telling, message]), further + 1
+        for message in messages.read(piece, is_last=is_last):
+            n_messages += 1
+            telling = candidates([*telling, message])
+            if message.rank is not None and (message.rank in of_rank or len(of_rank) < _MOST_RANKS):
+                of_rank[message.rank] = candidates([*of_rank.get(message.rank, ()), message])
         if facts is None:
-            read.read(piece, is_last=is_last)
+            reader.read(piece, is_last=is_last)
     if not telling:
         return None
-    message = most_telling(telling)
-    known = read.facts() if facts is None else facts
+    known = reader.facts() if facts is None else facts
+    main = _explained(most_telling(telling), known)
+    others = {main.cause.code: main}
+    for rank, of_one in of_rank.items():
+        if rank != main.message.rank:
+            other = _explained(most_telling(of_one), known)
+            others.setdefault(other.cause.code, other)
+    ranks = tuple(other for other in others.values() if other is not main)
+    return replace(main, ranks=ranks, further=n_messages - 1 - len(ranks))
+
+
+def _explained(message: Message, facts: Facts) -> Explanation:
+    known = facts.of_rank(message.rank)
     cause = find_cause(message, known)
-    return Explanation(
-        message=message, cause=cause, actions=advise(message, known, cause), facts=known, further=further
-    )
+    return Explanation(message=message, cause=cause, actions=advise(message, known, cause), facts=known)
 
 
 def _parts(piece: str) -> Iterator[str]:
@@ -60,12 +82,14 @@ def _parts(piece: str) -> Iterator[str]:
 
 
 def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Each of them, and whether it is the last. That is an empty one."""
+    """Yield each part with False, then an empty one with True."""
     yield from ((part, False) for part in parts)
     yield "", True
 
 
 def _lines(e: Explanation) -> Iterator[str]:
+    if e.ranks:
+        yield f"ranks failed for different causes; rank {e.message.rank}:"
     sure = "" if e.message.certain else " (this message often means memory, not always)"
     yield f"out of memory: {e.cause.claim} [{e.cause.code}]{sure}"
     yield from (f"  {line}" for line in e.cause.evidence)
@@ -88,6 +112,8 @@ def _lines(e: Explanation) -> Iterator[str]:
         amount = "" if action.bytes is None else f" [{format_bytes(action.bytes)}]"
         yield f"  {number}. {action.text}{amount}"
     yield from e.facts.notes
+    for other in e.ranks:
+        yield from ("", f"rank {other.message.rank}:", *_lines(other))
     if e.further:
         yield f"{e.further} more message{'s' * (e.further > 1)} of the kind in this text"
 
@@ -103,8 +129,8 @@ def _numbers(m: Message) -> Iterator[tuple[str, int]]:
         ("in use by tensors", m.allocated_bytes),
         ("  of that in private pools", m.private_pool_bytes),
         ("held by PyTorch, not in use", m.unallocated_bytes),
-        ("this process, outside of PyTorch", m.outside_bytes),
+        ("this process, outside PyTorch", m.outside_bytes),
         ("other processes" + open_, m.others_bytes if m.others else None),
-        ("held by nobody named here", m.unnamed_bytes),
+        ("not attributed", m.hidden_bytes),
     )
     yield from ((name, amount) for name, amount in amounts if amount is not None)

@@ -1,13 +1,13 @@
-"""What is known beside the message: from the traceback in a log, or from the process at the moment when it fails."""
+"""Facts besides the message: from the traceback in a log, or from the process at the moment of failure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.diagnostics.oom.message import Holder
-from lowtide.diagnostics.oom.text_stream import LONGEST, Finder
+from lowtide.diagnostics.oom.text_stream import LONGEST, PREFIX, PatternFinder
 from lowtide.planner.serialization import Record
 
 
@@ -18,125 +18,287 @@ class Place(Record):
     file: str
     line: int
     function: str
+    rank: int | None = None
+    """Rank of the process, if the log's lines begin with it."""
 
     @property
     def short(self) -> str:
-        """`train.py:42 in step`."""
+        """Text such as `train.py:42 in step`."""
         name = re.split(r"[/\\]", self.file)[-1]
         return f"{name}:{self.line} in {self.function}" if self.line else f"{name} in {self.function}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(Record):
-    """All of it may be unknown: None, or empty."""
+    """Facts about the failed process. Each may be unknown: None, or empty."""
 
     places: tuple[Place, ...] = ()
-    """The traceback, outermost first."""
+    """Lines of the traceback, outermost first."""
     expandable: bool | None = None
-    """Whether `expandable_segments` was on."""
+    """True if `expandable_segments` was on."""
     windows: bool = False
     inside: str = ""
     """Path of the module whose forward was running."""
     evaluation_bytes: int = 0
-    """Held by the graphs of a model in evaluation mode: nobody will call backward on them."""
+    """Bytes held by graphs of a model in evaluation mode, which no backward pass will reach."""
     evaluation_graphs: int = 0
-    """How many these are: more than one where outputs are kept."""
+    """Number of these graphs: more than one if outputs are kept."""
     leftover_graphs: int = 0
     """Graphs of earlier steps that are still alive."""
     leftover_bytes: int = 0
     new_state_bytes: int = 0
     """Optimizer state that does not exist yet."""
     holders: tuple[Holder, ...] = ()
-    """Who holds memory, by part of the step and by module, largest first."""
+    """Largest holders of memory, by part of the step and by module."""
     limit_bytes: int | None = None
-    """A limit on this process's memory, and whose it is."""
+    """A limit on this process's memory; `limit_name` says which."""
     limit_name: str = ""
     limit_used_bytes: int = 0
     host_bytes: int | None = None
-    """Memory of the machine."""
+    """Main memory of the machine."""
     host_free_bytes: int | None = None
     smallest_peak_bytes: int | None = None
-    """Peak of the step under the most saving plan; from a rehearsal."""
+    """Peak of the step under the plan that saves most; from a rehearsal."""
     plain_peak_bytes: int | None = None
     static_bytes: int | None = None
-    """What is in memory before the step begins, of which no plan saves anything."""
+    """Memory in use before the step begins, which no plan lowers."""
     notes: tuple[str, ...] = ()
 
     @property
     def in_optimizer(self) -> bool:
-        """Whether an optimizer's step was running."""
-        return any(_OPTIMIZER.search(place.file) for place in self.places)
+        """True if an optimizer's step was running."""
+        return any(_in_optimizer(place) for place in self.places)
 
     @property
     def makes_state(self) -> bool:
-        """Whether the optimizer was making its state."""
-        return any(place.function == "_init_group" for place in self.places)
+        """True if the optimizer was creating its state."""
+        return any(_makes_state(place) for place in self.places)
+
+    @property
+    def gathers_evaluation(self) -> bool:
+        """True if an evaluation was joining the predictions of several batches."""
+        return any(_gathers_evaluation(place) for place in self.places)
+
+    @property
+    def loads_checkpoint(self) -> bool:
+        """True if a checkpoint was being read."""
+        return any(_loads_checkpoint(place) for place in self.places)
+
+    @property
+    def pins_memory(self) -> bool:
+        """True if a batch was being copied to pinned host memory."""
+        return any(_pins_memory(place) for place in self.places)
+
+    @property
+    def starts_communication(self) -> bool:
+        """True if a collective operation was running, whose buffers the library allocates at first use."""
+        return any(_communicates(place) for place in self.places)
+
+    @property
+    def in_triton(self) -> bool:
+        """True if Triton was loading or launching a kernel."""
+        return any(_in_triton(place) for place in self.places)
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if tensors were being handed over between processes."""
+        return any(_shares_memory(place) for place in self.places)
 
     @property
     def own_place(self) -> Place | None:
-        """The innermost line that is not of an installed package."""
+        """Innermost line outside installed packages."""
         own = [place for place in self.places if not _INSTALLED.search(place.file)]
         return own[-1] if own else None
 
+    def of_rank(self, rank: int | None) -> Facts:
+        """Return the facts about one rank: places in the lines of other ranks are left out."""
+        return replace(self, places=tuple(place for place in self.places if place.rank in (None, rank)))
 
-_OPTIMIZER = re.compile(r"[/\\]optim[/\\]|optimizer")
+
 _INSTALLED = re.compile(r"(?:site|dist)-packages|[/\\]lib[/\\]python3|<frozen|<__array_function__|lowtide[/\\]oom[/\\]")
 _WINDOWS = re.compile(r"[A-Za-z]:\\")
-_PLACE = re.compile(r'File "([^"]{1,4000})", line (\d{1,9}), in (\S{1,500})')
-_CELL = re.compile(r"^(\S{1,4000}\.py) in (\w{1,500})\(", re.MULTILINE)
+_OPTIMIZER = re.compile(r"[/\\]optim[/\\]|optimizer")
+_STATE = re.compile(r"_?init_group|_?init_states?|_?initialize_(?:optimizer_)?states?|get_state_buffer")
+_GATHERING = re.compile(
+    r"nested_(?:concat|gather|numpify)|torch_pad_and_concatenate|numpy_pad_and_concatenate|to_cpu_and_numpy"
+    r"|_?pad_across_processes|gather_for_metrics|(?:add_)?arrays?_?to_container|distributed_concat"
+)
+_SERIALIZATION = re.compile(r"torch[/\\]serialization\.py|safetensors[/\\]|\bmodeling_utils\.py")
+_LOADING = re.compile(r"load|_load|_legacy_load|load_file|load_tensor|persistent_load|restore_location")
+_PINNING = re.compile(r"_pin_memory_loop|pin_memory(?:_batch)?|do_one_step")
+_COMMUNICATION = re.compile(r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py")
+_TRITON = re.compile(r"[/\\]triton[/\\]|[/\\]inductor[/\\]runtime[/\\]")
+_SHARING = re.compile(r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
+
+
+def _in_optimizer(place: Place) -> bool:
+    return bool(_OPTIMIZER.search(place.file))
+
+
+def _makes_state(place: Place) -> bool:
+    return bool(_STATE.fullmatch(place.function))
+
+
+def _gathers_evaluation(place: Place) -> bool:
+    return bool(_GATHERING.fullmatch(place.function))
+
+
+def _loads_checkpoint(place: Place) -> bool:
+    return bool(_SERIALIZATION.search(place.file) and _LOADING.fullmatch(place.function))
+
+
+def _pins_memory(place: Place) -> bool:
+    return bool(_PINNING.fullmatch(place.function) and place.file.endswith("pin_memory.py"))
+
+
+def _communicates(place: Place) -> bool:
+    return bool(_COMMUNICATION.search(place.file))
+
+
+def _in_triton(place: Place) -> bool:
+    return bool(_TRITON.search(place.file))
+
+
+def _shares_memory(place: Place) -> bool:
+    return bool(_SHARING.search(place.file))
+
+
+_TELLING: tuple[Callable[[Place], object], ...] = (
+    _in_optimizer,
+    _makes_state,
+    _gathers_evaluation,
+    _loads_checkpoint,
+    _pins_memory,
+    _communicates,
+    _in_triton,
+    _shares_memory,
+    lambda place: _WINDOWS.match(place.file),
+)
+
+_NAME = r"([\w.]{1,500}|<\w{1,100}>)"
+_PLACE = re.compile(rf'File \\?"([^"\n]{{1,4000}}?)\\?", line (\d{{1,9}}), in {_NAME}')
+_RICH = re.compile(
+    rf"[│|❱]\s{{1,20}}(\S[^│|\n]{{0,1000}}\.py):(\d{{1,9}})(?:\s{{0,200}}[│|]\n[│|])?\s{{1,9}}in {_NAME}"
+)
+_IPYTHON = re.compile(rf"File (\S{{1,1000}}?):(\d{{1,9}}), in {_NAME}")
+_CELL = re.compile(r"^(\S{1,4000}\.py|<ipython-input-[^>\n]{1,100}>) in (\w{1,500}|<module>)\(", re.MULTILINE)
+_INPUT = re.compile(rf"(?:Cell |Input )In ?\[\d{{1,9}}\], (?:line (\d{{1,9}}), )?in {_NAME}")
+_HEADER = re.compile(r"Traceback \(most recent call last\)")
+_OUT_OF_MEMORY = re.compile(r"(?:[Oo]ut of memory|OutOfMemoryError|\bMemoryError|o allocate )(?!\s{0,200}Traceback)")
 _SETTING = re.compile(
     r"try setting\s{1,20}\S{0,200}expandable_segments:True"
     r"|expandable_segments[\"']?\s{0,20}[:=]\s{0,20}[\"']?(True|False)",
     re.IGNORECASE,
 )
-"""The first alternative is torch's advice, which is no sign that it is on."""
+"""The first alternative is torch's advice, which does not mean that the setting is on."""
+_LINE = 2000
+"""Characters before a place in which its line must begin."""
 MOST_PLACES = 1000
-"""Lines of tracebacks that are kept, beside earlier ones that tell something by themselves."""
+"""Traceback lines that are kept, besides earlier ones that carry a fact by themselves."""
 
 
-class FactsRead:
-    """What a log that comes piece by piece tells besides its messages."""
+class _Traceback:
+    """The traceback of one rank that belongs to its first out-of-memory error."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Drop the places of an earlier traceback, unless that one ended in an out-of-memory error."""
+        if not self._is_over:
+            self.places.clear()
+
+    def add(self, place: Place) -> None:
+        if not self._is_over:
+            self.places.append(place)
+            self.places = _telling(self.places)
+
+    def end(self) -> None:
+        """Handle words of an out-of-memory error."""
+        self._is_over = self._is_over or bool(self.places)
+
+
+class FactReader:
+    """Reader of the facts in a log that comes in pieces."""
 
     def __init__(self) -> None:
         self._window = ""
-        self._places = Finder(_PLACE, ('File "',))
-        self._cells = Finder(_CELL, (".py in ",))
-        self._settings = Finder(_SETTING, ("",))
-        self._found: list[Place] = []
-        self._in_cells: list[Place] = []
+        self._has_moved = False
+        self._finders = {
+            "place": PatternFinder(_PLACE, ('File "', 'File \\"')),
+            "rich": PatternFinder(_RICH, ("│", "|")),
+            "ipython": PatternFinder(_IPYTHON, (", in ",)),
+            "cell": PatternFinder(_CELL, (".py in ", "> in ")),
+            "input": PatternFinder(_INPUT, ("In [", "In[")),
+            "header": PatternFinder(_HEADER, ("Traceback (",)),
+            "error": PatternFinder(_OUT_OF_MEMORY, ("ut of memory", "MemoryError", "o allocate ")),
+            "setting": PatternFinder(_SETTING, ("",)),
+        }
+        self._tracebacks: dict[int | None, _Traceback] = {}
         self._expandable: bool | None = None
 
     def read(self, piece: str, *, is_last: bool) -> None:
+        """Read the facts that end with `piece`."""
         self._window += piece
-        for m in self._places.found(self._window, is_last=is_last):
-            self._found.append(Place(file=m[1], line=int(m[2]), function=m[3]))
-            self._found = _telling(self._found)
-        for m in self._cells.found(self._window, is_last=is_last):
-            self._in_cells.append(Place(file=m[1], line=0, function=m[2]))
-            self._in_cells = _telling(self._in_cells)
-        for m in self._settings.found(self._window, is_last=is_last):
-            self._expandable = m[1].lower() == "true" if m[1] else self._expandable
-        over = max(0, len(self._window) - LONGEST - 1)  # one more, which tells whether a line begins
-        self._window = self._window[over:]
-        for finder in (self._places, self._cells, self._settings):
+        matches = [
+            (match.start(), kind, match)
+            for kind, finder in self._finders.items()
+            for match in finder.found(self._window, is_last=is_last)
+        ]
+        for _, kind, match in sorted(matches, key=lambda entry: entry[0]):
+            self._take(kind, match)
+        over = max(0, len(self._window) - LONGEST - _LINE)
+        self._window, self._has_moved = self._window[over:], self._has_moved or over > 0
+        for finder in self._finders.values():
             finder.move_on(over)
 
     def facts(self) -> Facts:
-        places = (*self._found, *self._in_cells)
+        """Return all facts read so far."""
+        places = tuple(place for traceback in self._tracebacks.values() for place in traceback.places)
         is_windows = any(_WINDOWS.match(place.file) for place in places)
         return Facts(places=places, expandable=self._expandable, windows=is_windows)
 
+    def _take(self, kind: str, match: re.Match[str]) -> None:
+        if kind == "setting":
+            self._expandable = match[1].lower() == "true" if match[1] else self._expandable
+            return
+        rank = self._rank(match.start())
+        traceback = self._tracebacks.get(rank)
+        if traceback is None:
+            if len(self._tracebacks) >= MOST_PLACES:
+                return
+            traceback = self._tracebacks[rank] = _Traceback()
+        if kind == "header":
+            traceback.begin()
+        elif kind == "error":
+            traceback.end()
+        else:
+            traceback.add(_place(kind, match, rank))
+
+    def _rank(self, position: int) -> int | None:
+        """Return the rank that the line of `position` begins with, if it begins at most _LINE characters before."""
+        begin = self._window.rfind("\n", max(0, position - _LINE), position) + 1
+        if begin == 0 and (self._has_moved or position > _LINE):
+            return None
+        prefix = PREFIX.match(self._window, begin, position)
+        return None if prefix is None or prefix[1] is None else int(prefix[1])
+
+
+def _place(kind: str, match: re.Match[str], rank: int | None) -> Place:
+    if kind == "cell":
+        return Place(file=match[1], line=0, function=match[2], rank=rank)
+    if kind == "input":
+        return Place(file="cell", line=int(match[1] or 0), function=match[2], rank=rank)
+    function = match[3] if kind == "place" else match[3].rpartition(".")[2]
+    return Place(file=match[1].replace("\\\\", "\\"), line=int(match[2]), function=function.rstrip("."), rank=rank)
+
 
 def _telling(places: list[Place]) -> list[Place]:
-    """The last of very many places, and of those before the ones that tell something that no other does."""
+    """Return the last of very many places, and earlier ones that carry a fact of their own."""
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]
-    tell: tuple[Callable[[Place], object], ...] = (
-        lambda place: _OPTIMIZER.search(place.file),
-        lambda place: place.function == "_init_group",
-        lambda place: _WINDOWS.match(place.file),
-    )
-    told = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in tell]
+    first = [next((n for n, place in enumerate(before) if tells(place)), -1) for tells in _TELLING]
     own = max((n for n, place in enumerate(before) if not _INSTALLED.search(place.file)), default=-1)
-    return [*(before[n] for n in sorted({*told, own} - {-1})), *last]
+    return [*(before[n] for n in sorted({*first, own} - {-1})), *last]

@@ -1,4 +1,4 @@
-"""The limits on this process's main memory, and what the machine has; nothing where the system does not say."""
+"""Limits on this process's main memory, and the machine's memory, where the system reports them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def address_space() -> tuple[int, int] | None:
-    """Limit on this process's address space (`ulimit -v`) and what is used of it, bytes; None where there is none."""
+    """Return the limit on the address space (`ulimit -v`) and its usage in bytes; None without a limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -23,7 +23,7 @@ def address_space() -> tuple[int, int] | None:
 
 
 def control_group() -> tuple[int, int] | None:
-    """Limit of the container or job (cgroup v2, else v1) and what is used of it, bytes; None where there is none."""
+    """Return the limit of the container or job (cgroup v2, else v1) and its usage in bytes; None without a limit."""
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -36,7 +36,7 @@ def control_group() -> tuple[int, int] | None:
 
 
 def machine() -> tuple[int, int] | None:
-    """Memory of the machine and what of it programs can have, bytes."""
+    """Return the machine's memory and the part available to programs, in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         amounts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}

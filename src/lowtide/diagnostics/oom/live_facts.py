@@ -1,4 +1,4 @@
-"""What can be known at the moment when memory runs out, beside the message: from the frames, the graphs, the system."""
+"""Facts available in the process when memory runs out: from frames, graphs and the system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.graph.saved_tensors import storage_bytes
 from lowtide.diagnostics.oom import host_limits as host
 from lowtide.diagnostics.oom.facts import Facts, Place
-from lowtide.diagnostics.oom.live_graphs import Alive, look, separate, tensors_with_graphs
+from lowtide.diagnostics.oom.live_graphs import LiveGraph, graph_behind, separate_graphs, tensors_with_graphs
 from lowtide.diagnostics.oom.message import Holder
 from lowtide.runtime.fingerprint import tensors_in
 
@@ -27,13 +27,13 @@ _MOST_HOLDERS = 8
 
 
 def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimizer | None) -> Facts:
-    """The facts of this process. `model` and `optimizer` are found in the frames where they are not given."""
+    """Return the facts of this process. `model` and `optimizer` are looked for in the frames if not given."""
     frames = list(_frames(error.__traceback__))
     if model is None:
-        model = next((found for _, found in _selves(frames, nn.Module)), None)
+        model = next((instance for _, instance in _selves(frames, nn.Module)), None)
     if optimizer is None:
-        optimizer = next((found for _, found in _selves(frames, Optimizer)), None)
-    graphs = separate(tensors_with_graphs())
+        optimizer = next((instance for _, instance in _selves(frames, Optimizer)), None)
+    graphs = separate_graphs(tensors_with_graphs())
     left, left_bytes = _leftover(graphs)
     evaluated = _evaluated(graphs, model)
     roots = [root for graph in evaluated for root in graph.roots]
@@ -44,7 +44,7 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
         expandable=_expandable(),
         windows=os.name == "nt",
         inside=_inside(frames, model),
-        evaluation_bytes=look(roots, None).held_bytes if roots else 0,
+        evaluation_bytes=graph_behind(roots, None).held_bytes if roots else 0,
         evaluation_graphs=len(evaluated),
         leftover_graphs=left,
         leftover_bytes=left_bytes,
@@ -59,38 +59,38 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
 
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """The frames that the error came through, outermost first, and the line that each was at."""
-    found = []
+    """Return the frames that the error came through, outermost first, each with its line."""
+    frames = []
     while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 def _selves(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
-    """Frames of methods of such an object, outermost first."""
-    found = ((frame, _self(frame)) for frame, _ in frames)
-    return [(frame, each) for frame, each in found if isinstance(each, kind)]
+    """Return the frames of methods of objects of this kind, outermost first, with the objects."""
+    candidates = ((frame, _self(frame)) for frame, _ in frames)
+    return [(frame, each) for frame, each in candidates if isinstance(each, kind)]
 
 
 def _self(frame: FrameType) -> object:
-    """What `self` is in a frame."""
+    """Return the value of `self` in a frame."""
     variables = frame.f_locals
-    found = variables.get("self")
+    instance = variables.get("self")
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         variables.clear()  # a snapshot of a function's variables, which would hold them as long as the frame lives
-    return found
+    return instance
 
 
 def _inside(frames: list[tuple[FrameType, int]], model: nn.Module | None) -> str:
-    """Path of the innermost module whose method was running; "" for the model itself and where there is none."""
+    """Return the path of the innermost module with a running method; "" for the model itself, or without any."""
     paths = {} if model is None else {module: path for path, module in model.named_modules()}
     running = [paths[module] for _, module in _selves(frames, nn.Module) if module in paths]
     return running[-1] if running else ""
 
 
-def _leftover(graphs: list[Alive]) -> tuple[int, int]:
-    """How many graphs beside the newest still hold something, and what they hold that the newest does not."""
+def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
+    """Return the number of graphs besides the newest that hold memory, and the bytes that only they hold."""
     if len(graphs) < 2:
         return 0, 0
     counted = set(_storages(graphs[-1]))
@@ -103,31 +103,31 @@ def _leftover(graphs: list[Alive]) -> tuple[int, int]:
     return number, total
 
 
-def _storages(graph: Alive) -> dict[int, int]:
-    """What a graph holds that is in memory for no other reason."""
-    kept = (kept for node in look(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
+def _storages(graph: LiveGraph) -> dict[int, int]:
+    """Return the storages that a graph keeps alive, without parameters."""
+    kept = (kept for node in graph_behind(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
     return {each.storage: each.bytes for each in kept}
 
 
-def _evaluated(graphs: list[Alive], model: nn.Module | None) -> list[Alive]:
-    """The graphs that hold something and go through a model in evaluation mode: the newest, and those of kept outputs.
+def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGraph]:
+    """Return the graphs with memory that go through a model in evaluation mode: the newest, and those of kept outputs.
 
-    Frozen parts of one do not count. What was trained holds nothing after its backward.
+    Frozen parts of a model in training do not count. Trained graphs hold nothing after their backward.
     """
     if model is None or any(module.training for module in model.modules()):
         return []
     own = {storage_id(parameter) for parameter in model.parameters()}
-    found = []
+    evaluated = []
     for graph in graphs:
-        seen = look(graph.roots, None)
+        seen = graph_behind(graph.roots, None)
         through = any(leaf.tensor is not None and storage_id(leaf.tensor) in own for leaf in seen.leaves)
         if through and seen.held_bytes:
-            found.append(graph)
-    return found if found and found[-1] is graphs[-1] else []
+            evaluated.append(graph)
+    return evaluated if evaluated and evaluated[-1] is graphs[-1] else []
 
 
 def _new_state_bytes(optimizer: Optimizer | None) -> int:
-    """Bytes of the state that an optimizer of the Adam family has still to make: two of each parameter's size."""
+    """Return the bytes of state that an Adam optimizer has yet to create: two copies of each parameter."""
     if not isinstance(optimizer, Adam | AdamW):
         return 0
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -140,8 +140,8 @@ def _new_state_bytes(optimizer: Optimizer | None) -> int:
     return missing
 
 
-def _holders(graphs: list[Alive], model: nn.Module | None, optimizer: Optimizer | None) -> tuple[Holder, ...]:
-    """The largest holders: kinds of tensors, and for activations the modules that their nodes ran in."""
+def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimizer | None) -> tuple[Holder, ...]:
+    """Return the largest holders: kinds of tensors, and the modules of activations."""
     totals: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
 
@@ -159,7 +159,7 @@ def _holders(graphs: list[Alive], model: nn.Module | None, optimizer: Optimizer 
     if optimizer is not None:
         count("optimizer state", [t for entry in optimizer.state.values() for t in tensors_in(entry)])
     roots = [root for graph in graphs for root in graph.roots]
-    for node in look(roots, model).nodes if roots else ():
+    for node in graph_behind(roots, model).nodes if roots else ():
         where = node.module or node.name
         for kept in node.kept:
             if not kept.parameter and kept.storage not in seen:
@@ -170,7 +170,7 @@ def _holders(graphs: list[Alive], model: nn.Module | None, optimizer: Optimizer 
 
 
 def _merged(totals: dict[str, int]) -> dict[str, int]:
-    """`of h.0.mlp` and `of h.1.mlp` as `of h.{0,1}.mlp`: the same part of every block is one line."""
+    """Merge `of h.0.mlp` and `of h.1.mlp` into `of h.{0,1}.mlp`, so that the same part of every block is one line."""
     families: dict[str, list[str]] = defaultdict(list)
     for name in totals:
         families[_NUMBER.sub("{}", name, count=1)].append(name)
@@ -183,7 +183,7 @@ def _merged(totals: dict[str, int]) -> dict[str, int]:
 
 
 _NUMBER = re.compile(r"(?<=[. ])\d+(?=\.|$)")
-"""A part of a path that is a number."""
+"""A number as part of a path."""
 
 
 def _numbers(numbers: list[int]) -> str:
@@ -193,7 +193,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _limit() -> tuple[str, int, int] | None:
-    """The limit on main memory that is nearest to being reached: its name, its size, what is used of it."""
+    """Return the main-memory limit nearest to being reached: its name, size and usage."""
     limits = []
     if (space := host.address_space()) is not None:
         limits.append(("limit on the address space (ulimit -v)", *space))
@@ -209,5 +209,5 @@ def _expandable() -> bool | None:
         settings = snapshot().get("allocator_settings", {})
     except RuntimeError:  # another allocator than torch's own
         return None
-    found = settings.get("expandable_segments")
-    return None if found is None else bool(found)
+    setting = settings.get("expandable_segments")
+    return None if setting is None else bool(setting)

@@ -1,4 +1,4 @@
-"""Which autograd graphs are alive at this moment, how much each holds, and where in the model. Nothing is unpacked."""
+"""Autograd graphs alive at this moment. Nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide._torch.autograd_graph import components
 from lowtide._torch.nodes import sequence_number
 from lowtide.diagnostics.graph import Graph
-from lowtide.diagnostics.graph.build_graph import Walk
+from lowtide.diagnostics.graph.build_graph import GraphBuilder
 from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
 
 if TYPE_CHECKING:
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """One connected graph, by the tensors that lead to it."""
+class LiveGraph:
+    """One connected graph, by the tensors that end in it."""
 
     roots: tuple[Tensor, ...]
     newest: int
-    """The largest sequence number in it: the later a graph was made, the larger."""
+    """Largest sequence number in it: larger for younger graphs."""
     functions: frozenset[Function]
 
 
 def tensors_with_graphs() -> list[Tensor]:
-    """Every tensor that Python holds and that has a graph behind it."""
-    found = []
+    """Return every tensor known to Python that has a graph."""
+    tensors = []
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):
             try:
                 if thing.grad_fn is not None:
-                    found.append(thing)
-            except RuntimeError:  # a view whose base was modified in a way that autograd forbids to look at
+                    tensors.append(thing)
+            except RuntimeError:  # a view whose base was modified, which autograd forbids to look at
                 continue
-    return found
+    return tensors
 
 
-def separate(tensors: Iterable[Tensor]) -> list[Alive]:
-    """The graphs behind `tensors`, those that share a computed value as one; the newest last."""
+def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
+    """Return the graphs behind `tensors`, merging those that share a computed value; the newest last."""
     ends = [(tensor, tensor.grad_fn) for tensor in tensors if tensor.grad_fn is not None]
     graphs = [
-        Alive(
+        LiveGraph(
             tuple(ends[number][0] for number in part.roots),
             max(map(sequence_number, part.nodes)),
             frozenset(part.nodes),
@@ -57,10 +57,10 @@ def separate(tensors: Iterable[Tensor]) -> list[Alive]:
     return sorted(graphs, key=lambda graph: graph.newest)
 
 
-def look(tensors: Iterable[Tensor], model: nn.Module | None) -> Graph:
-    """The graph behind several tensors at once, with the model's names."""
+def graph_behind(tensors: Iterable[Tensor], model: nn.Module | None) -> Graph:
+    """Return the graph behind several tensors at once, with the model's names."""
     names = {} if model is None else parameter_names(model)
-    found = Walk(tensors, names, names.values()).graph()
+    graph = GraphBuilder(tensors, names, names.values()).graph()
     if model is not None:
-        name_modules(found, model)
-    return found
+        name_modules(graph, model)
+    return graph

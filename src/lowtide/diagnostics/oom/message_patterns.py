@@ -1,4 +1,4 @@
-"""The first words of every out-of-memory message that Lowtide knows."""
+"""First words of every out-of-memory message that Lowtide knows."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """How a message begins, and who says it. `kind` is "" where the first group of the pattern says it.
+class MessageHead:
+    """Beginning of a message, and its source. `kind` is "" if the first group of the pattern states it.
 
-    No pattern matches more characters than `stream.LONGEST`.
+    No pattern matches more characters than `text_stream.LONGEST`.
     """
 
     words: tuple[str, ...]
-    """Every match of the pattern has one of them."""
+    """Every match of the pattern contains one of them."""
     pattern: re.Pattern[str]
     kind: str
     form: str = ""
+    """Versions that print it, or the program: a key of `known_sources.SOURCES`."""
     certain: bool = True
 
 
-def _head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> Head:
-    return Head(tuple(words.split("|")), re.compile(pattern), kind, form, certain)
+def _head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> MessageHead:
+    return MessageHead(tuple(words.split("|")), re.compile(pattern), kind, form, certain)
 
+
+_SHELLS = "shells, torchrun and containers"
+_SHM = "shared memory of workers"
 
 HEADS = (
-    # Allocators of torch that say numbers.
+    # torch's allocators, with numbers
     _head("out of memory", r"\b(CUDA|HIP|XPU|NPU|MUSA|GCU|MLU|HPU) out of memory\b", ""),
+    _head("would exceed allowed memory", r"Allocation on device \d{1,4} would exceed allowed memory", "cuda", "async"),
+    _head(
+        "NOT allocate memory block", r"Current platform can NOT allocate memory block with size larger", "xpu", "IPEX"
+    ),
     _head("out of memory", r"MPS backend out of memory", "mps", "torch 1.13 and later"),
-    _head("Invalid buffer size", r"Invalid buffer size: \d[\d.]{0,40} ?[KMGT]i?B", "mps", "Metal"),
+    _head("Invalid buffer size", r"Invalid buffer size: \d[\d.]{0,40} ?(?:[KMGT]i?B|bytes|B)", "mps", "Metal"),
+    _head("ErrorOutOfMemory", r"kIOGPUCommandBufferCallbackErrorOutOfMemory", "mps driver", "Metal"),
     _head(
         "CPUAllocator",
         r"Default(?:Mobile)?CPUAllocator: (?:can't allocate|not enough) memory"
@@ -40,18 +49,58 @@ HEADS = (
     _head("posix_memalign", r"enforce fail at .{0,40}CPUAllocator\.cpp:\d+\] posix_memalign", "cpu", "torch 1.0"),
     _head("$ Torch", r"\$ Torch: not enough memory", "cpu", "torch 0.4"),
     _head("C10 Out", r"C10 Out of Memory", "cpu", "torch, mobile"),
-    # The driver, asked by torch or by a library outside of torch's allocator.
+    # other devices and frameworks, with their own allocators
+    _head("Allocation failed for size", r"PT_DEVMEM.{0,40}Allocation failed for size", "hpu", "Gaudi"),
+    _head(
+        "not enough GPU video memory", r"Could not allocate tensor with \d[\d,]{0,40} bytes\. There is not", "directml"
+    ),
+    _head("Failed to alloc", r"Failed to alloc(?:ate)? (?:DEVICE|HOST) memory", "neuron", "Neuron runtime"),
+    _head(
+        "Allocation Failure|NRT_RESOURCE", r"status(?:=| |: )?4 \(?Allocation Failure|NRT_RESOURCE", "neuron", "Neuron"
+    ),
+    _head(
+        "RESOURCE_EXHAUSTED|Resource exhausted",
+        r"RESOURCE_EXHAUSTED: .{0,80}(?:[Oo]ut of memory|OOM|Failed to allocate)"
+        r"|Resource exhausted: (?:[Oo]ut of memory|OOM)",
+        "jax",
+        "XLA",
+    ),
+    _head("OOM when allocating", r"OOM when allocating tensor with shape", "jax", "TensorFlow"),
+    _head("memory in memory space", r"Ran out of memory in memory space (?:hbm|vmem|smem)", "xla", "XLA for TPU"),
+    _head(
+        "That was not possible",
+        r"Attempting to (?:allocate|reserve) \d[\d.]{0,40}[KMG]\b.{0,40} That was not possible",
+        "xla",
+        "XLA",
+    ),
+    _head("Out of memory allocating", r"Out of memory allocating \d[\d,]{0,40} bytes", "cuda", "CuPy"),
+    # the driver, called by torch or by a library outside torch's allocator
+    _head(
+        "cuda runtime error",
+        r"cuda runtime error \(2\) ?: out of memory(?: at \S{0,200}THC(?:Storage|Tensor|CachingAllocator)\S{0,80})",
+        "cuda",
+        "torch 0.4",
+    ),
     _head("cuda runtime error", r"cuda runtime error \(2\) ?: out of memory", "cuda driver", "torch 0.4"),
+    _head("out of memory", r"Triton Error \[(CUDA|HIP)\]:.{0,40} out of memory", "", "Triton"),
+    _head("out of resource", r"out of resource: shared memory", "triton", "Triton's shared memory"),
     _head("out of memory", r"CUDA (?:driver |runtime )?error: out of memory", "cuda driver", "torch 1.0 and later"),
     _head("out of memory", r"HIP (?:driver |runtime )?error: out of memory", "hip driver", "torch for ROCm"),
     _head(
-        "CUDA_ERROR_OUT|cudaErrorMemory", r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation", "cuda driver", "CUDA"
+        "CUDA_ERROR_OUT|cudaErrorMemory",
+        r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",
+        "cuda driver",
+        "CUDA",
     ),
+    _head("hipErrorOutOfMemory", r"hipErrorOutOfMemory", "hip driver", "ROCm"),
     _head(
         "device not ready", r"CUDA driver error: device not ready", "cuda driver", "torch 2.1 and later", certain=False
     ),
     _head(
-        "UR_RESULT_ERROR_OUT", r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_|HOST_)?(?:MEMORY|RESOURCES)", "xpu driver", "oneAPI"
+        "_RESULT_ERROR_OUT",
+        r"(?:UR|ZE|PI)_RESULT_ERROR_OUT_OF_(?:DEVICE_|HOST_)?(?:MEMORY|RESOURCES)|PI_ERROR_OUT_OF_RESOURCES",
+        "xpu driver",
+        "oneAPI",
     ),
     _head("Native API failed", r"Native API failed.{0,80}OUT_OF_RESOURCES", "xpu driver", "oneAPI", certain=False),
     _head("_STATUS_ALLOC_FAILED", r"\b(CUBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED", "", "CUDA libraries"),
@@ -74,7 +123,8 @@ HEADS = (
         "torch 2.0 and later",
         certain=False,
     ),
-    _head("Cuda failure", r"Cuda failure (?:2 )?'out of memory'", "nccl", "NCCL"),
+    _head("uda failure", r"Cuda failure (?:2 )?'out of memory'", "nccl", "NCCL"),
+    _head("ip failure", r"HIP failure (?:2 )?'out of memory'", "rccl", "RCCL"),
     _head(
         "INTERNAL ASSERT FAILED",
         r"handles_\.at\(i\) INTERNAL ASSERT FAILED",
@@ -82,10 +132,10 @@ HEADS = (
         "torch 2.1 and later",
         certain=False,
     ),
-    # The host.
+    # host memory
     _head(
         "for an array with shape",
-        r"Unable to allocate \d[\d.]{0,40} (?:bytes|[KMGTP]iB) for an array with shape",
+        r"Unable to allocate \d[\d.]{0,40} (?:bytes|[KMGTPE]iB) for an array with shape",
         "numpy",
         "NumPy 1.17 and later",
     ),
@@ -96,34 +146,95 @@ HEADS = (
         "torch 1.0 and later",
     ),
     _head(
+        "Too many open files",
+        r"unable to open shared memory object .{0,300}Too many open files",
+        "system",
+        "open files",
+    ),
+    _head("Too many open files", r"\[Errno 24\] Too many open files", "system", "open files"),
+    _head("received 0 items", r"received 0 items of ancdata", "system", "open files"),
+    _head(
         "DataLoader worker",
         r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: Bus error",
         "shared memory",
-        "torch 0.4 and later",
+        _SHM,
     ),
     _head(
         "No space left",
-        r"unable to (?:write to|open|allocate) (?:file|shared memory)[^:]{0,80}: No space left",
+        r"unable to (?:write to|open|allocate|resize) (?:file|shared memory)[^:]{0,300}: No space left",
         "shared memory",
+        _SHM,
     ),
     _head(
-        "DataLoader worker",
-        r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: Killed",
-        "system",
-        "torch 0.4 and later",
+        "No space left",
+        r"\[Errno 28\] No space left on device: '/?(?:dev/shm|pym-|psm_|torch_)",
+        "shared memory",
+        _SHM,
     ),
+    _head("[Errno 28]", r"\[Errno 28\] No space left on device", "shared memory", "Errno 28", certain=False),
+    _head("shared memory segment", r"[Ee]rror while creating shared memory segment", "shared memory", _SHM),
+    _head(
+        "DataLoader worker", r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: Killed", "system", "DataLoader"
+    ),
+    _head(
+        "exited unexpectedly",
+        r"DataLoader worker \(pid.{0,100}\) exited unexpectedly",
+        "system",
+        "DataLoader",
+        certain=False,
+    ),
+    _head("1455", r"\[?WinError 1455\]?|\bos error 1455\b", "system", "Windows"),
+    # programs that end a process for its memory, or report its end
+    _head("OOMKilled", r"\bOOMKilled\b(?!\W{1,6}(?:[Ff]alse|0|null|None))", "system", "Kubernetes"),
+    _head("all available RAM", r"crashed after using all available RAM", "system", "Colab"),
+    _head(
+        "tried to allocate more memory", r"notebook tried to allocate more memory than is available", "system", "Kaggle"
+    ),
+    _head(
+        "ernel appears to have died|ernel crashed while|ernel died|Dead kernel|DeadKernel|KernelRestarter",
+        r"[Kk]ernel (?:appears to have died|crashed while executing|died unexpectedly|died with exit code)|Dead kernel"
+        r"|DeadKernelError|KernelRestarter: restarting kernel",
+        "system",
+        "Jupyter",
+        certain=False,
+    ),
+    _head(
+        "slurmstepd|srun:|OUT_OF_ME|exceeded",
+        r"slurmstepd: error: .{0,120}oom[-_ ]kill|srun: error: .{0,120}: Out Of Memory|\bOUT_OF_ME(?:MORY|\+)"
+        r"|slurmstepd: error: .{0,120}[Ee]xceeded (?:job |step )?memory limit",
+        "system",
+        "Slurm",
+    ),
+    _head("PBS: job killed", r"PBS: job killed: (?:p?v?mem|vmem)\b", "system", "PBS"),
+    _head("TERM_MEMLIMIT", r"TERM_MEMLIMIT", "system", "LSF"),
+    _head("h_vmem", r"exceeds? job (?:hard|soft) limit .h_vmem", "system", "SGE"),
+    _head("over memory limit|over cgroup", r"Job has gone over (?:cgroup )?memory limit", "system", "HTCondor"),
+    _head("Container killed due", r"Container killed due to memory usage", "system", "AWS Batch"),
+    _head(
+        "running low on memory|due to memory pressure",
+        r"killed due to (?:the node running low on memory|memory pressure)",
+        "system",
+        "Ray",
+    ),
+    _head("ObjectStoreFull|object store", r"ObjectStoreFullError", "shared memory", "Ray's object store"),
+    _head(
+        "No executable batch size", r"No executable batch size found, reached zero", "cuda", "accelerate", certain=False
+    ),
+    _head("due to CUDA OOM", r"to CPU due to CUDA OOM", "cuda", "detectron2"),
     _head("ut of memory", r"[Oo]ut of memory: Killed? process \d|Memory cgroup out of memory", "system", "Linux"),
     _head("oom-kill|oom_kill|OOM Killed", r"oom-kill|oom_kill event|OOM Killed", "system", "Linux"),
     _head(
-        "137|exitcode|SIGKILL|illed",
-        r"[Ee]xit(?:ed with)?(?: status| ?[Cc]ode)?:? *137\b|\bexitcode *: *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL"
+        "137|xit|SIGKILL|illed|signal 9",
+        r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *137\b|[Ee]rror 137\b"
+        r"|\b[Ee]xit ?_?[Cc]ode\"? *[:=]? *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL|(?:return|status) code:? 137\b"
+        r"|\bExited \(137\)|\bSIGKILL\b|(?:terminated|killed) by signal 9\b|signal: killed\b"
         r"|(?:^| )Killed$|\b\d{1,40} Killed\b|zsh: killed\b",
         "system",
-        "shells, torchrun and containers",
+        _SHELLS,
         certain=False,
     ),
     _head("Cannot allocate memory", r"Cannot allocate memory", "cpu", "the operating system"),
     _head("std::bad_alloc", r"std::bad_alloc", "cpu", "C++"),
     _head("MemoryError", r"\bMemoryError\b(?!: Unable to allocate)", "cpu", "Python"),
 )
-"""In case of a tie the first wins."""
+"""Of several heads that begin at the same place the first wins."""

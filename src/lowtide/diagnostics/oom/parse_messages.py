@@ -1,9 +1,9 @@
-"""Out-of-memory messages out of any text: exceptions, logs of several ranks, wrapped lines.
+"""Reader of out-of-memory messages in any text: exceptions, logs of several ranks, wrapped lines.
 
 A message is found by its first words and read clause by clause, because every version of torch has its own selection
-and order of them. The wordings were read in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its kin for
-other devices, `CPUAllocator.cpp`, `MPSAllocator.mm`) and of torch_npu. Units are binary whatever they are called: the
-messages that say GB divide by 1024, too.
+and order of clauses. The wordings were read in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its
+counterparts for other devices, `CPUAllocator.cpp`, `MPSAllocator.mm`) and of torch_npu. Units are binary whatever they
+are called: messages that say GB divide by 1024, too.
 """
 
 from __future__ import annotations
@@ -16,114 +16,135 @@ from typing import NamedTuple
 
 from lowtide.diagnostics.oom.message import Holder, Message
 from lowtide.diagnostics.oom.message_patterns import HEADS
-from lowtide.diagnostics.oom.text_stream import LONGEST, Finder, OneLine
+from lowtide.diagnostics.oom.text_stream import LONGEST, LineJoiner, PatternFinder
 
-_SIZE = r"(?<!\d)(\d{1,20}(?:\.\d{1,20})?) ?(bytes|[KMGTP]i?B|B)\b"
-_UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_NUMBER = r"(?<!\d)(\d{1,3}(?:,\d{3}){1,6}|\d{1,20}(?:\.\d{1,20})?)"
+_SIZE = rf"{_NUMBER} ?(bytes|[KMGTPE]i?B|[kmg]b|B)\b"
+_SHORT_SIZE = rf"{_NUMBER}([KMGT])\b"
+_PLAIN_BYTES = r"(?<!\d)(\d{1,20})(?!\.?\d)()"
+_UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6, "": 0}
 
 _CLAUSES = {
-    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable) to allocate {_SIZE}|unable to mmap {_SIZE}",
-    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}",
-    "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free",
-    "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}",
+    "tried": rf"(?:[Tt]ried|[Tt]rying|Unable|[Ff]ailed) to allocate (?:request for )?{_SIZE}|unable to mmap {_SIZE}"
+    rf"|Requested *: {_SIZE}"
+    rf"|Invalid buffer size: {_SIZE}|[Oo]ut of memory allocating {_SIZE}|allocate tensor with {_SIZE}"
+    rf"|Attempting to (?:allocate|reserve) {_SHORT_SIZE}|Allocation failed for size::{_PLAIN_BYTES}"
+    rf"|Failed to alloc(?:ate)? (?:DEVICE|HOST) memory: {_PLAIN_BYTES}",
+    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|Device limit *: {_SIZE}|of {_SHORT_SIZE} [hv]",
+    "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free|Free \(according to CUDA\): {_SIZE}"
+    rf"|There are {_SHORT_SIZE} free",
+    "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}"
+    rf"|Currently allocated *: {_SIZE}|allocated so far: {_SIZE}|Used {_SHORT_SIZE} of"
+    rf"|mem (?:job total )?{_SIZE} exceeded",
     "cached": rf"{_SIZE} cached\)",
     "reserved": rf"{_SIZE} reserved in total",
     "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
     "pools": rf"with {_SIZE} allocated in private pools",
     "process": rf"this process has {_SIZE} memory in use",
-    "allowed": rf"{_SIZE} allowed\b|max allowed: {_SIZE}",
+    "allowed": rf"{_SIZE} allowed\b|max allowed: {_SIZE}|user-supplied memory fraction\) *: {_SIZE}"
+    rf"|limit set to: {_SIZE}|exceeded limit {_SIZE}",
     "elsewhere": rf"other allocations: {_SIZE}",
 }
 _DEVICE = re.compile(r"\((?:[A-Z]+) +(\d+);|\b(?:GPU|GCU|Device) (\d+) has a total")
+_SHAPE = re.compile(r"for an array with shape \(([\d, ]{1,200})\)")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 _LONGEST = 2000
-"""Characters of the longest message, with some twenty processes in it."""
+"""Characters of the longest message, which lists some twenty processes."""
 MOST_KNOWN = 1 << 18
-"""Messages that are told from each other."""
+"""Messages that are distinguished from each other."""
 
 _USUAL_OVERHEAD_BYTES = 2 << 30
-"""A context and its libraries mostly take less."""
+"""Usual upper bound of a context and its libraries."""
 _SLACK_BYTES = 1 << 26
-"""Amounts are rounded."""
+"""Tolerance for rounded amounts."""
 
 
 class Messages:
-    """The out-of-memory messages in a text that comes piece by piece, in order of appearance."""
+    """Out-of-memory messages of a text that comes in pieces, in order of appearance."""
 
     def __init__(self) -> None:
-        self._line = OneLine()
-        self._finders = [Finder(head.pattern, head.words) for head in HEADS]
+        self._line = LineJoiner()
+        self._finders = [PatternFinder(head.pattern, head.words) for head in HEADS]
         self._window = ""
-        self._begun: list[_Begun] = []
-        """In order, what has begun in the window and was not read yet."""
+        self._starts: list[_MessageStart] = []
+        """Starts of messages in the window that are not read yet, in order."""
         self._end = 0
-        """In the window, the end of the head that was read last."""
+        """End of the last head read, in the window."""
+        self._offset = 0
+        """Position of the window in the joined text."""
         self._known: set[int] = set()
 
     def read(self, piece: str, *, is_last: bool) -> Iterator[Message]:
-        """Those that end with `piece` and say something new; beyond MOST_KNOWN they all count as said."""
+        """Yield the new messages that end with `piece`; beyond MOST_KNOWN none counts as new."""
         self._window += self._line.cleaned(piece, is_last=is_last)
         for number, finder in enumerate(self._finders):
             matches = finder.found(self._window, is_last=is_last)
-            self._begun += [_Begun(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
-        self._begun.sort()
-        is_known = len(self._window) if is_last else len(self._window) - LONGEST  # what begins before
+            self._starts += [_MessageStart(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
+        self._starts.sort()
+        is_known = len(self._window) if is_last else len(self._window) - LONGEST  # starts before it are final
         done = 0
-        for place, (start, number, end, kind) in enumerate(self._begun):
+        for place, (start, number, end, kind) in enumerate(self._starts):
             if start + _LONGEST > is_known and not is_last:
                 break
             done += 1
             if start < self._end:
-                continue  # inside of what another head has taken
+                continue  # inside the match of another head
             self._end = end
-            later = (self._begun[n].start for n in range(place + 1, len(self._begun)))
+            later = (self._starts[n].start for n in range(place + 1, len(self._starts)))
             stop = next((other for other in later if other >= end), len(self._window))
             message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
+            message = replace(message, rank=self._rank_at(self._offset + start))
             if self._is_new(message):
                 yield message
-        del self._begun[:done]
-        self._move_on(max(0, min([is_known, *(begun.start for begun in self._begun[:1])]) - 1))
+        del self._starts[:done]
+        self._move_on(max(0, min([is_known, *(begun.start for begun in self._starts[:1])]) - 1))
 
     def _move_on(self, n: int) -> None:
-        self._window, self._end = self._window[n:], self._end - n
-        self._begun = [begun._replace(start=begun.start - n, end=begun.end - n) for begun in self._begun]
+        self._window, self._end, self._offset = self._window[n:], self._end - n, self._offset + n
+        ranks = self._line.ranks
+        while len(ranks) > 1 and ranks[1][0] <= self._offset:
+            del ranks[0]
+        self._starts = [begun._replace(start=begun.start - n, end=begun.end - n) for begun in self._starts]
         for finder in self._finders:
             finder.move_on(n)
 
+    def _rank_at(self, position: int) -> int | None:
+        return next((rank for start, rank in reversed(self._line.ranks) if start <= position), None)
+
     def _is_new(self, message: Message) -> bool:
-        key = hash(replace(message, text=""))
+        key = hash(replace(message, text="", rank=None))
         if key in self._known or len(self._known) >= MOST_KNOWN:
             return False
         self._known.add(key)
         return True
 
 
-class _Begun(NamedTuple):
-    """The beginning of a message."""
+class _MessageStart(NamedTuple):
+    """Start of a message."""
 
     start: int
     number: int
-    """Of its head."""
+    """Number of its head."""
     end: int
-    """Of the head's match."""
+    """End of the head's match."""
     kind: str
 
 
 def messages(text: str) -> list[Message]:
-    """Every out-of-memory message in `text`, in order of appearance; those that say the same are one."""
+    """Return every out-of-memory message in `text`, in order of appearance, without duplicates."""
     return list(Messages().read(text, is_last=True))
 
 
-def most_telling(found: list[Message]) -> Message:
-    """The message to explain: the first with numbers of a device, else with any, else the first that is certain."""
-    return next(message for tells in _TELLING for message in found if tells(message))
+def most_telling(known: list[Message]) -> Message:
+    """Return the message to explain: the first with numbers of a device, else with any, else the first certain one."""
+    return next(message for tells in _TELLING for message in known if tells(message))
 
 
-def firsts(found: list[Message]) -> list[Message]:
-    """Those of which one is the most telling, whatever else comes."""
-    kept = (next((n for n, message in enumerate(found) if tells(message)), None) for tells in _TELLING)
-    return [found[n] for n in sorted({n for n in kept if n is not None})]
+def candidates(known: list[Message]) -> list[Message]:
+    """Return the messages among which `most_telling` will choose, whatever else comes."""
+    kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _TELLING)
+    return [known[n] for n in sorted({n for n in kept if n is not None})]
 
 
 _TELLING: tuple[Callable[[Message], bool], ...] = (
@@ -136,17 +157,18 @@ _TELLING: tuple[Callable[[Message], bool], ...] = (
 
 @lru_cache(maxsize=64)
 def _read(number: int, kind: str, text: str) -> Message:
-    """The message in `text`, which begins with the head of this number; `kind` is what that says of it."""
+    """Read the message in `text`, which begins with head `number`; `kind` is what the head's match says of it."""
     head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
-    device = _DEVICE.search(text)
+    device, shape = _DEVICE.search(text), _SHAPE.search(text)
     message = Message(
         kind=head.kind or kind.lower(),
         form=form,
         text=_sentences(text),
         certain=head.certain,
         device=None if device is None else int(device[1] or device[2]),
+        shape=None if shape is None else tuple(int(n) for n in shape[1].split(",") if n.strip()),
         tried_bytes=amounts["tried"],
         total_bytes=amounts["total"],
         free_bytes=amounts["free"],
@@ -158,7 +180,7 @@ def _read(number: int, kind: str, text: str) -> Message:
         elsewhere_bytes=amounts["elsewhere"],
         others=tuple(Holder(name=f"process {m[1]}", bytes=_bytes(m[2], m[3])) for m in _PROCESS.finditer(text)),
     )
-    return _this_process_among(_without_nonsense(message))
+    return _find_own_process(_drop_impossible(message))
 
 
 _FORMS = (
@@ -171,27 +193,34 @@ _FORMS = (
 
 
 def _unallocated(amounts: dict[str, int | None]) -> int | None:
-    """What PyTorch holds and does not use: said as such, or as "cached", or to be had from what it holds in all."""
+    """Return the memory that PyTorch has reserved and does not use, from whichever clause states it."""
     if amounts["reserved"] is not None and amounts["allocated"] is not None:
         return max(0, amounts["reserved"] - amounts["allocated"])
     return amounts["unallocated"] if amounts["cached"] is None else amounts["cached"]
 
 
-def _without_nonsense(message: Message) -> Message:
-    """Without amounts above the capacity: where the driver does not know (WSL), 17179869184 GiB are said."""
+def _drop_impossible(message: Message) -> Message:
+    """Drop amounts above the capacity: a driver that does not know them (WSL) reports 17179869184 GiB."""
     total = message.total_bytes
     if total is None:
         return message
     others = tuple(other for other in message.others if other.bytes <= total)
     own = message.process_bytes
-    return replace(message, others=others, process_bytes=None if own is None or own > total else own)
+    allowed = message.allowed_bytes
+    return replace(
+        message,
+        others=others,
+        process_bytes=None if own is None or own > total else own,
+        allowed_bytes=None if allowed is None or allowed > total else allowed,
+    )
 
 
-def _this_process_among(message: Message) -> Message:
-    """In a container a process does not know its own number, and is listed as another.
+def _find_own_process(message: Message) -> Message:
+    """Find this process among the listed ones: in a container a process does not know its own number.
 
-    It is sure which one where only one is as large as what PyTorch holds, and the device has no room for that beside
-    all of them. Else the one whose size is that and a usual context is taken, or none, and `maybe_own` says so.
+    It is certain if only one process is as large as PyTorch's memory, and the device has no room for that beside all of
+    them. Otherwise the process of the size of PyTorch's memory and a usual context is taken, or none; `maybe_own` says
+    so.
     """
     if message.process_bytes is not None or not message.others:
         return message
@@ -217,14 +246,14 @@ def _amount(pattern: str, text: str) -> int | None:
 
 
 def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * (1 << 10 * _UNIT[unit[0].lower()]))
+    return round(float(number.replace(",", "")) * (1 << 10 * _UNIT[unit[:1].lower()]))
 
 
 _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
-"""The class of the next error, which its own message begins after."""
+"""Class of the next error, which its own message begins after."""
 
 
 def _sentences(text: str) -> str:
-    """The message up to torch's own advice, or to its first sentence where there are no numbers."""
+    """Return the message up to torch's own advice, or to its first sentence where it has no numbers."""
     text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
     return _NEXT.sub("", text[:600]).strip()

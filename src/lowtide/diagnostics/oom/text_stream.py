@@ -1,7 +1,7 @@
-"""Text that comes piece by piece: searched and cleaned with no more of it in memory than a few thousand characters.
+"""Text in pieces: searched and cleaned with a few thousand characters in memory.
 
-Every pattern that is searched for here matches a bounded number of characters, so that what a search finds depends on
-so much text only, and not on where the pieces end. The work grows with the text and with nothing else.
+Every pattern searched for here matches a bounded number of characters, so matches do not depend on where the pieces
+end. The work is linear in the text.
 """
 
 from __future__ import annotations
@@ -10,33 +10,35 @@ import re
 from collections.abc import Iterator, Sequence
 
 PIECE = 1 << 18
-"""Characters that are read at once."""
+"""Characters read at once."""
 LONGEST = 5000
-"""Characters of the longest match, and more than the longest message."""
+"""Characters of the longest match; more than the longest message."""
 
-_PREFIX = re.compile(
-    r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\[(?:rank ?|default)\d+\]:|\(\w{1,200} pid=\d+[^)\n]{0,200}\)|\d+: (?=\[rank))\s?",
+PREFIX = re.compile(
+    r"^(?:\x1b\[[0-9;]{0,60}m)*(?:\d{1,6}: )?"
+    r"(?:\[(?:rank ?|default)(\d{1,6})\]:|\(\w{1,200} pid=\d+[^)\n]{0,200}\))\s?",
     re.MULTILINE,
 )
+"""The prefix that launchers put before a line; the first group is the rank."""
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,60}[A-Za-z]")
 _LONGEST_ANSI = 64
 _LONGEST_LINE = 1 << 16
-"""Characters of a line up to which the rest of it is waited for."""
+"""Characters up to which the end of a line is waited for."""
 
 
-class Finder:
-    """Matches of a pattern, as `finditer` gives them, in a text of which a window moves on.
+class PatternFinder:
+    """Matches of a pattern, as of `finditer`, in a text seen through a moving window.
 
-    `words` are such that every match has one of them: where none is in the window, nothing is searched.
+    Every match contains one of `words`: a window without them is not searched.
     """
 
     def __init__(self, pattern: re.Pattern[str], words: Sequence[str]) -> None:
         self._pattern, self._words = pattern, words
         self._next = 0
-        """Where in the window the search goes on."""
+        """Position in the window where the search continues."""
 
     def found(self, window: str, *, is_last: bool) -> Iterator[re.Match[str]]:
-        """The new matches, but for those that begin where the rest of them may still be to come."""
+        """Yield the new matches, except those that begin where their rest may still be missing."""
         stop = len(window) + 1 if is_last else len(window) - LONGEST
         if any(window.find(word, self._next) >= 0 for word in self._words):
             for match in self._pattern.finditer(window, self._next):
@@ -47,32 +49,44 @@ class Finder:
         self._next = max(self._next, stop)
 
     def move_on(self, n: int) -> None:
-        """The window begins `n` characters later."""
+        """Move the window on by `n` characters."""
         self._next -= n
 
 
-class OneLine:
-    """Text without colours, the prefixes of ranks, and line breaks."""
+class LineJoiner:
+    """Text without colours, prefixes of ranks, and line breaks."""
 
     def __init__(self) -> None:
+        self.ranks: list[tuple[int, int]] = []
+        """Positions in the joined text from which on another rank speaks, each with the rank."""
+        self._n_joined = 0
         self._rest = ""
         self._in_line = False
-        """Whether what comes next goes on with a line that has begun."""
+        """True if the next piece continues a line."""
         self._has_begun = self._needs_space = False
 
     def cleaned(self, piece: str, *, is_last: bool) -> str:
-        """What is sure of the text after `piece`, behind what was given before."""
+        """Return the part of the text that `piece` completes."""
         text = self._rest + piece.replace("\0", "")
         end = len(text) if is_last else self._end(text)
         text, self._rest = text[:end], text[end:]
         line, line_break, more = text.partition("\n") if self._in_line else ("", "", text)
         if text:
             self._in_line = not text.endswith("\n")
-        return self._joined(_ANSI.sub("", line + line_break + _PREFIX.sub("", more)))
+        parts = [self._joined(line + line_break)]
+        done = 0
+        for prefix in PREFIX.finditer(more):
+            rank = None if prefix[1] is None else int(prefix[1])
+            parts.append(self._joined(more[done : prefix.start()]))
+            done = prefix.end()
+            if rank is not None and (not self.ranks or self.ranks[-1][1] != rank):
+                self.ranks.append((self._n_joined, rank))
+        parts.append(self._joined(more[done:]))
+        return "".join(parts)
 
     @staticmethod
     def _end(text: str) -> int:
-        """Where `text` can be cut: behind a line, or in one that is very long, but not in a colour."""
+        """Return where `text` can be cut: after a line, or within a very long one, but not within a colour."""
         end = text.rfind("\n") + 1
         if len(text) - end < _LONGEST_LINE:
             return end
@@ -80,8 +94,12 @@ class OneLine:
         return len(text) if colour < 0 else colour
 
     def _joined(self, text: str) -> str:
+        if not text:
+            return ""
+        text = _ANSI.sub("", text)
         words = " ".join(text.split())
         space = " " if words and self._has_begun and (self._needs_space or text[0].isspace()) else ""
         self._needs_space = text[-1].isspace() if words else self._needs_space or bool(text)
         self._has_begun |= bool(words)
+        self._n_joined += len(space + words)
         return space + words

@@ -32,6 +32,7 @@ from lowtide._torch.autograd_graph import nodes_behind
 from lowtide._torch.nodes import SAVED
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.loss_reduction import Shares, SumOver, Weight, average_of, shares_for
+from lowtide.levers.accumulation.row_independence import check_no_product_of_rows, check_rows_are_independent
 from lowtide.levers.accumulation.split_batch import micro_batches, rows_of
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ def accumulate(
     average), or a function that gives for a piece what its mean was divided by, for example
     `lambda part: (part["labels"][:, 1:] != -100).sum()` for a language model.
 
+    A stated `weight` is tried out once for each `loss_of`: the loss of some rows against those of their halves, without
+    gradients. A loss whose rows see each other, such as one with in-batch negatives, is refused.
+
     Batch normalization sees only a piece at a time, so its statistics and the gradients are others than the whole
     batch's: it is refused unless `batch_norm=True` accepts that.
 
@@ -87,6 +91,9 @@ def accumulated(
 ) -> Tensor:
     """`accumulate`, which also knows the weight SumOver."""
     parts = micro_batches(batch, n, shared=shared)
+    is_stated = not (weight is None or isinstance(weight, SumOver)) and not batch_norm
+    if is_stated and len(parts) > 1:
+        check_rows_are_independent(loss_of, batch, n, weight, shared)
     rows = [rows_of(part, shared) for part in parts]
     shares: Shares | None = None
     total: Tensor | None = None
@@ -96,6 +103,8 @@ def accumulated(
         if shares is None:
             if not batch_norm:
                 _refuse_batch_norm(loss)
+            if is_stated and len(parts) > 1:
+                check_no_product_of_rows(loss, rows[0])
             shares = shares_for(loss, parts, rows, weight)
         elif weight is None or isinstance(weight, SumOver):
             shares.check(number, average_of(loss, weight))

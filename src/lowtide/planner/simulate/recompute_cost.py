@@ -2,7 +2,7 @@
 
 Or it has become the next one: what is made for nothing else may be written over.
 
-They are made in the engine's order (`bring_back` in `runtime/saved_values.py`): of what is missing the last operand
+They are made in the engine's order (`materialize` in `runtime/saved_values.py`): of what is missing the last operand
 comes first, and before it whatever that needs. So it is known how much of them is there at any moment, and how much
 already when an operand is asked for, which may have to be made again itself.
 """

@@ -10,7 +10,7 @@ import struct
 import torch
 from torch import Tensor
 
-from lowtide.runtime.recipes.registry import recipe
+from lowtide.runtime.recipes.registry import aten, recipe
 
 
 @recipe("WhereBackward0", edges={"self": 0, "other": 1})
@@ -54,13 +54,16 @@ def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 @recipe("NativeDropoutBackward0", edges={"input": 0})
 def native_dropout(input: Tensor, result1: Tensor, *, p: float, out_device: torch.device) -> Tensor:
-    """The fused form, from the mask that it saved. A CPU rounds the scale to the input's type, a GPU to single."""
+    """Recompute the fused form from its saved mask.
+
+    A CPU rounds the scale to the input's type; a GPU to single, and its backward's kernel is the same product.
+    """
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     if out_device.type == "cpu":
         return input * (result1.to(input.dtype) * scale)
     if p != 1 and input.dtype != torch.float64:
         scale = single(1.0 / single(1.0 - p))
-    return (input * result1).mul_(scale)
+    return aten.native_dropout_backward(input, result1, scale)
 
 
 def single(number: float) -> float:

@@ -78,7 +78,11 @@ def group_norm(
 
 
 @recipe(
-    "NativeBatchNormBackward0", edges={"input": 0, "weight": 1, "bias": 2}, owner="weight", together={"bias": "weight"}
+    "NativeBatchNormBackward0",
+    edges={"input": 0, "weight": 1, "bias": 2},
+    owner="weight",
+    together={"bias": "weight"},
+    unless={"running_mean": "training", "running_var": "training"},
 )
 def batch_norm(
     input: Tensor,
@@ -90,9 +94,7 @@ def batch_norm(
     training: bool,
     eps: float,
 ) -> Tensor:
-    """Also instance norm. In training the batch's own statistics count: the running ones are not passed."""
-    if training:
-        running_mean = running_var = None
+    """Also instance norm. In training the batch's own statistics count."""
     return aten.native_batch_norm(input, weight, bias, running_mean, running_var, training, 0.0, eps)[0]
 
 

@@ -76,6 +76,7 @@ class Recipe:
     owner: str | None = None
     together: Mapping[str, str] = field(default_factory=dict)
     when: Mapping[str, Any] = field(default_factory=dict)
+    unless: Mapping[str, str] = field(default_factory=dict)
     read_off: Mapping[str, Callable[[Tensor | None, Source], Any]] = field(default_factory=dict)
     expensive: bool = False
     alias: bool = False
@@ -93,6 +94,7 @@ def recipe(
     owner: str | None = None,
     together: Mapping[str, str] | None = None,
     when: Mapping[str, Any] | None = None,
+    unless: Mapping[str, str] | None = None,
     read_off: Mapping[str, Callable[[Tensor | None, Source], Any]] | None = None,
     expensive: bool = False,
     alias: bool = False,
@@ -112,7 +114,8 @@ def recipe(
     A keyword-only `out: Tensor | None = None` says that the result may be written over an operand, which is given as
     `out`: one that nobody else has, of the result's shape, strides and type.
 
-    `when`: constants that must have these values. `expensive`: it redoes a matrix product, a convolution or attention.
+    `when`: constants that must have these values. `unless`: operands that are None where that constant is true.
+    `expensive`: it redoes a matrix product, a convolution or attention.
     `alias`: the result is a view of the first operand. `device`: the only type of device that has the node.
     A function that returns `tuple[Tensor, ...]` gives all outputs of its node, one that returns `Tensor` the first one.
     """
@@ -134,6 +137,7 @@ def recipe(
                 owner=owner,
                 together=dict(together or {}),
                 when=dict(when or {}),
+                unless=dict(unless or {}),
                 read_off=dict(read_off or {}),
                 expensive=expensive,
                 alias=alias,

@@ -22,5 +22,5 @@ error = 0.0
 for x, y in data:
     error += F.l1_loss(model(x), y).item()  # made
 
-print("holder", "nobody after the forward")
+print("holder", "nothing after the forward")
 print("bytes", 2 * ACTIVATION)

@@ -16,6 +16,7 @@ data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)) for _ in range(5)]
 state = torch.zeros(ROWS, WIDTH)
 for x, y in data:
     optimizer.zero_grad()
+    cell.zero_grad()
     state = cell(x, state)  # made
     loss = F.l1_loss(model(state), y)
     loss.backward(retain_graph=True)

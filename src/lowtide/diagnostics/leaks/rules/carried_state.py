@@ -1,20 +1,31 @@
-"""State that is carried from step to step with its graph."""
+"""State carried from step to step together with its graph."""
 
-from lowtide.diagnostics.leaks.finding import Past, Rule
-from lowtide.diagnostics.leaks.inspection import Survivor
-
-
-def _is_carried(survivor: Survivor, past: Past) -> bool:
-    return survivor.has_graph and survivor.is_input and bool(survivor.backwards)
+from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 
-CARRIED_STATE = Rule(
-    code="LT011",
+@rule(
+    "LT011",
+    priority=80,
     name="state carried with its graph",
-    what="The model is given a tensor that still has the graph of the step before: a recurrent state, a memory.",
-    why="The graph grows by one step each step, and so does backward's time.",
+    what="The model receives a tensor that still has the graph of the previous step: a recurrent state, a memory.",
+    why="The graph grows by one step each step, and so does the time of backward.",
     bad="output, state = model(x, state)\nloss(output).backward(retain_graph=True)",
     good="output, state = model(x, state.detach())\nloss(output).backward()",
     fix="`{name} = {name}.detach()` before the next forward, and no `retain_graph` at {backward}",
-    matches=_is_carried,
 )
+class CarriedState(Rule):
+    """The model's input has a graph that a backward pass went through."""
+
+    claims_graph = True
+    fix_of_part = (
+        "detach each tensor of `{name}` before the next forward (`{name} = tuple(t.detach() for t in {name})`), and no "
+        "`retain_graph` at {backward}"
+    )
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return item.has_graph and item.is_input and bool(item.backwards)
+
+    def names_holder(self, item: RetainedObject) -> bool:
+        return item.is_input

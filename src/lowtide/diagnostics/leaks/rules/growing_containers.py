@@ -1,34 +1,19 @@
-"""Lists and sums that gather graphs or outputs step by step."""
+"""Containers and sums that accumulate graphs or outputs from step to step."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lowtide.diagnostics.leaks.finding import Past, Rule
-from lowtide.diagnostics.leaks.inspection import Survivor
+from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 GROWTHS = 3
-"""Inspections in a row at which a list must have grown."""
+"""Consecutive inspections at which a container must have grown."""
 
 
-def _is_list_of_graphs(survivor: Survivor, past: Past) -> bool:
-    """A list that is made anew in each step neither grows nor has two graphs of one call."""
-    return _is_gathered(survivor) and past.entries[-1] > 0 and (past.n_alike > 1 or past.entries[-1] > past.entries[0])
-
-
-def _is_sum(survivor: Survivor, past: Past) -> bool:
-    """One step may well call a model twice, and then has a backward pass for both."""
-    is_over_steps = len(survivor.steps) > 1 or not survivor.backwards
-    is_repeated = len(survivor.calls) > len({id(call.stats) for call in survivor.calls})
-    return _is_gathered(survivor) and survivor.is_scalar and is_over_steps and is_repeated
-
-
-def _is_gathered(survivor: Survivor) -> bool:
-    """Where gradients have a graph, losses are gathered to be differentiated, as in learning to learn."""
-    return survivor.has_graph and not any(backward.create_graph for backward in survivor.backwards)
-
-
-def _is_growing(survivor: Survivor, past: Past) -> bool:
-    return not survivor.has_graph and _grows(past.held_bytes) and _grows(past.entries)
+def _accumulates(item: RetainedObject) -> bool:
+    """Return True if `item` has a graph, and its gradients have none (learning to learn gathers losses on purpose)."""
+    return item.has_graph and not any(backward.create_graph for backward in item.backwards)
 
 
 def _grows(sizes: Sequence[int]) -> bool:
@@ -36,36 +21,142 @@ def _grows(sizes: Sequence[int]) -> bool:
     return len(last) == GROWTHS and all(a < b for a, b in pairwise(last))
 
 
-LIST_OF_GRAPHS = Rule(
-    code="LT008",
+@rule(
+    "LT008",
+    priority=100,
     name="list of tensors that have a graph",
     what="A list, dict or set holds tensors whose graph has not been freed.",
     why="Each entry holds the whole graph of its step.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
     fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, and keeps all memory that the value is in)",
-    matches=_is_list_of_graphs,
 )
+class ListOfGraphs(Rule):
+    """A list that each step makes anew neither grows nor has two graphs of one call, and does not match."""
 
-SUM_OF_GRAPHS = Rule(
-    code="LT009",
+    is_refuted_by_backward = True
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        entries = history.entries
+        return _accumulates(item) and entries[-1] > 0 and (history.n_alike > 1 or entries[-1] > entries[0])
+
+
+@rule(
+    "LT009",
+    priority=90,
     name="running sum of tensors that have a graph",
     what="A running total was added to over several forwards without a backward pass that frees their graphs.",
-    why="The sum's graph is the graphs of all its summands. After an ordinary `loss.backward()` the same line costs "
-    "nothing.",
+    why="The graph of the sum is the graphs of all its summands. After an ordinary `loss.backward()` the same line "
+    "costs nothing.",
     bad="total = total + criterion(model(x), y)",
     good="total = total + criterion(model(x), y).detach()",
     fix="add numbers to `{name}`: `.detach()` or `.item()`",
-    matches=_is_sum,
 )
+class SumOfGraphs(Rule):
+    """A scalar over several calls of one site. One step may call a model twice, with one backward pass for both."""
 
-GROWING_LIST = Rule(
-    code="LT021",
+    is_refuted_by_backward = True
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        is_over_steps = len(item.steps) > 1 or not item.backwards
+        is_repeated = len(item.calls) > len({id(call.stats) for call in item.calls})
+        return _accumulates(item) and item.is_scalar and is_over_steps and is_repeated
+
+
+@rule(
+    "LT021",
+    priority=160,
     name="list that grows by tensors without a graph",
-    what="A list, dict or cache holds more and more tensors. They have no graph, and their own memory counts.",
-    why="It grows without end. `.detach()` does not help: the values are the memory.",
+    what="A list, dict or cache holds more and more tensors. They have no graph; their own memory adds up.",
+    why="It grows without bound. `.detach()` does not help: the values are the memory.",
     bad="predictions.append(model(x).detach())",
     good="predictions.append(model(x).argmax(-1).cpu())",
     fix="put less in `{name}`: a metric, an index, or a copy on the host",
-    matches=_is_growing,
 )
+class GrowingList(Rule):
+    """Bytes and entries of one container grow at several inspections in a row."""
+
+    ends_without_growth = True
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return not item.has_graph and _grows(history.held_bytes) and _grows(history.entries)
+
+
+LEAST_HOST_BYTES = 100 * 1024
+"""Host memory a step below which empty graphs are not worth a line of code."""
+
+
+@rule(
+    "LT023",
+    priority=155,
+    name="empty graphs kept by a running total",
+    what="Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
+    "but the nodes of all these graphs stay, each step's hanging on the one before.",
+    why="A node takes 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
+    "gigabytes over a training run. GPU memory does not show it.",
+    bad="loss.backward()\ntotal += loss",
+    good="loss.backward()\ntotal += loss.detach()",
+    fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
+)
+class EmptyGraphs(Rule):
+    """Nodes of at least three steps, with next to nothing saved."""
+
+    subject = "nodes"
+    unit = "of host memory a step"
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return history.n_steps >= GROWTHS and self.reported_bytes(history) >= LEAST_HOST_BYTES
+
+    def reported_bytes(self, history: History) -> int:
+        return history.held_bytes[-1] // max(1, history.n_steps)
+
+
+LEAST_GATHERED_BYTES = 2**20
+"""Outputs gathered by an evaluation below which nothing is reported."""
+
+
+@rule(
+    "LT030",
+    priority=165,
+    name="evaluation that gathers outputs",
+    what="An evaluation keeps the outputs of all batches, in a list or by concatenation, and computes its metric last.",
+    why="Logits of a whole evaluation set are often larger than the model: they fill the GPU, or the host. "
+    "Concatenation needs the old and the new tensor at once.",
+    bad="for x, y in loader:\n    logits.append(model(x))",
+    good="for x, y in loader:\n    predicted.append(model(x).argmax(-1))",
+    fix="keep less of each batch in `{name}`: argmax or the metric, or `.cpu()` (transformers: "
+    "preprocess_logits_for_metrics, eval_accumulation_steps)",
+)
+class GatheredOutputs(Rule):
+    """Memory of one holder grows at several looks during an evaluation."""
+
+    subject = "evaluation"
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        is_large = history.held_bytes[-1] >= max(LEAST_GATHERED_BYTES, history.largest_graph_bytes // 4)
+        return not item.has_graph and not item.is_input and is_large and _grows(history.held_bytes)
+
+
+@rule(
+    "LT029",
+    priority=145,
+    name="activations kept on objects",
+    what="Objects that outlive the step, such as the items of a data set, are given activations, and keep them.",
+    why="Each item keeps its own piece, and a piece keeps the whole storage that it was cut from: after an epoch the "
+    "activations of the whole data set are in memory.",
+    bad="for item, row in zip(items, hidden):\n    item.embedding = row",
+    good="for item, row in zip(items, hidden):\n    item.embedding = row.detach().cpu()",
+    fix="store a copy of its own in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
+)
+class KeptOnObjects(Rule):
+    """Parts of objects hold outputs of several steps, and more at each inspection, without more entries."""
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        is_part = item.holder is not None and item.holder.is_part and not item.has_graph
+        return (
+            is_part
+            and item.is_output
+            and history.n_steps > 1
+            and _grows(history.held_bytes)
+            and not _grows(history.entries)
+        )

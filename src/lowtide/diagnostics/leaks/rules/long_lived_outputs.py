@@ -1,31 +1,31 @@
-"""Outputs of a model that live longer than their graph needs them."""
+"""Model outputs that outlive their use."""
 
-from lowtide.diagnostics.leaks.finding import Past, Rule
-from lowtide.diagnostics.leaks.inspection import Survivor
+from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 SHARE = 0.05
 """Outputs smaller than this share of the graph are not worth a line of code."""
 
 
-def _is_kept_output(survivor: Survivor, past: Past) -> bool:
-    is_large = survivor.held_bytes >= SHARE * past.largest_graph_bytes
-    return survivor.is_output and not survivor.is_input and is_large
-
-
-ALIVE_DURING_BACKWARD = Rule(
-    code="LT006",
+@rule(
+    "LT006",
     name="output alive during backward",
     what="A variable still holds a model's output when backward begins, and the graph itself does not need it.",
-    why="Backward begins at the step's peak, and there the output is dead weight: 15 % of the peak for a small "
+    why="Backward begins at the step's peak, where the output is dead weight: 15 % of the peak for a small "
     "GPT-2, 19 % with checkpointing (bench/retention.py).",
     bad="outputs = model(**batch)\noutputs.loss.backward()",
     good="loss = model(**batch).loss\nloss.backward()",
     fix="drop `{name}` before backward (`loss = model(...).loss`, or `del {name}`); `lowtide.loss_only(model)` does it "
     "for transformers",
 )
+class AliveDuringBackward(Rule):
+    """Recorded when a backward pass begins."""
 
-ALIVE_AT_NEXT_FORWARD = Rule(
-    code="LT007",
+
+@rule(
+    "LT007",
+    priority=170,
     name="output alive across the next forward",
     what="An output of one step, with or without `.detach()`, is still held when the next forward begins.",
     why="It lives through the whole next forward, until its variable is assigned again. `.detach()` frees no memory: "
@@ -33,5 +33,17 @@ ALIVE_AT_NEXT_FORWARD = Rule(
     bad="predicted = model(x)\ncriterion(predicted, y).backward()",
     good="predicted = model(x)\ncriterion(predicted, y).backward()\ndel predicted",
     fix="`del {names}` at the end of the step",
-    matches=_is_kept_output,
 )
+class AliveAtNextForward(Rule):
+    """A large output without a graph that is no input of the next step."""
+
+    superseded_by = "LT006"
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        is_large = item.held_bytes >= SHARE * history.largest_graph_bytes
+        holder = item.holder
+        if holder is not None and holder.is_part and history.n_steps > 1:
+            return False  # kept over the steps on purpose
+        if holder is not None and holder.gathers and len(history.held_bytes) == 1:
+            return False  # it may be a buffer; a list that each step makes anew has outputs of one step again
+        return item.is_output and not item.is_input and is_large

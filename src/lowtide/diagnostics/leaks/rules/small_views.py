@@ -1,20 +1,22 @@
-"""Small views that keep large memory."""
+"""Small views that keep large storages alive."""
 
-from lowtide.diagnostics.leaks.finding import Past, Rule
-from lowtide.diagnostics.leaks.inspection import Survivor
-
-
-def _is_pinning(survivor: Survivor, past: Past) -> bool:
-    return not survivor.has_graph and survivor.is_view and not survivor.is_input and survivor.is_output
+from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 
-PINNING_VIEW = Rule(
-    code="LT010",
+@rule(
+    "LT010",
+    priority=150,
     name="view that keeps a large storage",
     what="A slice of an output is kept; it shows less than half of the memory that it keeps.",
-    why="A view, also a detached one, holds all of the memory that it was cut out of.",
+    why="A view, even a detached one, holds the whole storage that it was cut from.",
     bad="predictions.append(logits[:, -1].detach())",
     good="predictions.append(logits[:, -1].detach().clone())",
     fix="copy what is kept in `{name}`: `.detach().clone()`",
-    matches=_is_pinning,
 )
+class PinningView(Rule):
+    """Views of an output show less than half of its storage."""
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return not item.has_graph and item.is_view and not item.is_input and item.is_output

@@ -1,9 +1,10 @@
-"""Gradients that are in memory when they need not be."""
+"""Gradients that stay in memory longer than needed."""
 
-from lowtide.diagnostics.leaks.finding import Rule
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
-ZERO_GRAD_LATE = Rule(
-    code="LT017",
+
+@rule(
+    "LT017",
     name="zero_grad between forward and backward",
     what="`zero_grad()` is called after the forward and before backward.",
     why="The last step's gradients live through the whole forward, to its end where memory is fullest: as much as "
@@ -12,9 +13,27 @@ ZERO_GRAD_LATE = Rule(
     good="optimizer.zero_grad()\nloss = criterion(model(x), y)\nloss.backward()",
     fix="call `zero_grad()` before the forward, or right after `optimizer.step()`",
 )
+class ZeroGradLate(Rule):
+    """Recorded by `zero_grad`."""
 
-SET_TO_ZERO = Rule(
-    code="LT018",
+
+@rule(
+    "LT024",
+    name="gradients that no optimizer has",
+    what="Backward reaches a model whose parameters are in no optimizer, and whose gradients are never reset: a "
+    "reference model, a teacher, or a part of the model that is not trained.",
+    why="Its gradients stay in memory and grow by addition each step, its forward saves a graph, and backward computes "
+    "through it: all for parameters that nothing updates.",
+    bad="loss = distance(model(x), reference(x))\nloss.backward()",
+    good="with torch.no_grad():\n    target = reference(x)\nloss = distance(model(x), target)\nloss.backward()",
+    fix="{remedy}, and `{name}.zero_grad()` once to free the gradients",
+)
+class UnreadGradients(Rule):
+    """Recorded when a step begins, after several updates that left the gradients where they were."""
+
+
+@rule(
+    "LT018",
     name="zero_grad(set_to_none=False)",
     what="Gradients are set to zero instead of None.",
     why="Their memory is never given back: as much as the parameters, all the time.",
@@ -22,3 +41,5 @@ SET_TO_ZERO = Rule(
     good="optimizer.zero_grad()",
     fix="leave `set_to_none` at its default, True",
 )
+class SetToZero(Rule):
+    """Recorded by `zero_grad`."""

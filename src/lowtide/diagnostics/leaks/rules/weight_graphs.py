@@ -1,22 +1,24 @@
-"""What is computed from a model's weights beside any forward."""
+"""Values computed from a model's weights outside any forward pass."""
 
-from lowtide.diagnostics.leaks.finding import Past, Rule
-from lowtide.diagnostics.leaks.inspection import Survivor
-
-
-def _is_of_weights(survivor: Survivor, past: Past) -> bool:
-    return survivor.has_graph and not survivor.calls and not survivor.backwards
+from lowtide.diagnostics.leaks.finding import History
+from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 
-OF_WEIGHTS = Rule(
-    code="LT022",
+@rule(
+    "LT022",
+    priority=130,
     name="average of weights with a graph",
-    what="Something is computed from parameters outside of any forward, with gradients on, and kept: a moving average, "
-    "a copy, a norm. No backward pass comes to it.",
-    why="It holds the graph that computed it; a moving average holds those of all steps before, with what they saved.",
+    what="A value is computed from parameters outside any forward, with gradients on, and kept: a moving average, "
+    "a copy, a norm. No backward pass reaches it.",
+    why="It holds the graph that computed it; a moving average holds those of all earlier steps.",
     bad="for name, parameter in model.named_parameters():\n    ema[name] = 0.99 * ema[name] + 0.01 * parameter",
     good="with torch.no_grad():\n    for name, parameter in model.named_parameters():\n"
     "        ema[name] = 0.99 * ema[name] + 0.01 * parameter",
     fix="compute `{name}` under `torch.no_grad()`",
-    matches=_is_of_weights,
 )
+class WeightAverage(Rule):
+    """A graph that no call made and no backward pass reached."""
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return item.has_graph and not item.calls and not item.backwards and not item.is_older

@@ -1,0 +1,64 @@
+"""Observation of `torch.utils.checkpoint`: the forward of each checkpointed function, and its runs in backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from unittest.mock import patch
+
+from torch.utils import checkpoint
+
+
+class Region(Protocol):
+    """One checkpointed call."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context for the run in forward."""
+
+    def recompute(self) -> AbstractContextManager[None]:
+        """Return a context for a run in backward."""
+
+
+def observe_checkpoints(observe: Callable[[tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:
+    """Call `observe(arguments, is_reentrant)` for each checkpointed call until the returned function is called.
+
+    `torch.utils.checkpoint.checkpoint` itself is in variables of the modules that imported it, so the two
+    implementations that it calls are replaced. Read in 2.13; the same since 2.1.
+    """
+    generator, function = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+
+    def observed_generator(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        region = observe(args[5:], False)  # behind preserve, context_fn, determinism_check, debug and early_stop
+        if region is None:
+            yield from generator(run, *args, **kwargs)
+            return
+
+        def again(*inputs: Any, **keywords: Any) -> Any:
+            with region.recompute():
+                return run(*inputs, **keywords)
+
+        with region.forward():
+            yield from generator(again, *args, **kwargs)
+
+    class ObservedFunction:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            region = observe(args, True)
+            if region is None:
+                return function.apply(run, preserve, *args)  # type: ignore[no-untyped-call]
+            n_runs = 0
+
+            def each(*inputs: Any) -> Any:
+                nonlocal n_runs
+                n_runs += 1
+                with region.forward() if n_runs == 1 else region.recompute():
+                    return run(*inputs)
+
+            return function.apply(each, preserve, *args)  # type: ignore[no-untyped-call]
+
+    replaced = contextlib.ExitStack()
+    replaced.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", observed_generator))
+    replaced.enter_context(patch.object(checkpoint, "CheckpointFunction", ObservedFunction))
+    return replaced.close

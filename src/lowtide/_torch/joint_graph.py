@@ -1,0 +1,408 @@
+"""Joint graphs, forward and backward of what torch.compile compiles together, as records without torch.
+
+Read in torch 2.13 (`torch/_functorch/partitioners.py`); the hook is there since 2.9. torch's partitioner is called with
+its choice of saved values replaced: what it extracts, reorders and threads through stays torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+
+from lowtide._torch.patching import stand_in
+from lowtide.errors import LowtideError, RehearsalError
+
+Kind = Literal["input", "view", "pointwise", "reduction", "extern"]
+
+
+@dataclass(slots=True)
+class JointNode:
+    """One call of a joint graph. Its index is its place in `JointGraph.nodes`."""
+
+    target: str
+    """`aten.mm`; `placeholder` for an input."""
+    kind: Kind
+    bytes: int
+    flops: int
+    args: tuple[int, ...]
+    module: str
+    """Path of the module that calls it, empty where none does."""
+    root: int
+    """The node whose memory this one is in."""
+    is_forward: bool
+    """Forward outputs need it."""
+    is_backward: bool
+    """It depends on gradients of the outputs."""
+    is_tangent: bool = False
+    is_static: bool = False
+    """A parameter or buffer: held by the model."""
+    is_random: bool = False
+    """Another call of it would give other numbers."""
+    users: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class JointGraph:
+    """Forward and backward of one compiled graph."""
+
+    nodes: list[JointNode]
+    forward_outputs: list[int]
+    backward_outputs: list[int]
+    key: str
+    """Hash of each call's target and inputs, in order: equal for compiles of one graph, whatever the sizes."""
+
+    def __post_init__(self) -> None:
+        for index, node in enumerate(self.nodes):
+            for arg in node.args:
+                self.nodes[arg].users.append(index)
+
+
+Choose = Callable[[JointGraph, frozenset[int]], frozenset[int]]
+"""From a joint graph and the values that torch would save to those that are saved instead."""
+
+_REDUCTIONS: Final = frozenset(
+    {
+        "aten.sum",
+        "aten.mean",
+        "aten.amax",
+        "aten.amin",
+        "aten.var_mean",
+        "aten.any",
+        "aten.argmax",
+        "aten.prod",
+        "aten.var",
+        "prims.sum",
+        "prims.var",
+        "prims.prepare_softmax_online",
+    }
+)
+_VIEWS: Final = frozenset(
+    {
+        "aten.view",
+        "aten.permute",
+        "aten.expand",
+        "aten.slice",
+        "aten.unsqueeze",
+        "aten.squeeze",
+        "aten.t",
+        "aten.transpose",
+        "aten.select",
+        "aten.split",
+        "aten.split_with_sizes",
+        "aten.as_strided",
+        "aten.alias",
+        "aten.detach",
+        "aten.reshape",
+        "aten._unsafe_view",
+        "prims.broadcast_in_dim",
+    }
+)
+_FUSED: Final = frozenset(
+    {
+        "prims.fma",
+        "prims.inductor_random",
+        "prims.inductor_randint",
+        "prims.inductor_lookup_seed",
+        "aten.constant_pad_nd",
+    }
+)
+_SEEDS: Final = frozenset(
+    {
+        "prims.inductor_seed",
+        "prims.inductor_seeds",
+    }
+)
+
+
+def keep_products_apart(gm: fx.GraphModule) -> None:
+    """Have each matrix product computed by itself, where its operands are there.
+
+    inductor makes one call, `addmm`, of a product and a sum with it, at the place of the sum. `x + y` is `x - (-y)` to
+    the bit, and is no sum. Read in torch 2.13 (`torch/_inductor/fx_passes/post_grad.py`).
+    """
+    aten = torch.ops.aten
+    for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if len(node.args) != 2 or node.kwargs:
+            continue
+        for product, other in (node.args, node.args[::-1]):
+            is_product = isinstance(product, fx.Node) and product.target is aten.mm.default
+            if not (is_product and isinstance(other, fx.Node) and len(product.users) == 1):
+                continue
+            with gm.graph.inserting_before(node):
+                minus = gm.graph.call_function(aten.neg.default, (other,))
+                apart = gm.graph.call_function(aten.sub.Tensor, (product, minus))
+            minus.meta = {**node.meta, "val": other.meta["val"]}
+            apart.meta = dict(node.meta)
+            node.replace_all_uses_with(apart)
+            gm.graph.erase_node(node)
+            break
+    gm.recompile()
+
+
+def partitioned(
+    gm: fx.GraphModule, joint_inputs: Any, choose: Choose, **settings: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph as torch does, with what `choose` says saved."""
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")  # the first import takes a second
+    stock = partitioners.choose_saved_values_set
+
+    def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        plain = stock(graph, info, memory_budget=memory_budget)
+        joint = _joint_graph(gm, info, settings["num_fwd_outputs"])
+        nodes = [node for node in gm.graph.nodes if node.op != "output"]
+        index = {node: i for i, node in enumerate(nodes)}
+        before = frozenset(index[node] for node in plain)
+        after = choose(joint, before)
+        return plain if after == before else [nodes[i] for i in sorted(after)]
+
+    partitioners.choose_saved_values_set = chosen
+    try:
+        both: tuple[fx.GraphModule, fx.GraphModule]
+        both = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+        return both
+    finally:
+        partitioners.choose_saved_values_set = stock
+
+
+def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGraph:
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
+    forward, backward, _, _ = partitioners._extract_fwd_bwd_outputs(gm, num_fwd_outputs=num_fwd_outputs)
+    operators = partitioners.get_default_op_list()
+    index: dict[fx.Node, int] = {}
+    nodes: list[JointNode] = []
+    numbers: dict[int, int] = {}
+    """Of calls: sizes that are symbols are inputs of their own, by which other places shift."""
+    digest = hashlib.blake2b(digest_size=8)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        at = index[node] = len(nodes)
+        args = tuple(dict.fromkeys(index[arg] for arg in node.all_input_nodes))
+        target = _target(node)
+        kind = _kind(node, target, operators)
+        is_view = kind == "view" and bool(args)
+        nodes.append(
+            JointNode(
+                target=target,
+                kind=kind,
+                bytes=_bytes(node, partitioners),
+                flops=_flops(node, kind, partitioners),
+                args=args,
+                module=_module(node),
+                root=nodes[args[0]].root if is_view else at,
+                is_forward=node in info.required_fw_nodes,
+                is_backward=node in info.tangents_closure and kind != "input",
+                is_tangent=node.op == "placeholder" and "tangents" in node.name,
+                is_static=node in info.static_lifetime_input_nodes,
+                is_random=target in _SEEDS or (kind == "extern" and _draws(node, operators)),
+            )
+        )
+        if node.op == "call_function":
+            digest.update(f"{target} {[numbers.get(arg, -1) for arg in args]}\n".encode())
+            numbers[at] = len(numbers)
+    outputs, gradients = ([index[node] for node in found if node in index] for found in (forward, backward))
+    return JointGraph(nodes, outputs, gradients, digest.hexdigest())
+
+
+def _target(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return str(node.op)
+    if node.target is operator.getitem:
+        return "getitem"
+    return str(getattr(node.target, "overloadpacket", node.target))
+
+
+def _kind(node: fx.Node, target: str, operators: Any) -> Kind:
+    if node.op in ("placeholder", "get_attr"):
+        return "input"
+    if target == "getitem":
+        source = _target(node.args[0]) if isinstance(node.args[0], fx.Node) else ""
+        return "view" if source in _VIEWS else "reduction" if source in _REDUCTIONS else "extern"
+    if target in _VIEWS:
+        return "view"
+    if target in _REDUCTIONS:
+        return "reduction"
+    is_fused = target in _FUSED or (operators.is_fusible(node) and not _draws(node, operators))
+    return "pointwise" if is_fused else "extern"
+
+
+def _draws(node: fx.Node, operators: Any) -> bool:
+    """Return True if it is a random operator, or an output of one. Attention is none without dropout."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _draws(node.args[0], operators)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if not operators.is_random(node) and torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    places = {argument.name: place for place, argument in enumerate(node.target._schema.arguments)}
+    if "dropout_p" not in places:
+        return True
+    place = places["dropout_p"]
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def _bytes(node: fx.Node, partitioners: Any) -> int:
+    value = node.meta.get("val")
+    return 0 if value is None or isinstance(value, tuple | list) else int(partitioners._size_of(node))
+
+
+def _flops(node: fx.Node, kind: Kind, partitioners: Any) -> int:
+    """FLOPs of a matrix product, convolution or attention. torch counts none for the CPU's attention."""
+    if kind != "extern" or node.op != "call_function" or node.target is operator.getitem:
+        return 0
+    try:
+        flops = int(partitioners.estimate_runtime(node))
+    except Exception:  # an operator of which torch's counter does not know the shapes
+        flops = 0
+    if flops <= 1 and "scaled_dot_product" in str(node.target):
+        query, key = (
+            (node.args[0], node.args[1]) if "backward" not in str(node.target) else (node.args[1], node.args[2])
+        )
+        *rows, length, width = query.meta["val"].shape  # type: ignore[union-attr]
+        passes = 2 if "backward" not in str(node.target) else 5
+        flops = 2 * passes * length * int(key.meta["val"].shape[-2]) * width  # type: ignore[union-attr]
+        for size in rows:
+            flops *= size
+        flops = int(flops)
+    return flops if flops > 1 else 0
+
+
+_STEP = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
+
+
+def _module(node: fx.Node) -> str:
+    """`L['self'].transformer.h.0.attn` -> `transformer.h.0.attn`."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = _STEP.sub(lambda found: "." + next(group for group in found.groups() if group is not None), path)
+    parts = path.removeprefix("L.").split(".")
+    return ".".join(part for part in parts[1:] if part and part != "_orig_mod")
+
+
+@contextlib.contextmanager
+def partitioning_by(partitioner: Any) -> Iterator[None]:
+    """Have inductor partition by `partitioner` what is compiled in this block."""
+    undo = partition_by(partitioner)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def partition_by(partitioner: Any) -> Callable[[], None]:
+    """Have inductor partition by `partitioner` from now on, until what this returns is called.
+
+    What has been compiled before is compiled again when it is called next, and once more after that.
+    """
+    from torch._inductor import config
+
+    before = config.custom_partitioner_fn
+    if before is not None and not getattr(before, "is_lever", False):
+        raise LowtideError(f"{_other(before)}.")
+    config.custom_partitioner_fn = partitioner
+    torch._dynamo.reset()
+
+    def undo() -> None:
+        if config.custom_partitioner_fn is partitioner:
+            config.custom_partitioner_fn = before
+            torch._dynamo.reset()
+
+    return undo
+
+
+def products_are_apart() -> bool:
+    """Return True if a partitioner is in force that keeps matrix products apart, and does nothing else."""
+    from torch._inductor import config
+
+    return bool(getattr(config.custom_partitioner_fn, "is_lever", False))
+
+
+def _other(partitioner: Any) -> str:
+    if type(partitioner).__module__.startswith("lowtide."):
+        return "a plan is in force on compiled code already: take it off (`remove()`)"
+    name = type(partitioner).__name__
+    return f"inductor has a partitioner already, {name}: take it out (`config.custom_partitioner_fn = None`)"
+
+
+def hindrances() -> Iterator[str]:
+    """Settings of torch under which no plan can be made for compiled code, and what to do about each."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    if inductor.custom_partitioner_fn is not None and not products_are_apart():
+        yield _other(inductor.custom_partitioner_fn)
+    if functorch.activation_memory_budget != 1:
+        yield (
+            f"activation_memory_budget is {functorch.activation_memory_budget}: set it to 1, as the plan takes its "
+            "place. Where a compiled graph draws random numbers, as for dropout, torch draws others in backward "
+            "below 1, and gradients are wrong"
+        )
+    if dynamo.compiled_autograd:
+        yield "compiled autograd is on, which compiles backward once more: turn it off"
+
+
+@contextlib.contextmanager
+def always_partitioned() -> Iterator[None]:
+    """A block in which partitions come from the partitioner, and from no cache, and backward is compiled at once.
+
+    What comes from a cache has the number of another graph.
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    with (
+        functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def watched_calls(note: Callable[[str, int, bool], None]) -> Iterator[None]:
+    """A block in which `note` is told "enter" and "leave" of each call of a compiled graph that is differentiated.
+
+    With the number of the graph, in the order of their first calls, and True for its backward.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    numbers: dict[int, int] = {}
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def instead(graph: Any, inputs: Any) -> Any:
+            settings = graph.fx_kwargs
+            if settings.get("is_inference"):
+                return call(graph, inputs)
+            if settings.get("cudagraphs"):
+                raise RehearsalError(
+                    'compiled code is replayed by CUDA graphs (mode="reduce-overhead"), which hold their memory for '
+                    "good: compile in the default mode."
+                )
+            number = numbers.setdefault(settings["graph_id"], len(numbers))
+            note("enter", number, bool(settings.get("is_backward")))
+            try:
+                return call(graph, inputs)
+            finally:
+                note("leave", number, bool(settings.get("is_backward")))
+
+        return instead
+
+    undo = stand_in(CompiledFxGraph, "__call__", noted)
+    try:
+        yield
+    finally:
+        undo()

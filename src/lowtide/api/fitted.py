@@ -1,0 +1,62 @@
+"""Plans in force that no variable holds: found on their model, and taken off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lowtide.api.apply import Applied
+from lowtide.api.shape_buckets.dispatch import Switched
+from lowtide.errors import LowtideError
+from lowtide.runtime.call_interceptor import owners
+from lowtide.utils.removable import Removable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def fitted(model: nn.Module) -> Removable | None:
+    """Return the plan in force on `model`, or on a module inside of it, as a wrapper has it; None without one.
+
+    It is the very Fitted that `fit` has returned, or the Applied of `apply` and `within`.
+
+    Args:
+        model: a module, or a wrapper of it such as DistributedDataParallel.
+    """
+    return next(_holders(model), None)
+
+
+def remove(model: nn.Module) -> None:
+    """Take every plan off `model` and off modules inside of it, and leave them as they were.
+
+    Args:
+        model: a module, or a wrapper of it such as DistributedDataParallel.
+
+    Raises:
+        LowtideError: No plan is in force there.
+    """
+    holders = [*_holders(model)]
+    if not holders:
+        raise LowtideError(
+            f"no plan is in force on this {type(model).__name__}, nor on a module inside of it: there is nothing to "
+            "take off. Give the model that lowtide.fit was given, or a wrapper of it; a copy has no plan."
+        )
+    for holder in holders:
+        holder.remove()
+
+
+def check_has_no_plan(model: nn.Module) -> None:
+    """Raise LowtideError if a plan is in force on `model`, or on a module that it wraps."""
+    for path, module in model.named_modules():
+        if any(isinstance(owner, Applied | Switched) for owner in owners(module)):
+            where = f"its {path} ({type(module).__name__})" if path else "it"
+            raise LowtideError(
+                f"{type(model).__name__} can't be fitted: there is a plan in force on {where} already. Take it off "
+                "first with lowtide.remove(model); lowtide.fitted(model) says which one it is."
+            )
+
+
+def _holders(model: nn.Module) -> Iterator[Removable]:
+    return (
+        owner.holder for module in model.modules() for owner in owners(module) if isinstance(owner, Applied | Switched)
+    )

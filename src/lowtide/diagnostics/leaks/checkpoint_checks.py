@@ -1,0 +1,137 @@
+"""Mistakes with `torch.utils.checkpoint`: another block in backward, statistics counted twice, lost gradients."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowtide.diagnostics.leaks.call_log import tensors_in
+from lowtide.diagnostics.leaks.call_site import Place, calling_site
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.leaks.finding_log import FindingLog
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_MOST_REGIONS = 512
+"""Checkpointed calls that are observed; a mistake shows in the first steps."""
+
+
+class CheckpointChecks:
+    """Observes checkpointed calls. `names` returns names of modules by id."""
+
+    def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]], step: Callable[[], int]) -> None:
+        self._log, self._names, self._step = log, names, step
+        self._of_thread = threading.local()
+        self._n_running = self._n_regions = 0
+        self._counted_twice: dict[Place, dict[int, str]] = {}
+
+    def observe(self, arguments: tuple[Any, ...], is_reentrant: bool) -> _Region | None:
+        """Return the region of a checkpointed call, or None once enough were observed."""
+        if self._n_regions >= _MOST_REGIONS or not torch.is_grad_enabled():
+            return None
+        self._n_regions += 1
+        needs_gradient = any(tensor.requires_grad for tensor in tensors_in(arguments))
+        return _Region(self, calling_site().place, loses_gradients=is_reentrant and not needs_gradient)
+
+    @property
+    def is_recording(self) -> bool:
+        """True while a checkpointed function runs in this thread."""
+        return self._n_running > 0 and bool(self._running)
+
+    @property
+    def _running(self) -> list[list[weakref.ref[nn.Module]]]:
+        running: list[list[weakref.ref[nn.Module]]] = self._of_thread.__dict__.setdefault("running", [])
+        return running
+
+    def module_called(self, module: nn.Module) -> None:
+        """Note the call of a module inside the running region."""
+        self._running[-1].append(weakref.ref(module))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[weakref.ref[nn.Module]]]:
+        """Record the modules called in this block."""
+        calls: list[weakref.ref[nn.Module]] = []
+        self._running.append(calls)
+        self._n_running += 1
+        try:
+            yield calls
+        finally:
+            self._n_running -= 1
+            self._running.pop()
+
+    def other_block(self, place: Place, first: nn.Module, second: nn.Module) -> None:
+        """Record that backward ran `second` where forward had run `first`."""
+        names = self._names()
+        forward, backward = (names.get(id(m), type(m).__name__) for m in (first, second))
+        text = f"the checkpoint at {place}: forward ran {forward}, backward ran {backward} in its place"
+        self._log.record("LT026", str(place), held_bytes=0, step=self._step(), text=text, made=place)
+
+    def counted_twice(self, place: Place, module: nn.Module) -> None:
+        """Record that statistics of `module` are updated in forward and again in backward."""
+        known = self._counted_twice.setdefault(place, {})
+        if id(module) in known:
+            return
+        known[id(module)] = self._names().get(id(module), type(module).__name__)
+        names = list(known.values())
+        more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
+        text = f"{names[0]}{more}, inside the checkpoint at {place}"
+        self._log.record("LT027", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made=place)
+
+    def lost_gradients(self, place: Place, module: nn.Module) -> None:
+        """Record that parameters of `module` get no gradient."""
+        name = self._names().get(id(module), type(module).__name__)
+        text = f"{name}: none of the inputs of the checkpoint at {place} needs a gradient"
+        self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=name, made=place)
+
+
+class _Region:
+    """One checkpointed call. Refers to modules weakly."""
+
+    def __init__(self, checks: CheckpointChecks, place: Place, *, loses_gradients: bool) -> None:
+        self._checks, self._place, self._loses_gradients = checks, place, loses_gradients
+        self._in_forward: list[weakref.ref[nn.Module]] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._checks.recording() as calls:
+            yield
+        self._in_forward = calls
+        trained = _with_parameters(calls)
+        if self._loses_gradients and trained:
+            self._checks.lost_gradients(self._place, trained[0])
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        with self._checks.recording() as calls:
+            try:
+                yield
+            finally:
+                self._compare(calls)
+
+    def _compare(self, calls: list[weakref.ref[nn.Module]]) -> None:
+        """Compare the modules called in backward with those of forward; torch may stop the run early."""
+        pairs = zip(_with_parameters(self._in_forward), _with_parameters(calls), strict=False)
+        different = next(((first, second) for first, second in pairs if first is not second), None)
+        if different is not None:
+            self._checks.other_block(self._place, *different)
+        for reference in calls:
+            module = reference()
+            if (
+                isinstance(module, _BATCH_NORMS)
+                and module.training
+                and module.running_mean is not None
+                and module.momentum
+            ):
+                self._checks.counted_twice(self._place, module)
+
+
+def _with_parameters(calls: list[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    """Return the called modules that have trained parameters of their own."""
+    modules = [module for reference in calls if (module := reference()) is not None]
+    return [m for m in modules if any(p is not None and p.requires_grad for p in m._parameters.values())]

@@ -1,0 +1,105 @@
+"""The registry of watch rules: `@rule(code, ...)` on a class that says which retained objects the rule applies to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.leaks.call_log import SiteStats
+    from lowtide.diagnostics.leaks.finding import History
+    from lowtide.diagnostics.leaks.inspection import RetainedObject
+
+
+class Rule:
+    """One kind of finding. Subclasses override the questions that they answer differently."""
+
+    code: str
+    priority: int | None
+    """Rules are tried in this order on a retained object, and the first match wins; None: only events report it."""
+    name: str
+    what: str
+    why: str
+    bad: str
+    good: str
+    fix: str
+    """One line; may contain {name} (the variable or attribute), {names} (all variables), {made} and {backward} (places
+    in the code)."""
+
+    is_refuted_by_backward = False
+    """True if a later backward pass through the graph withdraws the finding."""
+    explains_missing_backward = False
+    """True if the finding tells enough about calls of its site that no backward pass reached."""
+    claims_graph = False
+    """True if a graph stays with the holder first found for it, whatever else holds it later."""
+    subject = "tensors"
+    """Retained objects that the rule judges: "tensors", "nodes" (of empty graphs), or "evaluation" (tensors
+    seen between calls without gradients)."""
+    ends_without_growth = False
+    """True if the finding is withdrawn when its container stops growing."""
+    fix_of_container = ""
+    """Fix where a container gathers the tensors, so that its name must not be deleted or set to None."""
+    fix_of_part = ""
+    """Fix where an entry or attribute of the variable holds the tensors."""
+    unit = ""
+    """Words behind the bytes, such as "of host memory a step"."""
+    superseded_by = ""
+    """Code of a rule whose finding on the same holder replaces this one."""
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        """Return True if `item` is a case of this rule."""
+        return False
+
+    def names_holder(self, item: RetainedObject) -> bool:
+        """Return True if the holder of `item` is the one to report."""
+        return True
+
+    def fix_for(self, item: RetainedObject) -> str:
+        """Return the advice for `item`."""
+        holder = item.holder
+        if holder is not None and holder.is_part and self.fix_of_part:
+            return self.fix_of_part
+        if holder is not None and holder.gathers and self.fix_of_container:
+            return self.fix_of_container
+        return self.fix
+
+    def reported_bytes(self, history: History) -> int:
+        """Return the bytes to report."""
+        return history.held_bytes[-1]
+
+    def refined(self, stats: SiteStats) -> Rule:
+        """Return the rule to report, given all calls of the site."""
+        return self
+
+
+RULES: dict[str, Rule] = {}
+"""All rules by code, in the order in which they are tried; those of events come last."""
+
+
+def rule(
+    code: str, *, priority: int | None = None, name: str, what: str, why: str, bad: str, good: str, fix: str
+) -> Callable[[type[Rule]], type[Rule]]:
+    """Register a class of rules under `code`.
+
+    Args:
+        code: Stable code; never given to another rule.
+        priority: Place in the order of rules; smaller ones are tried first. None for a rule that only events report.
+        name: A few words for the finding's first line.
+        what: Description of the situation.
+        why: Its cost.
+        bad: Code that has the fault.
+        good: The same code without it.
+        fix: One line of advice, a format string (see `Rule.fix`).
+    """
+
+    def register(cls: type[Rule]) -> type[Rule]:
+        assert code not in RULES
+        entry = cls()
+        entry.code, entry.priority, entry.name = code, priority, name
+        entry.what, entry.why, entry.bad, entry.good, entry.fix = what, why, bad, good, fix
+        rules = sorted((*RULES.values(), entry), key=lambda r: (r.priority is None, r.priority or 0, r.code))
+        RULES.clear()
+        RULES.update({each.code: each for each in rules})
+        return cls
+
+    return register

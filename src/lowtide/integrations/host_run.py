@@ -1,0 +1,117 @@
+"""A budget from the event that begins training to the one that ends it, in a loop of another package."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection
+from types import CodeType
+from typing import TYPE_CHECKING
+
+from lowtide.errors import LowtideError
+from lowtide.script.fit_steps import OnInfeasible
+from lowtide.script.run_listened import forget_left_over, left_over
+from lowtide.script.within import Run, within
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class HostRun:
+    """`lowtide.within` in two halves: entered by one callback and left by another.
+
+    A loop that is ended by an exception may call no other one. Then the block is left when training begins anew, or
+    any other block does, or by `leave`.
+    """
+
+    def __init__(
+        self, budget: int | str, on_infeasible: OnInfeasible, levers: Collection[str], in_place: bool, progress: bool
+    ) -> None:
+        self._budget, self._on_infeasible = budget, on_infeasible
+        self._levers, self._in_place, self._progress = levers, in_place, progress
+        self._new()  # what is no budget is refused now
+        self.run: Run | None = None
+        self._is_open = False
+
+    def begin(self, model: nn.Module) -> None:
+        """Training of `model` begins in the function that has called the callback."""
+        self.leave()
+        self.run = self._new(model)
+        self._loop = _Loop()
+        self.run.__enter__()
+        self._is_open = True
+        left_over.append(self._leave_if_over)
+
+    def end(self) -> None:
+        """Give the model back as it was: training is over. Raises an error of the block that the loop has caught."""
+        if self._is_open:
+            assert self.run is not None
+            self._close()
+            self.run.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Give the model back as it was, where an exception has ended training. May be called again."""
+        if self._is_open:
+            assert self.run is not None
+            self._close()
+            self.run.leave()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the logs of the loop, once there is a plan."""
+        if self.run is None or (plan := self.run.plan) is None:
+            return {}
+        verdict = self.run.verdict
+        measured_bytes = None if verdict is None else verdict.measured_peak_bytes
+        return {
+            "lowtide_budget_bytes": plan.budget_bytes,
+            "lowtide_peak_bytes": plan.predicted.peak_bytes if measured_bytes is None else measured_bytes,
+            "lowtide_extra_ms": plan.predicted.extra_ms,
+        }
+
+    def _new(self, model: nn.Module | None = None) -> Run:
+        return within(
+            self._budget,
+            model=model,
+            on_infeasible=self._on_infeasible,
+            levers=self._levers,
+            in_place=self._in_place,
+            progress=self._progress,
+        )
+
+    def _close(self) -> None:
+        self._is_open = False
+        forget_left_over(self._leave_if_over)
+
+    def _leave_if_over(self) -> None:
+        if self._loop.is_over():
+            self.leave()
+
+
+class _Loop:
+    """The function of another package that trains, and calls what calls this."""
+
+    def __init__(self) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lowtide."):
+            frame = frame.f_back
+        host = frame.f_globals.get("__name__", "").partition(".")[0]
+        while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "").startswith(host):
+            frame = frame.f_back
+        self._thread, self._frame_id, self._code = threading.get_ident(), id(frame), frame.f_code
+
+    def is_over(self) -> bool:
+        """Return True if that function has returned, or was left by an exception."""
+        code: CodeType | None = None
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and id(frame) != self._frame_id:
+            frame = frame.f_back
+        code = None if frame is None else frame.f_code
+        return code is not self._code
+
+
+def refuse_deepspeed(who: str) -> LowtideError:
+    """Return the error for a loop that DeepSpeed runs."""
+    return LowtideError(
+        f"{who} trains by DeepSpeed, whose ZeRO stages own parameters, gradients and updates: how much memory a step "
+        "needs is not seen from outside, and nothing is planned. Train without it, or with torch's fully_shard (FSDP2)."
+    )

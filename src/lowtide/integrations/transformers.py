@@ -1,0 +1,72 @@
+"""A memory budget for the Trainer of transformers, and for those derived from it, as TRL's are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lowtide.integrations.host_run import HostRun, refuse_deepspeed
+from lowtide.script.fit_steps import OnInfeasible
+from lowtide.script.within import Run
+
+__all__ = ["LowtideCallback"]
+
+
+class LowtideCallback(TrainerCallback):
+    """Keeps the training steps of a Trainer within a memory budget.
+
+        trainer = Trainer(model, args, callbacks=[LowtideCallback("8GiB")], ...)
+
+    The first two steps are rehearsed, and a plan is in force from the third one on, until training ends. Checkpoints
+    are those of the Trainer without it. Budget, peak and extra time are in the Trainer's logs as `lowtide_...`.
+
+    After an exception or Ctrl-C, of which a Trainer tells no callback, the model has its plan until training begins
+    anew, or until `close()`.
+
+    Args:
+        budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`; so are all others.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        on_infeasible: OnInfeasible = "raise",
+        levers: Collection[str] = (),
+        in_place: bool = True,
+        progress: bool = True,
+    ) -> None:
+        self._host = HostRun(budget, on_infeasible, levers, in_place, progress)
+
+    @property
+    def run(self) -> Run | None:
+        """What `lowtide.within` gives, of the last training: its plan and verdict."""
+        return self._host.run
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin with the Trainer's model."""
+        if args.deepspeed:
+            raise refuse_deepspeed("the Trainer")
+        self._host.begin(kwargs["model"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the model back as it was."""
+        self._host.end()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add what the plan needs to the logs of training."""
+        logs = kwargs.get("logs")
+        if logs is not None and "loss" in logs:
+            logs.update(self._host.metrics())
+            if state.log_history:
+                state.log_history[-1].update(self._host.metrics())
+
+    def close(self) -> None:
+        """Give the model back as it was, where training was ended by an exception."""
+        self._host.leave()

@@ -1,0 +1,51 @@
+"""Budgets that are said of the GPU at hand: "auto", and "90% of gpu"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from lowtide.errors import BudgetError
+from lowtide.units import format_bytes
+from lowtide.utils.amounts import AUTO, share_of_gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MARGIN: Final = 0.08
+"""Share of what is free that "auto" leaves to the allocator: a budget bounds the bytes that are asked for, and the
+allocator holds more, in pieces between them."""
+
+
+def on_device(budget: int | str, device: torch.device, say: Callable[[str], object]) -> int | str:
+    """Return `budget` in bytes where it is one of a GPU, and as it is otherwise.
+
+    "auto" is what is free on `device` and what this process's allocator holds there, less MARGIN; both are said. Raises
+    BudgetError where `device` is not a GPU.
+    """
+    if not isinstance(budget, str) or (budget.strip().lower() != AUTO and share_of_gpu(budget) is None):
+        return budget
+    if device.type != "cuda":
+        raise BudgetError(
+            f'{budget!r} is a budget of a GPU, and the model is on {device}.\n  Nearest: an amount, as in "8GiB", or a '
+            'share of the plain step\'s peak, as in "60%".'
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    if (share := share_of_gpu(budget)) is not None:
+        return int(total * share)
+    found, text = automatic(free, total, torch.cuda.memory_reserved(device))
+    say(text)
+    return found
+
+
+def automatic(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
+    """Return the budget "auto" of a GPU, and how it comes about in words."""
+    ours = free_bytes + reserved_bytes
+    margin = int(ours * MARGIN)
+    others = total_bytes - ours
+    return ours - margin, (
+        f"budget auto: {format_bytes(ours - margin)} = {format_bytes(total_bytes)} of the GPU, less "
+        f"{format_bytes(others)} in CUDA contexts and other processes, less {format_bytes(margin)} for the allocator's "
+        "pieces"
+    )

@@ -1,0 +1,281 @@
+"""From joint graphs and the recording of a compiled step to its profile.
+
+The profile has the graphs' values, slots and costs as that of any other step has those of autograd's graph, on the
+step's one axis of positions: a stretch of events outside of compiled code is one, and each call inside of it. So it is
+planned by the same planner. Levels inside are those of `joint_memory.py`, all higher or lower by as much as the plain
+step's measured peak in there is than its reckoned one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from lowtide._torch.joint_graph import JointNode
+from lowtide.errors import RehearsalError
+from lowtide.memory.events import EventStream, Mark, bytes_added
+from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
+from lowtide.profiler.joint_memory import Half, backward_half, forward_half, upstream, written
+from lowtide.runtime.joint_slots import JointSlots, Recomputed
+
+CALL = "compiled call"
+"""Label of the marks at calls of compiled graphs: "enter" or "leave", the graph's number, and True for its backward."""
+
+BYTES_PER_FLOP = 12.0
+"""FLOPs that take as long as one byte that a kernel of its own writes; a fused one takes a quarter."""
+
+
+def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float) -> Profile:
+    """The profile of a recorded step, but for what it is made for and what was there before it.
+
+    Raises RehearsalError for a step that can't be planned.
+    """
+    if not graphs:
+        raise RehearsalError(
+            "inductor compiled nothing of the step that is differentiated, and only inductor can be told what to save "
+            'for backward. Compile with backend="inductor" (the default), or give the model as it was before '
+            "torch.compile."
+        )
+    if sends := next((node.target for graph in graphs for node in graph.joint.nodes if _sends(node)), None):
+        raise RehearsalError(
+            f"compiled code sends to other processes ({sends}), and it is not known what waits for what. Compile "
+            "repeated blocks instead, each in its place: `block.compile()`."
+        )
+    calls = _calls(stream)
+    if (n_run := len({call.graph for call in calls})) != len(graphs):
+        raise RehearsalError(
+            f"{len(graphs)} graphs were compiled for the step, and {n_run} of them ran in the next one: let it do the "
+            "same work each time that it is given the same batch."
+        )
+    calls = [call for call in calls if call.backward is not None]
+    if not calls:
+        raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside of it.")
+    return _coarser(_Records([*map(_Graph.of, graphs)], calls, stream, step_ms).profile())
+
+
+def _sends(node: JointNode) -> bool:
+    return node.target.startswith(("_c10d_functional", "c10d_functional", "_dtensor", "c10d"))
+
+
+@dataclass(slots=True)
+class _GraphCall:
+    """One call of a graph: forward, and its backward if that was run. Events are indices in the stream."""
+
+    graph: int
+    forward: tuple[int, int]
+    backward: tuple[int, int] | None = None
+
+
+def _calls(stream: EventStream) -> list[_GraphCall]:
+    found, entered = list[_GraphCall](), list[int]()
+    for at, event in enumerate(stream.events):
+        if not (type(event) is Mark and event.label == CALL and isinstance(event.data, tuple)):
+            continue
+        what, graph, is_backward = event.data
+        if what == "enter":
+            entered.append(at)
+            continue
+        span = (entered.pop(), at)
+        if not is_backward:
+            found.append(_GraphCall(graph, span))
+            continue
+        waiting = [call for call in found if call.graph == graph and call.backward is None]
+        if not waiting:
+            raise RehearsalError(
+                "backward runs through compiled code more than once (retain_graph=True): what it computes again is "
+                "gone by then. Add up the losses, and call backward once."
+            )
+        waiting[-1].backward = span  # the last forward is the first that backward comes to
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A joint graph: torch's own partition of it, and that with all slots saved. Forward first, then backward."""
+
+    slots: JointSlots
+    plain: tuple[Half, Half]
+    saved: tuple[Half, Half]
+    unsaved: Half
+    """Forward where nothing is saved."""
+    units: list[float]
+    """What each call costs, in FLOPs of a matrix product."""
+
+    @classmethod
+    def of(cls, slots: JointSlots) -> _Graph:
+        joint, plain, saved = slots.joint, slots.as_torch(), slots.without(())
+        return cls(
+            slots,
+            (forward_half(joint, plain), backward_half(joint, plain)),
+            (forward_half(joint, saved), backward_half(joint, saved)),
+            forward_half(joint, Recomputed(frozenset(), frozenset())),
+            [_units(node) for node in joint.nodes],
+        )
+
+    @property
+    def plain_bytes(self) -> int:
+        """What torch saves of it, but for inputs and outputs."""
+        return sum(self.slots.joint.nodes[root].bytes for root in self.slots.roots)
+
+    def saved_bytes(self, phase: int, at: int) -> int:
+        """What all slots that backward reads take at a position of forward (0) or backward (1)."""
+        half, nodes = self.saved[phase], self.slots.joint.nodes
+        read = [slot.node for slot in self.slots.slots if slot.node in self.saved[1].last]
+        return sum(nodes[n].bytes for n in read if (at <= half.last[n] if phase else at >= half.born[n]))
+
+
+def _units(node: JointNode) -> float:
+    if node.kind in ("view", "input"):
+        return 0.0
+    return node.flops + BYTES_PER_FLOP * node.bytes * (0.25 if node.kind == "pointwise" else 1.25)
+
+
+class _Records:
+    """The records of a profile, with positions for calls of graphs."""
+
+    def __init__(
+        self, graphs: Sequence[_Graph], calls: Sequence[_GraphCall], stream: EventStream, step_ms: float
+    ) -> None:
+        self._graphs, self._calls, self._step_ms = graphs, calls, step_ms
+        self._ms_per_unit = step_ms / (sum(sum(graphs[call.graph].units) for call in calls) or 1.0)
+        self._base: list[int] = []
+        """For each position the bytes that no slot holds."""
+        self._at: dict[tuple[int, int], int] = {}
+        """For each call of a graph, and 0 for its forward or 1 for its backward, the first position."""
+        self._put_on_axis(stream)
+        self._storages: list[Storage] = []
+        self._values: list[Value] = []
+        self._slots: list[Slot] = []
+        for number, call in enumerate(calls):
+            self._add(number, graphs[call.graph])
+
+    def profile(self) -> Profile:
+        spans = range(len(self._calls))
+        forward_ends = [self._end(number, 0) for number in spans]
+        return Profile(
+            fingerprint=Fingerprint(torch="", model="", batch="", device=""),
+            static=Static(),
+            base_bytes=tuple(self._base),
+            gradient_bytes=(0,) * len(self._base),
+            phases={
+                "forward": min(self._at[number, 0] for number in spans),
+                "backward": min(self._at[number, 1] for number in spans),
+                "after backward": max(self._end(number, 1) for number in spans),
+            },
+            storages=tuple(self._storages),
+            values=tuple(self._values),
+            slots=tuple(self._slots),
+            calls=tuple(
+                Call(
+                    id=f"compiled graph {call.graph}#{number}",
+                    cls="",
+                    parent=None,
+                    enter=self._at[number, 0],
+                    exit=forward_ends[number],
+                    refused="it is part of compiled code",
+                )
+                for number, call in enumerate(self._calls)
+            ),
+            step_ms=self._step_ms,
+            measured_plain_peak_bytes=None,
+            graphs=tuple(graph.slots.joint.key for graph in self._graphs),
+        )
+
+    def _end(self, number: int, phase: int) -> int:
+        return self._at[number, phase] + len(self._graphs[self._calls[number].graph].saved[phase].levels)
+
+    def _put_on_axis(self, stream: EventStream) -> None:
+        levels = list(accumulate(map(bytes_added, stream.events)))
+        spans = [(call.forward, number, 0) for number, call in enumerate(self._calls)]
+        spans += [(call.backward, number, 1) for number, call in enumerate(self._calls) if call.backward]
+        held = done = 0
+        for (enter, leave), number, phase in sorted(spans):
+            graph = self._graphs[self._calls[number].graph]
+            self._base.append(max(levels[done : enter + 1]) - held)
+            self._at[number, phase] = len(self._base)
+            below = levels[enter] - held
+            # inductor's order, its fusions and scratch memory, for all positions alike
+            below += max(levels[enter : leave + 1]) - levels[enter] - max(graph.plain[phase].levels)
+            below += graph.saved_bytes(1, 0) if phase else 0
+            half = graph.saved[phase]
+            self._base += [below + level - graph.saved_bytes(phase, at) for at, level in enumerate(half.levels)]
+            held += -graph.plain_bytes if phase else graph.plain_bytes
+            done = leave
+        self._base.append(max(levels[done:]) - held)
+
+    def _add(self, number: int, graph: _Graph) -> None:
+        """Add storages, values and slots of one call of a graph."""
+        forward, backward = self._at[number, 0], self._at[number, 1]
+        joint, slots = graph.slots.joint, {slot.node: slot for slot in graph.slots.slots}
+        order = upstream(joint, slots)
+        made, index = written(joint, order, slots), dict[int, int]()
+        for node in order:
+            found, slot = joint.nodes[node], slots.get(node)
+            index[node] = len(self._values)
+            self._values.append(
+                Value(
+                    storage=None if slot is None else len(self._storages),
+                    bytes=found.bytes if node in made else 0,
+                    node=found.target,
+                    recipe=None if slot is not None and slot.is_kept else found.target,
+                    operands=tuple(index[arg] for arg in found.args if joint.nodes[arg].kind != "input"),
+                    cost_ms=graph.units[node] * self._ms_per_unit,
+                    flops=found.flops,
+                    expensive=bool(found.flops),
+                )
+            )
+            if slot is not None:
+                born = graph.saved[0].born.get(node, graph.unsaved.born.get(node, 0))
+                dies = max(graph.unsaved.last.get(node, born), born) + 1
+                self._storages.append(
+                    Storage(bytes=found.bytes, allocated_at=forward + born, freed_at=forward + dies, label=found.module)
+                )
+        reads = graph.saved[1]
+        for node, slot in slots.items():
+            is_read = node in reads.first
+            self._slots.append(
+                Slot(
+                    address=slot.address,
+                    value=index[node],
+                    storage=self._values[index[node]].storage,
+                    call=number,
+                    label=joint.nodes[node].module,
+                    need=backward + reads.first[node] if is_read else None,
+                    release=backward + reads.last[node] + 1 if is_read else 0,
+                )
+            )
+
+
+def _coarser(profile: Profile) -> Profile:
+    """`profile` with positions only where something begins or ends."""
+    end = len(profile.base_bytes)
+    found = {0, *profile.phases.values()}
+    found |= {at for storage in profile.storages for at in (storage.allocated_at, storage.freed_at)}
+    found |= {at for slot in profile.slots for at in (slot.need, slot.release) if at is not None}
+    found |= {at for call in profile.calls for at in (call.enter, call.exit)}
+    cuts = sorted(at for at in found if at < end)
+
+    def position(at: int) -> int:
+        return bisect.bisect_right(cuts, at) - 1 if at < end else len(cuts)
+
+    base = [max(profile.base_bytes[first:stop]) for first, stop in pairwise([*cuts, end])]
+    return replace(
+        profile,
+        base_bytes=tuple(base),
+        gradient_bytes=(0,) * len(base),
+        phases={phase: position(at) for phase, at in profile.phases.items()},
+        storages=tuple(
+            replace(s, allocated_at=position(s.allocated_at), freed_at=position(s.freed_at)) for s in profile.storages
+        ),
+        slots=tuple(
+            replace(
+                slot,
+                need=None if slot.need is None else position(slot.need),
+                release=None if slot.release is None else position(slot.release),
+            )
+            for slot in profile.slots
+        ),
+        calls=tuple(replace(call, enter=position(call.enter), exit=position(call.exit)) for call in profile.calls),
+    )

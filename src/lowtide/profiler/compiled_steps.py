@@ -1,0 +1,97 @@
+"""The rehearsal of a step whose model, or the function around model and loss, torch.compile has compiled as a whole.
+
+Compiled code decides while it is compiled what it saves for backward. So the step is compiled under a partitioner that
+does what torch does and notes each joint graph; then it is recorded with a mark at each call of compiled code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide._torch.compiled_code import is_compiled
+from lowtide._torch.device_timing import now_ms
+from lowtide._torch.joint_graph import always_partitioned, partitioning_by, products_are_apart, watched_calls
+from lowtide.memory.measure import recorder_for
+from lowtide.memory.memory_timeline import Timeline
+from lowtide.profiler.compiled_profile import CALL, assembled
+from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.preconditions import check_compiled
+from lowtide.profiler.trial_updates import Updates
+from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_interceptor import OuterInterceptor
+from lowtide.runtime.compiled_plan import Partitioner
+from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
+from lowtide.runtime.fingerprint import in_words as in_words_of
+from lowtide.state.step_snapshot import Unchanged
+from lowtide.utils.interrupts import held_back
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.planner.records import Profile
+    from lowtide.runtime.joint_slots import JointSlots
+
+
+@held_back()
+def rehearse_compiled(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizers = None
+) -> Profile:
+    """The profile of `step(batch)`, which is compiled anew and run three times."""
+    check_compiled(model)
+    graphs: list[JointSlots] = []
+    partitioner = Partitioner(apart=products_are_apart())
+    partitioner.seen = graphs.append
+    with (
+        Unchanged(model, batch, optimizer, step) as unchanged,
+        Updates(unchanged, model, optimizer) as updates,
+        always_partitioned(),
+        partitioning_by(partitioner),
+    ):
+        made_for = fingerprint(model, batch)
+        with _noted_calls(model) as inputs:
+            updates.run(batch)
+        updates.undo()
+        unchanged.rewind()
+        static, places = static_bytes(model, batch, unchanged.optimizers)
+        with recorder_for(place_of(model)) as recorder:
+
+            def note(what: str, graph: int, is_backward: bool) -> None:
+                recorder.mark(CALL, (what, graph, is_backward))
+
+            with watched_calls(note):
+                updates.run(batch)
+        updates.undo()
+        unchanged.rewind()
+        began = now_ms(place_of(model))
+        updates.step(batch)
+        step_ms = now_ms(place_of(model)) - began
+    static = with_others(static, places, recorder)
+    measured = static.total + Timeline(recorder.stream).peak_bytes
+    return replace(
+        assembled(graphs, recorder.stream, step_ms),
+        fingerprint=made_for,
+        static=static,
+        measured_plain_peak_bytes=measured,
+        input_shapes=tuple(dict.fromkeys(inputs)),
+        notes=(*updates.notes(), *in_words(model, static)),
+    )
+
+
+@contextlib.contextmanager
+def _noted_calls(model: nn.Module) -> Iterator[list[str]]:
+    """Shapes and dtypes of what a compiled model is called with; none where it is called in compiled code."""
+    found: list[str] = []
+
+    def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        found.append(in_words_of(tensors_in_call(args, kwargs)))
+        return inner(*args, **kwargs)
+
+    front = OuterInterceptor(model, around) if is_compiled(model) else None
+    try:
+        yield found
+    finally:
+        if front is not None:
+            front.remove()

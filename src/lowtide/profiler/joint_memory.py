@@ -1,0 +1,150 @@
+"""Bytes in memory while a compiled graph runs, call by call, as its joint graph says.
+
+A value takes memory where inductor has to write it down: what an outside kernel or a reduction makes, what an outside
+kernel reads, and what is given on. All else exists within fused kernels only. The order is the joint graph's; what is
+computed again comes right before the first call that needs it. Inductor orders and fuses anew, writes over donated
+memory, and outside kernels have scratch memory: by how much all this differs is measured (`compiled_steps.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from lowtide._torch.joint_graph import JointGraph
+from lowtide.runtime.joint_slots import Recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Forward or backward of a joint graph. Positions count its calls, and one more for its end."""
+
+    levels: tuple[int, ...]
+    """Bytes at each position, over those at its beginning."""
+    born: dict[int, int]
+    """For each value that takes memory the position that allocates it."""
+    first: dict[int, int]
+    """For each value that is read the first position that does, and the last."""
+    last: dict[int, int]
+
+
+def forward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
+    """Forward, which gives backward what `recomputed` says."""
+    nodes = joint.nodes
+    outputs = [*joint.forward_outputs, *(i for i in recomputed.given if nodes[i].kind != "input")]
+    return _half(joint, upstream(joint, outputs), (), outputs)
+
+
+def backward_half(joint: JointGraph, recomputed: Recomputed) -> Half:
+    """Backward, which lets go of what it was given when it was read for the last time."""
+    nodes = joint.nodes
+    given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
+    given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
+    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs)
+
+
+def upstream(joint: JointGraph, found: Iterable[int]) -> list[int]:
+    """These values and all from which they are computed, in order."""
+    reached, pending = set[int](), list(found)
+    while pending:
+        node = pending.pop()
+        if node not in reached and joint.nodes[node].kind != "input":
+            reached.add(node)
+            pending += joint.nodes[node].args
+    return sorted(reached)
+
+
+def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
+    nodes, order, done = joint.nodes, list[int](), set[int]()
+    for at, node in enumerate(nodes):
+        if not node.is_backward:
+            continue
+        needed, pending = list[int](), list(node.args)
+        while pending:
+            arg = pending.pop()
+            if arg in again and arg not in done:
+                done.add(arg)
+                needed.append(arg)
+                pending += nodes[arg].args
+        order += [*sorted(needed), at]
+    return order
+
+
+def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> set[int]:
+    """The values of `order` that inductor writes to memory."""
+    nodes, inside, outputs = joint.nodes, set(order), set(outputs)
+    into = _into_sums(joint, inside, outputs)
+    sums = set(into.values())
+    found = set[int]()
+    for at in order:
+        if nodes[at].kind == "view" or at in into:
+            continue
+        if nodes[at].kind != "pointwise" or at in sums:
+            found.add(at)
+            continue
+        seen, pending = {at}, [at]
+        while pending:
+            value = pending.pop()
+            users = [user for user in nodes[value].users if user in inside and user not in seen]
+            if value in outputs or any(nodes[user].kind == "extern" or user in sums for user in users):
+                found.add(at)
+                break
+            views = [user for user in users if nodes[user].kind == "view"]
+            seen.update(views)
+            pending += views
+    return found
+
+
+def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[int]) -> dict[int, int]:
+    """Matrix products that inductor has added to something as they are computed (`addmm`), and these sums.
+
+    Both are one call then, in the place of the sum, until which the product's operands wait.
+    """
+    nodes, found = joint.nodes, dict[int, int]()
+    for at in sorted(inside):
+        if nodes[at].target != "aten.add":
+            continue
+        for arg in nodes[at].args:
+            users = [user for user in nodes[arg].users if user in inside]
+            is_whole = nodes[arg].target == "aten.mm" and nodes[arg].bytes == nodes[at].bytes
+            if is_whole and arg in inside and arg not in outputs and users == [at]:
+                found[arg] = at
+                break
+    return found
+
+
+def _half(joint: JointGraph, order: Sequence[int], given: Collection[int], outputs: Collection[int]) -> Half:
+    nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
+    is_written = written(joint, order, outputs)
+    earliest: dict[int, int] = {}
+    latest: dict[int, int] = {}
+    for value in reversed(order):  # a fused value is computed where those that read it are
+        users = [user for user in nodes[value].users if user in place]
+        own = -1 if nodes[value].kind == "view" else place[value]
+        is_own = value in is_written or not users
+        earliest[value] = own if is_own else min(earliest[user] for user in users)
+        latest[value] = own if is_own else max(latest[user] for user in users)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for value in order:
+        if nodes[value].kind == "view":
+            continue
+        for arg in nodes[value].args:
+            root = nodes[arg].root
+            first[root] = min(first.get(root, len(order)), earliest[value])
+            last[root] = max(last.get(root, -1), latest[value])
+    for value in outputs:
+        last[nodes[value].root] = len(order)
+    changes = [0] * (len(order) + 2)
+    for root in given:
+        changes[min(last.get(root, -1), len(order)) + 1] -= nodes[root].bytes
+    for value in is_written:
+        changes[place[value]] += nodes[value].bytes
+        end = last.get(value, place[value])
+        if end < len(order):
+            changes[end + 1] -= nodes[value].bytes
+    levels, level = list[int](), 0
+    for change in changes[:-1]:
+        level += change
+        levels.append(level)
+    return Half(tuple(levels), {value: place[value] for value in is_written}, first, last)

@@ -1,0 +1,126 @@
+"""What a plan decides on in a joint graph: the values that backward may be given, and what it computes again.
+
+torch saves what is nearest to backward, such as the normalised tensor of a layer norm. As good is the residual stream
+that it is computed from by fused arithmetic alone: as large, and the one from which the next blocks can be recomputed.
+So the slot of such a value is what it was computed from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from lowtide._torch.joint_graph import JointGraph
+
+SMALL = 64
+"""A value that is this many times smaller than the largest is always saved: nothing is to be gained."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointSlot:
+    """A value of a joint graph that may be saved for backward."""
+
+    node: int
+    address: str
+    """`transformer.h.3.mlp.c_fc#0:1`: module, and the ordinal of the call in it among all of the graph's."""
+    is_saved: bool
+    """False for one that is saved only where something is recomputed from it."""
+    is_kept: bool
+    """In any plan: small, or another call of it would give other numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What backward is given, and what it computes again."""
+
+    given: frozenset[int]
+    again: frozenset[int]
+
+
+class JointSlots:
+    """The slots of one joint graph. `plain` is what torch saves."""
+
+    def __init__(self, joint: JointGraph, plain: frozenset[int]) -> None:
+        self.joint, self.plain = joint, plain
+        nodes = joint.nodes
+        held = {nodes[i].root for i in joint.forward_outputs}
+        roots = {nodes[i].root for i in plain if nodes[nodes[i].root].kind != "input"} - held
+        self.roots = frozenset(roots)
+        """What torch saves that is memory of its own."""
+        largest = max((nodes[root].bytes for root in roots), default=0)
+        self._small = largest // SMALL
+        upstream = {root: self._upstream(root, held) for root in sorted(roots)}
+        saved = set(upstream.values())
+        random = {i for i, n in enumerate(nodes) if n.is_random and n.bytes and not n.is_backward}
+        reduced = {
+            i
+            for i, n in enumerate(nodes)
+            if n.is_forward and n.kind == "reduction" and n.root == i and 0 < n.bytes <= self._small
+        } - held
+        at = _addresses(joint)
+        self.slots = tuple(
+            JointSlot(
+                node=node,
+                address=at[node],
+                is_saved=node in saved,
+                is_kept=node in random or nodes[node].bytes <= self._small,
+            )
+            for node in sorted(saved | random | reduced)
+        )
+        same = {root for root, node in upstream.items() if root == node}
+        self._near = frozenset(i for i in plain if nodes[i].root in same)
+        self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
+
+    def as_torch(self) -> Recomputed:
+        """What backward is given by torch."""
+        return self._reached(self.plain)
+
+    def without(self, addresses: Collection[str]) -> Recomputed:
+        """What backward is given of the slots that are not at `addresses`."""
+        nodes = self.joint.nodes
+        kept = {slot.node for slot in self.slots if slot.is_kept or slot.address not in addresses}
+        as_torch = (i for i in self._near if nodes[i].root in kept)
+        return self._reached(kept.union(self._fixed, as_torch))
+
+    def _reached(self, kept: Iterable[int]) -> Recomputed:
+        joint, nodes, kept = self.joint, self.joint.nodes, frozenset(kept)
+        given, again = set[int](), set[int]()
+        pending = [arg for node in nodes if node.is_backward for arg in node.args] + joint.backward_outputs
+        while pending:
+            at = pending.pop()
+            node = nodes[at]
+            if node.is_backward or node.is_tangent or at in again or at in given:
+                continue
+            if at in kept or node.kind == "input":
+                given.add(at)
+            else:
+                again.add(at)
+                pending += node.args
+        return Recomputed(frozenset(given), frozenset(again))
+
+    def _upstream(self, root: int, held: Collection[int]) -> int:
+        """The value as large as this one, or smaller, that this one is computed from by fused arithmetic alone."""
+        nodes = self.joint.nodes
+        while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
+            large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}
+            large = {arg for arg in large if nodes[arg].kind != "input"}
+            if len(large) != 1:
+                break
+            (operand,) = large
+            node = nodes[operand]
+            if operand in held or node.bytes > nodes[root].bytes or node.is_random:
+                break
+            if "random" in node.target:
+                break
+            root = operand
+        return root
+
+
+def _addresses(joint: JointGraph) -> list[str]:
+    count: Counter[str] = Counter()
+    found = []
+    for node in joint.nodes:
+        found.append(f"{node.module}#0:{count[node.module]}")
+        count[node.module] += not node.is_backward and node.kind != "input"
+    return found

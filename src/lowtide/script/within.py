@@ -1,0 +1,179 @@
+"""`lowtide.within`: a memory budget around any training loop of this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from lowtide.api.fitted import check_has_no_plan
+from lowtide.errors import LowtideError
+from lowtide.levers import in_script
+from lowtide.report.text_table import decisions, extra_time, lever_lines
+from lowtide.script.calling_code import as_far_as
+from lowtide.script.fit_steps import Fitting, OnInfeasible, RunVerdict, check_on_infeasible
+from lowtide.script.run_listened import watched, why_not
+from lowtide.units import format_bytes, format_change
+from lowtide.utils.amounts import check_budget
+from lowtide.utils.interrupts import entering, none_lost, whole
+from lowtide.utils.messages import note, tell
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.planner.records import Plan
+    from lowtide.script.step_detector import Steps
+
+__all__ = ["Run", "RunVerdict", "within"]
+
+
+class Run:
+    """Training steps kept within a budget, as long as a `with` block runs. `print` it for what was decided."""
+
+    def __init__(self, fitting: Fitting, model: nn.Module | None, say: Callable[[str], None]) -> None:
+        self._fitting, self._model, self._say = fitting, model, say
+        self._stack = contextlib.ExitStack()
+        self._steps: Steps | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for the largest batches so far; None before there is one, and where training goes on without."""
+        return self._fitting.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans that are in force, that for the smallest batches first."""
+        return self._fitting.plans
+
+    @property
+    def verdict(self) -> RunVerdict | None:
+        """Memory of the steps under `plan`, as measured; None before."""
+        return self._fitting.verdict
+
+    @entering
+    def __enter__(self) -> Self:
+        if self._steps is not None:
+            raise LowtideError("this block was entered before. Call lowtide.within(...) for each block.")
+        model, self._model = self._model, None
+        if model is not None:
+            check_has_no_plan(model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(none_lost())
+            stack.enter_context(as_far_as())
+            self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
+            stack.callback(self._fitting.take_off)
+            self._stack = stack.pop_all()
+        return self
+
+    @whole
+    def leave(self) -> None:
+        """Leave the model, and all else, as it was before, in the midst of the block or where it has no end."""
+        self._stack.close()
+
+    @whole
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        steps, fitting = self._steps, self._fitting
+        assert steps is not None
+        with self._stack:
+            if error is None and steps.failed is None:
+                steps.ended()
+                fitting.finish()
+                if not fitting.done and fitting.plan is None:
+                    self._say(f"note: {why_not('the block', steps, fitting)}")
+        if error is None and steps.failed is not None:  # the loop has caught it, and went on
+            raise steps.failed
+
+    def __str__(self) -> str:
+        fitting = self._fitting
+        if fitting.unplanned is not None:
+            return f"{fitting.unplanned} Training went on without a plan."
+        if self._steps is not None and self._steps.failed is not None:
+            return f"ended: {self._steps.failed}"
+        if fitting.plan is None:
+            return f"no plan yet: a model gets one when it {fitting.awaits}."
+        return "\n".join([*map(self._in_a_line, fitting.plans), *self._proof(fitting.plan)])
+
+    def _in_a_line(self, plan: Plan) -> str:
+        change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
+        size = "" if len(self._fitting.plans) == 1 else f" up to {' and '.join(plan.input_shapes)}"
+        return (
+            f"{self._fitting.model_name}{size}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)})"
+            f"{extra_time(plan)}; {decisions(plan)}"
+        )
+
+    def _proof(self, plan: Plan) -> list[str]:
+        proof = "not measured yet" if self.verdict is None else str(self.verdict)
+        return [*lever_lines(plan), proof, *(f"note: {noted}" for noted in plan.notes)]
+
+
+def within(
+    budget: int | str,
+    *,
+    model: nn.Module | None = None,
+    on_infeasible: OnInfeasible = "raise",
+    levers: Collection[str] = (),
+    in_place: bool = True,
+    progress: bool = True,
+) -> Run:
+    """Keep the training steps of a `with` block within `budget`, at little extra time and to the same bits.
+
+    The loop stays as it is, whoever runs it: a plain one, a Trainer, a function in a thread of its own. The first two
+    steps are rehearsed, which takes some seconds; the third is the first under a plan, and measured. Where batches are
+    of several sizes up to 20 steps are looked at. A batch that is larger than all of these gets a plan of its own when
+    the next of such a size comes, and the most saving plan until then. At the end of the block, however it ends, the
+    model is as it was before.
+
+        with lowtide.within("8GiB") as run:
+            trainer.train()
+        print(run)
+
+    Args:
+        budget: Bytes, "8GiB", "500MB" or "60%" of the plain step's peak, for all memory of the step: parameters,
+            gradients, optimizer state and batch included, and all else that is in memory, such as other models. On a
+            GPU also "90% of gpu", or "auto": what is free there, less a margin for the allocator's pieces.
+        model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
+        on_infeasible: Where no plan fits, "raise" ends training with the error, "smallest" goes on under the most
+            saving plan, and "plain" goes on without any. The updates so far stand, and are those of the plain loop.
+        levers: Changes of the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
+        in_place: False lets no gradient be written over the one that it is computed from.
+        progress: False writes nothing to stderr; the log named "lowtide" has all lines.
+
+    Raises:
+        BudgetError: The budget is not an amount of memory.
+        Infeasible: No plan fits. Raised from the optimizer's step, as are the errors below.
+        OverBudget: The measured peaks stay above the budget.
+        RehearsalError: The steps can't be rehearsed.
+        LowtideError: Another such block runs in this process, or the model has a plan already.
+    """
+    check_budget(budget)
+    check_on_infeasible(on_infeasible)
+    if isinstance(levers, str):
+        levers = (levers,)
+    _check_trained(model)
+    say = tell if progress else note
+    fitting = Fitting(
+        budget,
+        say,
+        tuple(map(in_script, levers)),
+        in_place=in_place,
+        on_infeasible=on_infeasible,
+        takes_turns=model is None,
+    )
+    return Run(fitting, model, say)
+
+
+def _check_trained(model: Any) -> None:
+    from torch import nn
+
+    if model is None:
+        return
+    if not isinstance(model, nn.Module):
+        raise LowtideError(f"model takes a torch.nn.Module, found {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise LowtideError(
+            f"no parameter of this {type(model).__name__} requires a gradient: there are no steps of it. Give the "
+            "model that is trained, or leave model out."
+        )

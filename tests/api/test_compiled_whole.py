@@ -1,0 +1,184 @@
+"""Models that are compiled as a whole: a plan decides what their compiled code saves for backward, to the same bits."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+import lowtide
+from lowtide.planner.records import Plan
+
+
+class Attends(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
+
+
+class Widens(nn.Module):
+    """A block of few kernels, which are soon compiled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Convolves(nn.Module):
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norms[1](self.other(F.relu(self.norms[0](self.one(x))))))
+
+
+class Breaks(nn.Module):
+    """A block behind which compiled code ends, and begins anew."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        torch._dynamo.graph_break()
+        return x
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """What other tests compiled counts for nothing here, and the other way round."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert inductor_config.custom_partitioner_fn is None
+
+
+@pytest.fixture
+def inductor() -> None:
+    """Skips without a compiler of C++, in which inductor writes for processors."""
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        pytest.skip("inductor needs a compiler of C++, and there is none")
+
+
+def transformer(dropout: float = 0.1) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(Attends(64, dropout), Attends(64, dropout)), torch.randn(8, 128, 64)
+
+
+def convnet() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(Convolves(), Convolves()), torch.randn(8, 16, 32, 32)
+
+
+def gradients(model: nn.Module, step: Callable[[Any], Any], batch: Tensor) -> list[Tensor]:
+    """Those of a step from the same random numbers. Buffers stay as they were."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        parameter.grad = None
+    step(batch)
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def check_fits(model: nn.Module, step: Callable[[Any], Any], batch: Tensor, budget: str) -> lowtide.Fitted:
+    """Fit the step: within the budget, and to the bits of the compiled step without a plan, before and after."""
+    plain = gradients(model, step, batch)
+    fitted = lowtide.fit(model, step, batch, budget=budget)
+    assert fitted.verdict.within_budget
+    assert fitted.verdict.proven, fitted.verdict
+    assert fitted.plan.recompute
+    under_plan = gradients(model, step, batch)
+    assert all(map(torch.equal, plain, under_plan))
+    fitted.remove()
+    assert all(map(torch.equal, plain, gradients(model, step, batch)))
+    return fitted
+
+
+@pytest.mark.usefixtures("inductor")
+def test_a_compiled_model_with_dropout_fits_to_the_bits_of_the_compiled_step() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Widens(64), Widens(64)), torch.randn(1024, 64)
+    compiled: Any = torch.compile(model)
+    fitted = check_fits(compiled, lambda x: compiled(x).square().mean().backward(), batch, "80%")
+    assert Plan.from_json(fitted.plan.to_json()) == fitted.plan
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_compiled_transformer_with_dropout_fits_to_the_bits_of_the_compiled_step() -> None:
+    model, batch = transformer()
+    compiled: Any = torch.compile(model)
+    check_fits(compiled, lambda x: compiled(x).square().mean().backward(), batch, "75%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_convolutional_model_compiled_in_its_place_fits() -> None:
+    model, batch = convnet()
+    model.compile()
+    check_fits(model, lambda x: model(x).square().mean().backward(), batch, "85%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_the_graphs_of_a_compiled_function_with_a_break_are_planned_together() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Breaks(64), Breaks(64)), torch.randn(2048, 64)
+
+    @torch.compile
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    profile = lowtide.rehearse(model, lambda x: loss(x).backward(), batch)
+    assert len(profile.graphs) >= 2
+    check_fits(model, lambda x: loss(x).backward(), batch, "80%")
+
+
+def test_a_plan_is_in_the_keys_of_all_caches() -> None:
+    from lowtide.runtime.compiled_plan import Partitioner
+
+    hashes = {Partitioner(graphs, made).uuid() for graphs in ((), ("a",), ("b",)) for made in ((), ("m#0:1",))}
+    assert len(hashes) == 6
+    assert Partitioner(("a", "b"), ("m", "n")).uuid() == Partitioner(("b", "a"), ("n", "m")).uuid()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_code_that_another_backend_compiled_is_refused_with_what_to_do(backend: str) -> None:
+    model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend=backend)
+    with pytest.raises(lowtide.RehearsalError, match=r'backend="inductor"'):
+        lowtide.fit(model, lambda x: model(x).sum().backward(), torch.randn(2, 8), budget="60%")
+    assert counters["stats"]["unique_graphs"]
+
+
+def test_settings_under_which_nothing_can_be_planned_are_refused_by_name() -> None:
+    model: Any = torch.compile(nn.Linear(8, 8))
+
+    def fit() -> None:
+        lowtide.fit(model, lambda x: model(x).sum().backward(), torch.randn(2, 8), budget="60%")
+
+    with functorch_config.patch(activation_memory_budget=0.5), pytest.raises(lowtide.RehearsalError, match=r"is 0\.5"):
+        fit()
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(lowtide.RehearsalError, match="autograd"):
+        fit()

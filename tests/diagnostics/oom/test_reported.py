@@ -1,0 +1,41 @@
+"""Reported kinds of output: each has its cause, its first advice, and no claim against its own numbers."""
+
+import re
+
+import pytest
+
+from diagnostics.oom.reported import REPORTED, Reported  # type: ignore[import-not-found]
+from lowtide.diagnostics.oom import Explanation, explain
+
+
+@pytest.mark.parametrize("row", REPORTED, ids=lambda row: row.name)
+def test_a_reported_output(row: Reported) -> None:
+    explanation = explain(row.text)
+    assert explanation is not None
+    text = str(explanation)
+    assert explanation.cause.code == row.cause, text
+    assert row.advice in explanation.actions[0].text, text
+    assert re.search(row.says, text), text
+    assert not re.search(row.never, text), text
+    assert explanation.message.certain == row.certain
+    assert Explanation.from_json(explanation.to_json()) == explanation
+
+
+@pytest.mark.parametrize("row", REPORTED, ids=lambda row: row.name)
+def test_where_it_is_cut_changes_nothing(row: Reported) -> None:
+    assert explain(row.text[n : n + 37] for n in range(0, len(row.text), 37)) == explain(row.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"Status": "running", "OOMKilled": false, "ExitCode": 0}',
+        "exit code 13",
+        "RuntimeError: No executable found",
+        "kernel: started",
+        "step 1370 exit codec",
+        "PBS: job finished",
+    ],
+)
+def test_other_output_is_not_taken_for_it(text: str) -> None:
+    assert explain(text) is None

@@ -1,0 +1,53 @@
+"""Joint graphs written by hand."""
+
+from lowtide._torch.joint_graph import JointGraph, JointNode, Kind
+
+MANY, FEW = 4096, 8
+
+
+def node(
+    kind: Kind,
+    args: tuple[int, ...] = (),
+    size: int = MANY,
+    *,
+    root: int,
+    target: str = "aten.op",
+    module: str = "",
+    backward: bool = False,
+    tangent: bool = False,
+    random: bool = False,
+) -> JointNode:
+    return JointNode(
+        target=target,
+        kind=kind,
+        bytes=size,
+        flops=0,
+        args=args,
+        module=module,
+        root=root,
+        is_forward=not backward and not tangent,
+        is_backward=backward,
+        is_tangent=tangent,
+        is_random=random,
+    )
+
+
+def masked() -> JointGraph:
+    """Y = mm(x, w) * mask(seed); backward reads the mask, and the normalised product."""
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("extern", (0,), root=1, target="aten.mm", module="fc"),
+            node("extern", (), FEW, root=2, target="prims.inductor_seeds", random=True),
+            node("pointwise", (2,), MANY // 4, root=3, target="aten.gt", module="drop"),
+            node("reduction", (1,), FEW, root=4, module="norm"),
+            node("pointwise", (1, 4), root=5, module="norm"),
+            node("pointwise", (5, 3), root=6, module="drop"),
+            node("input", root=7, tangent=True),
+            node("pointwise", (7, 3), root=8, backward=True),
+            node("extern", (8, 5), root=9, backward=True, target="aten.mm"),
+        ],
+        [6],
+        [9],
+        "key",
+    )

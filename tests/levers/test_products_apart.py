@@ -1,0 +1,67 @@
+"""The lever `products apart`: what waits for a sum in compiled code goes as soon as its product has been computed."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+
+
+class Tied(nn.Module):
+    """A language model with one weight for its first and its last layer."""
+
+    def __init__(self, words: int = 2048, width: int = 64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(words, width) / 8)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.weight)
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.cross_entropy(x @ self.weight.T, ids)
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """What other tests compiled counts for nothing here, and the other way round."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert torch._inductor.config.custom_partitioner_fn is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="inductor needs a compiler of C++"
+)
+def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> None:
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.randint(2048, (1024,))
+    compiled: Any = torch.compile(model)
+
+    def step(batch: Tensor) -> None:
+        compiled(batch).backward()
+
+    profile = lowtide.rehearse(compiled, step, ids)
+    assert profile.measured_plain_peak_bytes is not None
+    fitted = lowtide.fit(compiled, step, ids, budget="80%", levers="products apart")
+    fitted.remove()
+    assert [lever.name for lever in fitted.plan.levers] == ["products apart"]
+    assert fitted.verdict.within_budget
+    assert fitted.verdict.proven  # beside the step with the lever alone
+    assert fitted.verdict.relative_differences is not None
+    assert 0 <= fitted.verdict.relative_differences["gradients"] < 1e-5
+
+
+def test_it_is_of_no_use_for_a_model_that_is_not_compiled_and_that_is_said() -> None:
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.randint(2048, (256,))
+    fitted = lowtide.fit(model, lambda batch: model(batch).backward(), ids, budget="90%", levers=["products apart"])
+    with fitted:
+        assert any("'products apart' is not used: the model is not compiled" in note for note in fitted.plan.notes)

@@ -1,0 +1,48 @@
+"""What of a joint graph a plan decides on, and what backward computes again."""
+
+from joint_graphs import MANY, masked
+from lowtide.profiler.joint_memory import backward_half, forward_half
+from lowtide.runtime.joint_slots import JointSlots
+
+PLAIN = frozenset({3, 5})
+
+
+def test_the_slot_of_a_normalised_tensor_is_what_it_was_computed_from() -> None:
+    slots = JointSlots(masked(), PLAIN)
+    assert {slot.address: slot.node for slot in slots.slots} == {
+        "fc#0:0": 1,
+        "#0:0": 2,
+        "drop#0:0": 3,
+        "norm#0:0": 4,
+    }
+    assert {slot.node for slot in slots.slots if slot.is_kept} == {2, 4}
+
+
+def test_torch_s_own_partition_is_torch_s_own() -> None:
+    found = JointSlots(masked(), PLAIN).as_torch()
+    assert (found.given, found.again) == (PLAIN, frozenset())
+
+
+def test_a_mask_is_computed_again_from_the_seeds_that_are_saved() -> None:
+    found = JointSlots(masked(), PLAIN).without({"drop#0:0"})
+    assert found.given == {1, 2, 4}
+    assert found.again == {3, 5}
+
+
+def test_random_numbers_are_never_drawn_again() -> None:
+    slots = JointSlots(masked(), PLAIN)
+    found = slots.without({slot.address for slot in slots.slots})
+    assert 2 in found.given
+    assert 2 not in found.again
+
+
+def test_forward_ends_with_what_it_gives_and_backward_lets_go_of_it() -> None:
+    joint = masked()
+    slots = JointSlots(joint, PLAIN)
+    plain = slots.as_torch()
+    forward, backward = forward_half(joint, plain), backward_half(joint, plain)
+    saved_bytes = MANY + MANY // 4
+    assert forward.levels[-1] == saved_bytes + MANY  # and the output
+    assert backward.levels[-1] == MANY - saved_bytes - MANY  # the gradient came, what was saved and the tangent went
+    assert backward.first[3] == 0
+    assert backward.last[5] == 1
