@@ -49,7 +49,7 @@ class Actions:
             setattr(found, name, getattr(self, name))
         for name in ("recompute", "inputs"):
             decisions: dict[int, Decision] = getattr(self, name)
-            moved = {n: d._replace(address=to + d.address.removeprefix(path)) for n, d in decisions.items()}
+            moved = {n: Decision(d.node, to + d.address.removeprefix(path)) for n, d in decisions.items()}
             setattr(found, name, moved)
         return found
 
