@@ -24,6 +24,10 @@ _standing: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
 """By where a function is: what is there instead of it, and who stands in, the last one outermost."""
 
 
+_inherited: set[tuple[Any, str]] = set()
+"""Those of classes that inherit the function, and have it no longer when nothing stands in for it."""
+
+
 def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:
     """Have `make(function)` stand in for the function `owner.name` until what this gives is called.
 
@@ -41,14 +45,20 @@ def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> C
     def remove() -> None:
         makes[:] = [other for other in makes if other is not own]
         if not makes and vars(owner)[name] is instead:
-            setattr(owner, name, vars(instead)["__wrapped__"])
+            if (owner, name) in _inherited:
+                delattr(owner, name)
+                _inherited.remove((owner, name))
+            else:
+                setattr(owner, name, vars(instead)["__wrapped__"])
             del _standing[owner, name]
 
     return remove
 
 
 def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
-    original = vars(owner)[name]
+    if name not in vars(owner):
+        _inherited.add((owner, name))
+    original = vars(owner).get(name, getattr(owner, name))
     makes: list[Make] = []
 
     @not_compiled_alone

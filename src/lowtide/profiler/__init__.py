@@ -30,7 +30,7 @@ from lowtide.profiler.preconditions import (
     is_planned_by_its_compiler,
     is_specialised,
 )
-from lowtide.profiler.random_work import called, drawn_as, fullest
+from lowtide.profiler.random_work import Draw, called, drawn_as, fullest
 from lowtide.profiler.trace import MostSaving, Trace
 from lowtide.profiler.trial_updates import Updates
 from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
@@ -122,11 +122,14 @@ def rehearse(
 
         found, profile = profiled()
         if len(orders) > 1:
-            share = fullest(lambda: _calls(model, step, batch, unchanged))
-            if share is not None:
+            draw = fullest(lambda draw: _calls(model, step, batch, unchanged, draw))
+            if draw != Draw():
+                unchanged.seed(draw.seed)
                 unchanged.restore()
-                with drawn_as(share):
+                with drawn_as(draw.share):
                     found, profile = profiled()
+            unchanged.seed(None)
+            unchanged.restore()
             profile = replace(profile, draws=DRAWS)
         profile = with_margin(profile, model, updates, batch, unchanged)
         saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
@@ -185,8 +188,9 @@ def _without_checkpoints(tried: Callable[..., _Tried], unchanged: Unchanged) -> 
     return saved if saved.trace.packs == len(saved.audit.slots) else None
 
 
-def _calls(model: nn.Module, step: Step, batch: Any, unchanged: Unchanged) -> list[str]:
+def _calls(model: nn.Module, step: Step, batch: Any, unchanged: Unchanged, draw: Draw) -> list[str]:
     """The modules that a step calls which begins as the first one did; none where that can't be taken."""
+    unchanged.seed(draw.seed)
     unchanged.restore()
     with called(model) as calls:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -93,7 +93,7 @@ class Unchanged:
         leaves = [t for t in _unique([*content, *kept.tensors]) if is_leaf_tensor(t) and not t.is_inference()]
         self._gradients = [_Content(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
         self._states = states(kept.stateful)
-        self._random = RandomState.now(kept.generators)
+        self._random = self._own_random = RandomState.now(kept.generators)
         for optimizer in listed(self._named):
             self._noticed(optimizer)
         self._n_updates = 0
@@ -175,6 +175,10 @@ class Unchanged:
         """Only the random numbers: the next step draws what the first one drew."""
         self._random.restore()
 
+    def seed(self, seed: int | None) -> None:
+        """From now on steps begin with generators that are seeded so; None: as they were at `with`."""
+        self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._kept.generators)
+
     def put_back(self, tensors: set[int]) -> None:
         """Only what was in these tensors, by their ids."""
         with torch.no_grad():
@@ -195,6 +199,7 @@ class Unchanged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
+        self._random = self._own_random
         try:
             self._put_back()
             self.changes = self._kept.changes()
@@ -282,6 +287,19 @@ class RandomState:
             others=tuple(map(state_of, others)),
         )
 
+    def seeded(self, seed: int, others: Iterable[Any] = ()) -> RandomState:
+        """States after seeding torch on the CPU, Python, NumPy's own kind of generator and `others`."""
+        numpy = self.numpy
+        if isinstance(np.random.get_bit_generator(), np.random.MT19937):  # type: ignore[attr-defined]
+            numpy = np.random.RandomState(seed).get_state()
+        return replace(
+            self,
+            torch_cpu=torch.Generator().manual_seed(seed).get_state(),
+            python=random.Random(seed).getstate(),
+            numpy=numpy,
+            others=tuple(map(partial(seeded_state_of, seed), others)),
+        )
+
     def restore(self) -> None:
         torch.set_rng_state(self.torch_cpu)
         for gpu, state in self.torch_gpus.items():
@@ -300,6 +318,18 @@ def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
         bits = generator.bit_generator
         return partial(setattr, bits, "state"), bits.state
     return generator.set_state, generator.get_state()
+
+
+def seeded_state_of(seed: int, generator: Any) -> tuple[Callable[[Any], object], Any]:
+    """How the state of a generator is set, and the one after seeding."""
+    set_state, state = state_of(generator)
+    if isinstance(generator, random.Random):
+        state = random.Random(seed).getstate()
+    elif isinstance(generator, np.random.Generator):
+        state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, torch.Generator):
+        state = torch.Generator(generator.device).manual_seed(seed).get_state()
+    return set_state, state
 
 
 def _unique(found: list[Any]) -> list[Tensor]:
