@@ -17,7 +17,7 @@ from comparing import equal
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.script.run_listened import watched
-from lowtide.script.step_listener import Crew
+from lowtide.script.step_listener import StepListener
 
 X = torch.randn(256, 64)
 Loop = Callable[["Made"], object]
@@ -361,7 +361,7 @@ def test_there_is_one_block_at_a_time() -> None:
         thread.start()
         thread.join()
         assert "watched already" in str(failed[0])
-    with watched(Crew()), pytest.raises(lowtide.LowtideError, match="`lowtide run`"), lowtide.within("80%"):
+    with watched(StepListener()), pytest.raises(lowtide.LowtideError, match="`lowtide run`"), lowtide.within("80%"):
         pass
 
 

@@ -1,6 +1,6 @@
 """Functions of torch that something of this package stands in for: several at once, and taken away in any order.
 
-And hooks of torch's that are for the whole process, told of what is of one thread (`of_this_thread`).
+And hooks of torch's that are for the whole process, told of what is of one thread (`this_thread_only`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def original(owner: Any, name: str) -> Any:
     return vars(instead)["__wrapped__"] if found is instead else found
 
 
-def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]) -> Callable[[], None]:
+def wrap_module_calls(
+    begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]
+) -> Callable[[], None]:
     """Have these told of each call of a module, `ends` with what it gave or None, until what this gives is called.
 
     A hook for all modules would be compiled with those that were compiled where they stand (`Module.compile`).
@@ -90,7 +92,7 @@ def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Modul
     return stand_in(nn.Module, "__call__", lambda call: functools.partial(_told, begins, ends, call))
 
 
-def of_this_thread(
+def this_thread_only(
     told: Callable[..., object], is_ours: Callable[[Tensor], bool] = lambda _: False
 ) -> Callable[..., None]:
     """An optimizer's hook for all, which in other threads is not called: they train something else.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lowtide._torch.backward import in_backward
-from lowtide._torch.patching import around_calls, stand_in
+from lowtide._torch.patching import stand_in, wrap_module_calls
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ def called(model: nn.Module) -> Iterator[list[str]]:
         if id(module) in paths and not in_backward():
             found.append(paths[id(module)])
 
-    stop = around_calls(begins, lambda module, output: None)
+    stop = wrap_module_calls(begins, lambda module, output: None)
     try:
         yield found
     finally:

@@ -29,7 +29,7 @@ from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import others_at_hand
 from lowtide.script.composite_model import name_of
-from lowtide.script.plan_monitor import Measured, UnderPlan
+from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
@@ -89,7 +89,7 @@ class _InForce(Applied):
         self.rehearsing = rehearsing
 
 
-class Fitting(UnderPlan):
+class Fitting(PlanMonitor):
     """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
 
     def __init__(
