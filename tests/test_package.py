@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from long_description import RELATIVE_LINK, long_description
 from torch import nn
 from torch.optim import Optimizer
 
 import lowtide
 from conftest import RunPython
+from long_description import RELATIVE_LINK, long_description
 
 
 def modules() -> dict[str, ast.Module]:

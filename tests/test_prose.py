@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import prose
 import pytest
+
+import prose
 
 SOURCE = '''
 """Whether the file is here."""
