@@ -60,7 +60,7 @@ _unfinished: list[profile] = []
 
 
 class CpuRecorder(Recorder):
-    """Records the CPU allocations of this thread, and of the backward threads it starts, while the `with` block runs.
+    """Recorder of CPU allocations in this thread, and in the backward threads it starts, while the `with` block runs.
 
     `watch` are the tensors whose end during the recording lowers the level; by default all that exist, 50 to 100 ms to
     find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording about 10 us per allocation or
@@ -241,7 +241,7 @@ def running() -> CpuRecorder | None:
 
 
 def _other_profiler() -> str | None:
-    """Return in words what occupies torch's only place for a profiler, or None."""
+    """Return in words the occupant of torch's only place for a profiler, or None."""
     if _recording is not None:
         return "Lowtide itself records already"
     if profiler_running():
@@ -267,7 +267,7 @@ def _refuse_lost(lost: list[Mark]) -> None:
 
 
 class _Reader:
-    """Turns the profiler's event trees, one per session of a recording, into events."""
+    """Reader of the profiler's event trees, one per session of a recording, as events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

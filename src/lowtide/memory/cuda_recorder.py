@@ -55,7 +55,7 @@ class PlacedMark(NamedTuple):
 
 
 class CudaRecorder(Recorder):
-    """Records the allocations of one CUDA device, by any thread and stream, while the `with` block runs.
+    """Recorder of the allocations of one CUDA device, by any thread and stream, while the `with` block runs.
 
     Entering raises RehearsalError if there is no such device, or while other code records the allocator's history:
     torch keeps one history, and a recording ends it.
@@ -83,7 +83,7 @@ class CudaRecorder(Recorder):
             raise RehearsalError("a recorder records once. Make a new CudaRecorder().")
         self._index = cuda_index(self._asked)
         self.device = f"cuda:{self._index}"
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # nobody may have used it so far
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # CUDA may be unused so far
         if UNCACHED in os.environ:
             raise RehearsalError(
                 f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no account of "

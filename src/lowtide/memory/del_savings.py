@@ -63,7 +63,7 @@ class _Look:
 
 @dataclass(slots=True)
 class Looks:
-    """Looks at the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded."""
+    """Inspections of the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded."""
 
     frame: FrameType | None
     mark: Callable[[str, object], None]
@@ -166,7 +166,7 @@ class Looks:
         except RehearsalError:
             self._unsure.add(number)
 
-    # --- what follows -----------------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------------------------
 
     def _dels(self, levels: list[int], ends: dict[int, int]) -> Iterator[Del]:
         moments: tuple[Moment, ...] = ("before backward", "after backward", "at the end of the step")

@@ -122,7 +122,7 @@ class Busy(RehearsalError):
 
 
 class Recorder(ABC):
-    """Records the events of one device while a `with` block runs; `stream` is available once the block has ended."""
+    """Base class of recorders of one device's events in a `with` block; `stream` is available after the block."""
 
     device: str
     entry_addresses: dict[int, int]
@@ -141,7 +141,7 @@ class Recorder(ABC):
         """Put a mark exactly here, between the allocations made so far and the next one."""
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes in memory at entry beside blocks at these `addresses`, which have `n_bytes` together.
+        """Return the bytes in memory at entry outside blocks at these `addresses`, which have `n_bytes` together.
 
         None if a recorder does not know.
         """

@@ -26,7 +26,7 @@ def predict(profile: Profile, decisions: Decisions) -> Prediction:
 
 
 class Simulator:
-    """Predicts the needs of a step under any decisions about one profile."""
+    """Predictor of the needs of a step under any decisions about one profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
