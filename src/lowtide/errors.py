@@ -137,7 +137,7 @@ class OverBudget(LowtideError, RuntimeError):
 
 
 def _as_budget(peak_bytes: int) -> str:
-    """Return the smallest budget that fits `peak_bytes`, as an argument to type."""
+    """Return `peak_bytes`, rounded up, as a budget argument to type."""
     return f'budget="{units.format_bytes(peak_bytes, round_up=True).replace(" ", "")}"'
 
 

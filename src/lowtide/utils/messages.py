@@ -19,7 +19,7 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Log a line under the name "lowtide", or write it to stderr if the program has no handler for that log."""
+    """Log a line under the name "lowtide", or write it to stderr if the program does not show that log."""
     if LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers():
         LOG.info(text)
     else:

@@ -18,7 +18,7 @@ and Walther 2000, doi 10.1145/347837.347846, give this action).
 **Offloaded.** A value that would be kept, and whose address is chosen, is copied to the host, and back when needed.
 
 **Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share
-that state, except for replays: they need no value that another slot offloads.
+that state, except that a value which another slot offloads needs no replay.
 
 A value without such a slot passes: it exists only while a recompute runs. If several recomputes need it, it is computed
 once and held for them, as if it were saved.
@@ -64,8 +64,7 @@ class Assignment(NamedTuple):
     """The call that is replayed or advanced for a value, or -1."""
     elsewhere: list[tuple[int, int]]
     """Pairs of a value and a replayed call that saves it, where the value is produced outside and is not an input.
-    Other holders keep such values, so they cost no memory, but reading one runs the replay, whose inputs are held until
-    then."""
+    Other holders keep the value, so it costs no memory, but reading it runs the replay, which is held as long as it is."""
     given: Ints
     """Rows of the input slots that calls hold at least while they run: all inputs of replayed and advanced calls, only
     the state for calls inside a replayed one."""

@@ -1,4 +1,4 @@
-"""Compute the cost of one recompute: values that are not held are computed on the way, each freed after its successor.
+"""Compute the cost of one recompute: unheld values are computed on the way, each freed once its successor exists.
 
 A value with no other reader may also be overwritten by its successor.
 
