@@ -27,7 +27,7 @@ def show(found: Comparison, console: Console) -> None:
 def _table(found: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("budget", "predicted", "measured", "time", "recomputed", "run again"):
+    for heading in ("budget", "predicted", "measured", "time", "recompute", "replay"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bits", no_wrap=True)
     for run in found.runs:
