@@ -20,7 +20,7 @@ from contest.ours import Ours, Planned
 from contest.page import line
 from contest.records import Cell, Contest
 from contest.step import Bits, Steps
-from contest.turns import Entrant, Turns
+from contest.turns import AlternatingModels, Entrant
 from contest.ways import Way, ways
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions
@@ -51,7 +51,7 @@ class Running:
     plain: Steps = field(init=False)
     bits: Bits = field(init=False)
     ours: Ours = field(init=False)
-    turns: Turns = field(init=False)
+    turns: AlternatingModels = field(init=False)
     _timed_as: dict[str, Hashable] = field(init=False, default_factory=dict)
     """Of cells by name, what they are entered as. Cells of the same decisions are timed once."""
 
@@ -59,7 +59,7 @@ class Running:
         began = time.perf_counter()
         made = contestant(self.name, quick=self.quick)
         self.plain = Steps.of(made)
-        self.turns = Turns(self.plain)
+        self.turns = AlternatingModels(self.plain)
         self.bits = self.plain.bits()
         plain_cell = Cell(kind="plain", name="plain", **self.plain.measure(self.bits).as_fields())
         self.say(line(None, plain_cell))

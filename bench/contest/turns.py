@@ -32,7 +32,7 @@ class Timed:
 
 
 @dataclass(slots=True, eq=False)
-class Turns:
+class AlternatingModels:
     """Steps in rounds: of the plain step, and of whatever is entered beside it by a name of its own."""
 
     plain: Entrant

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide._torch.patching import around_calls, stand_in
+from lowtide._torch.patching import stand_in, wrap_module_calls
 from lowtide.script.step_detector import Steps
-from lowtide.script.step_listener import Crew
+from lowtide.script.step_listener import StepListener
 
 
 class Owner:
@@ -108,18 +108,18 @@ def test_a_watch_that_is_paused_in_a_step_stays_paused() -> None:
 
 
 def test_calls_of_modules_may_have_arguments_of_any_name() -> None:
-    class Takes(nn.Module):
+    class OpWorkspaces(nn.Module):
         def forward(self, x: int, *, module: int, call: int, begins: int, ends: int, plain: int) -> int:
             return x + module + call + begins + ends + plain
 
     told: list[object] = []
     given = {"module": 1, "call": 2, "begins": 3, "ends": 4, "plain": 5}
-    remove = around_calls(lambda module: told.append(type(module)), lambda module, output: told.append(output))
-    with Steps(Crew()):
-        assert Takes()(6, **given) == 21
+    remove = wrap_module_calls(lambda module: told.append(type(module)), lambda module, output: told.append(output))
+    with Steps(StepListener()):
+        assert OpWorkspaces()(6, **given) == 21
     remove()
-    assert told == [Takes, 21]
-    assert Takes()(6, **given) == 21
+    assert told == [OpWorkspaces, 21]
+    assert OpWorkspaces()(6, **given) == 21
     assert len(told) == 2
 
 
@@ -129,7 +129,7 @@ def test_a_call_that_raises_is_told_of() -> None:
             raise ValueError("no")
 
     told: list[object] = []
-    remove = around_calls(lambda module: told.append("begins"), lambda module, output: told.append(output))
+    remove = wrap_module_calls(lambda module: told.append("begins"), lambda module, output: told.append(output))
     with pytest.raises(ValueError, match="no"):
         Raises()()
     remove()

@@ -10,7 +10,7 @@ from api.test_two_levels import groups
 from lowtide.api.verify import verify
 from lowtide.planner import plan, smallest_peak
 from lowtide.planner.records import Plan
-from lowtide.profiler.host_bandwidth import bytes_per_ms
+from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.report.text_table import decisions
 from lowtide.runtime import offload
 
@@ -46,6 +46,6 @@ def test_a_step_that_offloads_peaks_where_it_was_predicted_and_gives_the_same_bi
 
 @pytest.mark.gpu
 def test_the_way_to_the_host_is_measured():
-    measured = bytes_per_ms("cuda")
+    measured = host_bandwidth("cuda")
     assert measured is not None
     assert measured > 1e5  # 0.1 GB/s

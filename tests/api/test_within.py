@@ -17,7 +17,7 @@ from comparing import equal
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.script.run_listened import watched
-from lowtide.script.step_listener import Crew
+from lowtide.script.step_listener import StepListener
 
 X = torch.randn(256, 64)
 Loop = Callable[["Made"], object]
@@ -300,7 +300,7 @@ def test_a_word_that_is_no_way_on_is_refused() -> None:
 
 
 def test_the_model_that_is_given_is_planned_for_among_several() -> None:
-    made, other = Made(), nn.Linear(64, 64)
+    other, made = nn.Linear(64, 64), Made()
     optimizer = torch.optim.SGD(other.parameters())
     with lowtide.within("95%", model=made.model) as run:
         for _ in range(5):
@@ -361,7 +361,7 @@ def test_there_is_one_block_at_a_time() -> None:
         thread.start()
         thread.join()
         assert "watched already" in str(failed[0])
-    with watched(Crew()), pytest.raises(lowtide.LowtideError, match="`lowtide run`"), lowtide.within("80%"):
+    with watched(StepListener()), pytest.raises(lowtide.LowtideError, match="`lowtide run`"), lowtide.within("80%"):
         pass
 
 

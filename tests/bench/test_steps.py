@@ -13,7 +13,7 @@ from contest.ours import Ours, Planned
 from contest.pieces import Taken, taken, undisturbed
 from contest.records import Cell
 from contest.step import Steps
-from contest.turns import Turns
+from contest.turns import AlternatingModels
 from contest.ways import EverySecondMatmul, Way, blocks, first_half, ways
 from torch import nn
 from torch._functorch import config as functorch_config
@@ -100,7 +100,7 @@ def test_the_pieces_of_a_step_are_all_of_it() -> None:
 
 
 def test_each_is_timed_beside_the_plain_steps_of_the_same_rounds() -> None:
-    turns = Turns(Named(1.0, 3.0, 0.5))
+    turns = AlternatingModels(Named(1.0, 3.0, 0.5))
     turns.enter("mine", Named(1.5, 1.3, 1.4))
     turns.enter("mine", Named())  # is known
     assert turns.timed("mine") is None
@@ -111,7 +111,7 @@ def test_each_is_timed_beside_the_plain_steps_of_the_same_rounds() -> None:
 
 
 def test_who_has_fewer_turns_is_not_set_beside_later_plain_steps() -> None:
-    turns = Turns(Named(1.0, 0.5))
+    turns = AlternatingModels(Named(1.0, 0.5))
     turns.enter("seldom", Named(2.0))
     turns.enter("often", Named(3.0, 2.9))
     turns.take(1)
@@ -125,7 +125,7 @@ def test_who_has_fewer_turns_is_not_set_beside_later_plain_steps() -> None:
 
 def test_there_are_more_turns_until_the_ratios_stay() -> None:
     def turns_of(*seconds: float) -> int:
-        turns = Turns(Named(*[1.0] * 5))
+        turns = AlternatingModels(Named(*[1.0] * 5))
         turns.enter("mine", Named(*seconds))
         turns.take(1)
         turns.take_until_settled(["mine"], 5)
@@ -148,7 +148,7 @@ def test_every_second_round_goes_backwards() -> None:
             order.append(self.name)
             return super().taken()
 
-    turns = Turns(Noting("plain"))
+    turns = AlternatingModels(Noting("plain"))
     for name in "ab":
         turns.enter(name, Noting(name))
     turns.take(2)

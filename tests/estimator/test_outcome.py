@@ -3,7 +3,7 @@
 import random
 
 from lowtide.estimator.cuda.gpu_estimate import Outcome
-from lowtide.estimator.cuda.ops.op_record import Inside
+from lowtide.estimator.cuda.ops.op_record import ScratchBlock
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, EventStream, Free
 from lowtide.memory.gpu_specs import GpuSpec, context_bytes
@@ -32,7 +32,7 @@ def gpu(n_bytes: int) -> GpuSpec:
     return GpuSpec(name="a GPU", total_bytes=n_bytes, capability=(8, 6), source="this test")
 
 
-def outcome(bounds: dict[int, Inside] | None = None, config: AllocatorConfig | None = None) -> Outcome:
+def outcome(bounds: dict[int, ScratchBlock] | None = None, config: AllocatorConfig | None = None) -> Outcome:
     return Outcome(TIE, bounds or {}, config or AllocatorConfig(), is_bounded=True)
 
 
@@ -54,7 +54,7 @@ def test_what_depends_on_addresses_is_neither_promised_nor_denied() -> None:
 
 
 def test_bounds_of_blocks_widen_the_interval() -> None:
-    wide = outcome({ord("d"): Inside(64 * MIB, 0, 96 * MIB)})
+    wide = outcome({ord("d"): ScratchBlock(64 * MIB, 0, 96 * MIB)})
     assert wide.needs()[1] == (96 * MIB, 192 * MIB)
     _, context = context_bytes(gpu(0))
     # less than was reserved is enough, as what is cached can be given back; but not less than its segment and d
@@ -75,7 +75,7 @@ def test_what_takes_less_can_need_more() -> None:
     draw = random.Random(35)  # the first of which it is so
     events: list[Allocate | Free] = []
     alive: list[tuple[int, int]] = []
-    bounds: dict[int, Inside] = {}
+    bounds: dict[int, ScratchBlock] = {}
     for block in range(60):
         if alive and draw.random() < 0.45:
             events.append(Free(*alive.pop(draw.randrange(len(alive)))))
@@ -84,7 +84,7 @@ def test_what_takes_less_can_need_more() -> None:
         events.append(Allocate(block, size, 0, "aten::empty"))
         alive.append((block, size))
         if draw.random() < 0.3:
-            bounds[block] = Inside(size, size, size + draw.choice([1, 2, 4, 10]) * MIB)
+            bounds[block] = ScratchBlock(size, size, size + draw.choice([1, 2, 4, 10]) * MIB)
     found = Outcome(EventStream(tuple(events), "cuda"), bounds, AllocatorConfig(), is_bounded=True)
     most = max(found._without_end("most", order).peak_reserved_bytes for order in range(len(found._orders)))
     assert most < found.needs()[1][1]

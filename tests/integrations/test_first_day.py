@@ -90,7 +90,7 @@ def with_accelerate(model: nn.Module) -> list[float]:
 @pytest.mark.parametrize("loop", [with_a_loader, with_a_grad_scaler, with_a_checkpoint_resumed, with_accelerate])
 def test_it_trains_to_the_same_bits_within_a_budget(loop: Callable[[nn.Module], list[float]]) -> None:
     found: list[tuple[list[float], dict[str, Tensor]]] = []
-    for budget in (None, "90%"):
+    for budget in (None, "95%"):
         model = net()
         torch.manual_seed(1)
         with nullcontext() if budget is None else lowtide.within(budget) as run:
@@ -107,7 +107,7 @@ def test_lora_is_planned_for() -> None:
     peft = pytest.importorskip("peft")
     found = []
     for budget in (None, "90%"):
-        model = peft.get_peft_model(net(), peft.LoraConfig(target_modules=["0", "2"], r=4))
+        model = peft.get_peft_model(net(), peft.LoraConfig(target_modules=r"\d\.[02]", r=4))
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
         with nullcontext() if budget is None else lowtide.within(budget) as run:
             for _ in range(5):

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.levers import put_on
+from lowtide.levers import enable
 from lowtide.levers.lever import Settings
 from lowtide.planner.records import AppliedLever
 
@@ -84,7 +84,7 @@ def pulled(
 ) -> Iterator[Any]:
     """The levers of these names on `model`."""
     told: Settings = settings
-    with put_on(
+    with enable(
         model, [AppliedLever(name=n, what="", exact=True, settings=dict(told)) for n in names], optimizer
     ) as on:
         yield on

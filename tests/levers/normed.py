@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from levers.cases import pulled, untouched
 from lowtide.levers import LEVERS
-from lowtide.levers.lever import Settings, Site
+from lowtide.levers.lever import Settings, StepContext
 
 NAME = "step in backward"
 FEATURES = 12
@@ -83,7 +83,7 @@ def step_of(
 
 
 def found_out(model: nn.Module, step: Step, batch: Any, optimizer: Any) -> Settings:
-    return LEVERS[NAME].settings(Site(model, step, batch, optimizer))
+    return LEVERS[NAME].settings(StepContext(model, step, batch, optimizer))
 
 
 def results(made: Callable[[], nn.Module], kind: Any, batch: Any, *, steps: int = 3, **step_with: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import lowtide
 from levers.cases import pulled, untouched
 from levers.normed import FEATURES, NAME, Checkpointed, LossOf, Normed, batch_of, found_out, squares, step_of
 from levers.test_optimizers import same
-from lowtide.levers.lever import NoUse
+from lowtide.levers.lever import LeverNotApplicable
 
 
 def _reversed(model: nn.Module) -> None:
@@ -105,7 +105,7 @@ def test_hooks_and_operators_that_run_once_are_refused() -> None:
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     both = [*body.parameters(), *head.parameters()]
     step = step_of(body, optimizer, lambda m, x: head(m(x)).mean(), clip=lambda _: clip_grad_norm_(both, 1.0))
-    with pytest.raises(NoUse, match="does not come from what one call of the model returned"):
+    with pytest.raises(LeverNotApplicable, match="does not come from what one call of the model returned"):
         found_out(body, step, batch_of(), optimizer)
 
 
@@ -120,14 +120,14 @@ def test_accumulation_is_refused() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    with pytest.raises(NoUse, match="accumulated over several backward passes"):
+    with pytest.raises(LeverNotApplicable, match="accumulated over several backward passes"):
         found_out(model, step, batch_of(), optimizer)  # type: ignore[arg-type]
 
 
 def _refused(model: nn.Module, why: str, **step_with: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(NoUse, match=why):
+    with pytest.raises(LeverNotApplicable, match=why):
         found_out(model, step_of(model, optimizer, **step_with), batch_of(), optimizer)
     assert same(before, model.state_dict())
     assert untouched(model)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import lowtide
 from comparing import equal
 from levers.cases import LENGTH, LOGITS_BYTES, VOCABULARY, Batch, batch_of, close, model_of, pulled, run, untouched
-from lowtide.levers.lever import NoUse, Site
+from lowtide.levers.lever import LeverNotApplicable, StepContext
 from lowtide.levers.selection import rehearsed
 from lowtide.planner.records import AppliedLever
 
@@ -94,7 +94,7 @@ def test_logits_are_there_for_whoever_reads_them() -> None:
         assert torch.equal(outputs.logits.argmax(-1), plain.argmax(-1))
         assert torch.equal(outputs.logits + 0, plain)
         assert torch.equal(outputs.logits[0, 3, 17], plain[0, 3, 17])
-        with pytest.raises(NoUse, match="the logits themselves are needed, by 'argmax'"):
+        with pytest.raises(LeverNotApplicable, match="the logits themselves are needed, by 'argmax'"):
             on.check()
         model.eval()
         assert type(model(**batch).logits) is Tensor
@@ -116,7 +116,7 @@ def test_a_model_that_caps_its_logits_is_refused_with_the_reason() -> None:
     plain = run(model, batch)
     with pulled(model, "loss head") as on:
         found = run(model, batch)
-        with pytest.raises(NoUse, match="the logits themselves are needed, by 'tanh'"):
+        with pytest.raises(LeverNotApplicable, match="the logits themselves are needed, by 'tanh'"):
             on.check()
     assert torch.equal(plain.loss, found.loss)
     assert equal(plain.gradients, found.gradients)
@@ -208,9 +208,10 @@ def test_a_step_that_fails_with_it_leaves_nothing_behind() -> None:
     twice(batch)
     known = {name: p.detach().clone() for name, p in model.named_parameters()}
     states = [{key: value.clone() for key, value in entry.items()} for entry in optimizer.state.values()]
-    with pytest.raises(NoUse, match="the step fails with it: RuntimeError"):
+    with pytest.raises(LeverNotApplicable, match="the step fails with it: RuntimeError"):
         rehearsed(
-            Site(model, twice, batch, optimizer), (AppliedLever(name="loss head", what="", exact=False, settings={}),)
+            StepContext(model, twice, batch, optimizer),
+            (AppliedLever(name="loss head", what="", exact=False, settings={}),),
         )
     assert untouched(model)
     assert equal(known, dict(model.named_parameters()))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 from levers.cases import Batch, batch_of, close, model_of, pulled, run, untouched
-from lowtide.levers.lever import NoUse, Site
+from lowtide.levers.lever import LeverNotApplicable, StepContext
 from lowtide.levers.micro_batches import numbers
 from lowtide.planner import smallest_peak
 
@@ -93,7 +93,7 @@ def test_a_failing_piece_leaves_the_gradients_alone() -> None:
 
 def test_batch_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(NoUse, match="1 normalizes over the batch"), pulled(model, "micro-batches", n=2):
+    with pytest.raises(LeverNotApplicable, match="1 normalizes over the batch"), pulled(model, "micro-batches", n=2):
         pass
     assert untouched(model)
 
@@ -112,7 +112,7 @@ def test_what_a_gradient_scaler_is_for_is_refused(inside: bool) -> None:
 
 
 def test_numbers_that_make_pieces_smaller() -> None:
-    site = Site(nn.Linear(1, 1), lambda batch: None, torch.zeros(10, 1), None)
+    site = StepContext(nn.Linear(1, 1), lambda batch: None, torch.zeros(10, 1), None)
     assert list(numbers(site)) == [2, 3, 4, 5, 10]  # pieces of 5, 4, 3, 2 and 1 rows
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import lowtide
 from levers.cases import pulled
 from lowtide.levers import LEVERS
-from lowtide.levers.lever import NoUse, Site
+from lowtide.levers.lever import LeverNotApplicable, StepContext
 
 WIDTH, DEPTH = 128, 6
 MATRIX_BYTES = WIDTH * WIDTH * 4
@@ -122,7 +122,7 @@ def test_with_accumulation_clipping_and_a_scheduler(micro: int, clipping: str) -
         if on:
             before = after_steps(*(fresh := build()), plain_step(*fresh), n=0)
             batch, state = rows(), torch.get_rng_state()
-            settings = dict(LEVERS[STEP].settings(Site(model, step, batch, optimizer)))
+            settings = dict(LEVERS[STEP].settings(StepContext(model, step, batch, optimizer)))
             assert torch.equal(state, torch.get_rng_state())
             assert settings.pop("backwards") == micro
             assert set(settings) == {"none": set(), "value": {"clip_value", "norm_type"}}.get(
@@ -178,8 +178,8 @@ def _by_hand(model: nn.Module) -> None:
 def test_what_needs_all_gradients_is_refused_with_the_reason(kind: Any, between: Any, why: str) -> None:
     model, optimizer = build(kind) if kind is not torch.optim.LBFGS else (build()[0], None)
     optimizer = optimizer or torch.optim.LBFGS(model.parameters())
-    with pytest.raises(NoUse, match=why):
-        LEVERS[STEP].settings(Site(model, plain_step(model, optimizer, between=between), rows(), optimizer))
+    with pytest.raises(LeverNotApplicable, match=why):
+        LEVERS[STEP].settings(StepContext(model, plain_step(model, optimizer, between=between), rows(), optimizer))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -272,12 +272,12 @@ def test_a_learning_rate_that_is_set_after_backward_is_refused(sets: Any) -> Non
         optimizer.param_groups[1]["lr"] = torch.tensor(1e-3)
     groups, before = [*optimizer.param_groups], [float(group["lr"]) for group in optimizer.param_groups]
     late = plain_step(model, optimizer, between=lambda _: sets(optimizer))
-    with pytest.raises(NoUse, match="'lr' of a parameter group is set between"):
-        LEVERS[STEP].settings(Site(model, late, rows(), optimizer))
+    with pytest.raises(LeverNotApplicable, match="'lr' of a parameter group is set between"):
+        LEVERS[STEP].settings(StepContext(model, late, rows(), optimizer))
     assert all(one is other for one, other in zip(groups, optimizer.param_groups, strict=True))
     assert before == [float(group["lr"]) for group in optimizer.param_groups]
     early = plain_step(model, optimizer, after=lambda: sets(optimizer))
-    LEVERS[STEP].settings(Site(model, early, rows(), optimizer))
+    LEVERS[STEP].settings(StepContext(model, early, rows(), optimizer))
     with pulled(model, STEP, optimizer=optimizer):
         early(rows())
         if sets is _the_same_again:
@@ -299,8 +299,8 @@ def test_a_gradient_scaler_is_refused() -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    with pytest.raises(NoUse, match="GradScaler"):
-        LEVERS[STEP].settings(Site(model, step, rows(), optimizer))
+    with pytest.raises(LeverNotApplicable, match="GradScaler"):
+        LEVERS[STEP].settings(StepContext(model, step, rows(), optimizer))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -326,10 +326,10 @@ def test_an_optimizer_that_is_fused_or_has_no_such_kernels() -> None:
         (torch.optim.AdamW, {"fused": True}, "fused already"),
     ):
         model, optimizer = build(kind, **settings)
-        with pytest.raises(NoUse, match=why):
-            LEVERS[FUSED].settings(Site(model, plain_step(model, optimizer), rows(), optimizer))
-    with pytest.raises(NoUse, match="no single optimizer is known"):
-        LEVERS[FUSED].settings(Site(model, plain_step(model, optimizer), rows(), None))
+        with pytest.raises(LeverNotApplicable, match=why):
+            LEVERS[FUSED].settings(StepContext(model, plain_step(model, optimizer), rows(), optimizer))
+    with pytest.raises(LeverNotApplicable, match="no single optimizer is known"):
+        LEVERS[FUSED].settings(StepContext(model, plain_step(model, optimizer), rows(), None))
 
 
 @pytest.mark.parametrize("name", [FUSED, STEP])

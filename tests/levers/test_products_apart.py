@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.levers import LEVERS
-from lowtide.levers.lever import NoUse, Site
+from lowtide.levers.lever import LeverNotApplicable, StepContext
 
 
 class Tied(nn.Module):
@@ -63,7 +63,7 @@ def test_the_gradient_of_logits_does_not_wait_for_that_of_the_embedding() -> Non
 
 def test_it_is_of_no_use_for_a_model_that_is_not_compiled() -> None:
     model, ids = Tied(), torch.randint(2048, (256,))
-    site = Site(model, lambda batch: model(batch).backward(), ids, None)
-    with pytest.raises(NoUse, match="not compiled as a whole"):
+    site = StepContext(model, lambda batch: model(batch).backward(), ids, None)
+    with pytest.raises(LeverNotApplicable, match="not compiled as a whole"):
         LEVERS["products apart"].settings(site)
-    assert not LEVERS["products apart"].may_save(site, {"temporaries": 2**20})
+    assert not LEVERS["products apart"].estimated_saving(site, {"temporaries": 2**20})

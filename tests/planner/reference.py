@@ -10,10 +10,10 @@ from collections import Counter
 from functools import cache
 
 from lowtide.planner.records import Decisions, Profile, Slot
-from planner.reference_fates import Fates
+from planner.reference_fates import Assignment
 
 
-class Step(Fates):
+class Step(Assignment):
     """The walk."""
 
     def __init__(self, profile: Profile, decisions: Decisions) -> None:

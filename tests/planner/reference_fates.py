@@ -30,7 +30,7 @@ def several(profile: Profile) -> set[int]:
     return {value for value in can - saved if profile.values[value].bytes and readers(value) > 1}
 
 
-class Fates:
+class Assignment:
     """The decisions about one step, looked up."""
 
     def __init__(self, profile: Profile, decisions: Decisions) -> None:

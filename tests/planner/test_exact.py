@@ -15,18 +15,18 @@ from lowtide.planner.solve.greedy import Search
 from lowtide.planner.solve.ladder import solve_greedily
 from lowtide.planner.solve.lower_bound import lower_bound
 from lowtide.planner.solve.moves import Moves
-from lowtide.planner.solve.pareto_pool import Found, Pool, Span, staircase
+from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, pareto_front
 from planner import bruteforce
 from planner.profiles import chain, profiles, random_profile, transformer
 
 
-def searched(profile: Profile, limit: int) -> tuple[float, Found | None]:
+def searched(profile: Profile, limit: int) -> tuple[float, Candidate | None]:
     """The bound and the best choice that one search by branch and bound finds for `limit` bytes beyond `static`."""
     moves = Moves(Simulator(profile))
     search = Search(moves)
-    nothing = Found(limit, 0.0, 0, moves.simulator.nothing())
-    anything = Found(0, float("inf"), 1 << 60, moves.simulator.nothing())
-    span = Span(nothing, anything)
+    nothing = Candidate(limit, 0.0, 0, moves.simulator.nothing())
+    anything = Candidate(0, float("inf"), 1 << 60, moves.simulator.nothing())
+    span = CostRange(nothing, anything)
     bound, _ = Exact(moves.simulator, moves).search(search, limit, span, {})
     return bound, search.seen.best(limit, span)
 
@@ -102,18 +102,18 @@ def test_the_smallest_peak_can_be_planned_for() -> None:
     assert plan(replace(profile), smallest.peak_bytes).predicted.peak_bytes == smallest.peak_bytes
 
 
-def found(peak: int, ms: float, flops: int) -> Found:
-    return Found(peak, ms, flops, Simulator(chain(1)).nothing())
+def found(peak: int, ms: float, flops: int) -> Candidate:
+    return Candidate(peak, ms, flops, Simulator(chain(1)).nothing())
 
 
 def test_a_staircase_falls_in_time_and_in_flops_for_the_same_time() -> None:
-    span = Span(found(100, 1.0, 10), found(50, 9.0, 90))
+    span = CostRange(found(100, 1.0, 10), found(50, 9.0, 90))
     seen = [found(60, 9.0, 95), found(70, 5.0, 99), found(75, 5.0, 50), found(80, 6.0, 4), found(95, 0.5, 2)]
-    assert [step.peak for step in staircase([span.least, *seen], span)] == [50, 70, 75, 100]
+    assert [step.peak for step in pareto_front([span.least, *seen], span)] == [50, 70, 75, 100]
 
 
 def test_a_pool_keeps_what_is_best_in_peak_or_cost() -> None:
-    pool, simulator = Pool(), Simulator(chain(1))
+    pool, simulator = ParetoPool(), Simulator(chain(1))
     sweep = simulator.sweep(simulator.nothing())
     for peak, ms, flops in ((50, 9.0, 9), (50, 9.0, 9), (60, 5.0, 9), (60, 9.0, 1), (70, 5.0, 8), (40, 8.0, 8)):
         pool.add(simulator.nothing(), replace(sweep, peak=peak, extra_ms=ms, extra_flops=flops))

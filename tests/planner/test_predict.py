@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lowtide.errors import LowtideError
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions, Profile
-from lowtide.planner.simulate.assignment import KEPT, REPLAYED, fates_of
+from lowtide.planner.simulate.assignment import KEPT, REPLAYED, assign
 from lowtide.planner.simulate.simulator import Simulator
 from planner import reference
 from planner.profiles import Tape, chain, profiles, random_decisions
@@ -517,7 +517,7 @@ def test_a_replay_brings_back_what_is_born_from_its_beginning_to_its_end(allocat
     storages = list(profile.storages)
     storages[slot.storage] = replace(storages[slot.storage], allocated_at=allocated_at)
     simulator = Simulator(replace(profile, storages=tuple(storages)))
-    fates = fates_of(simulator.index, simulator.choice(Decisions(replay=frozenset({"block#0"}))))
+    fates = assign(simulator.index, simulator.choice(Decisions(replay=frozenset({"block#0"}))))
     assert fates.elsewhere == ([(y, 1)] if is_foreign else [])
     assert fates.state[y] == (KEPT if is_foreign else REPLAYED)
 

@@ -14,7 +14,7 @@ from lowtide.errors import BudgetError, Infeasible
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.ladder import Ladder
+from lowtide.planner.solve.ladder import BudgetLadder
 from lowtide.units import format_bytes
 from planner import bruteforce
 from planner.profiles import chain, profiles, random_profile, transformer
@@ -191,7 +191,7 @@ def test_what_was_planned_before_changes_nothing() -> None:
 def test_where_rows_are_no_guide_at_a_small_budget_they_may_be_one_at_a_larger_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ladder, given = Ladder(Simulator(transformer(6))), list[tuple[int, dict[int, float]]]()
+    ladder, given = BudgetLadder(Simulator(transformer(6))), list[tuple[int, dict[int, float]]]()
 
     def search(_: object, limit: int, __: object, left_out: dict[int, float], *___: object) -> object:
         given.append((limit, left_out))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner import smallest_peak
-from lowtide.profiler.online import Observed
+from lowtide.profiler.online import OnlineProfiler
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.units import format_bytes
 
@@ -96,13 +96,13 @@ def test_without_time_for_both_the_number_is_missing() -> None:
 
 def test_checkpoints_are_off_only_while_steps_are_observed() -> None:
     model = network(False)
-    observed = Observed(model, checkpoints=False)
+    observed = OnlineProfiler(model, checkpoints=False)
     observed.begin(((X,), {}))
     step_of(model)(X)
     observed.end()
     assert not observed.checkpointed or observed.checkpointed.total() == 4
     observed.leave()
-    other = Observed(model)
+    other = OnlineProfiler(model)
     other.begin(((X,), {}))
     step_of(model)(X)
     other.end()

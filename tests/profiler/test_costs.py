@@ -15,7 +15,7 @@ from lowtide._torch.backward import in_backward
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.measure_call import FORMULAS, Flops, attention_flops
-from lowtide.profiler.online import Observed
+from lowtide.profiler.online import OnlineProfiler
 from lowtide.runtime.recipes import RECIPES
 
 SLOW_MS = 40
@@ -62,7 +62,7 @@ def costs(observed=False):
 
 def seen(model, x):
     """The profile of steps that are really taken: blocks are let go of when they have been audited."""
-    observed = Observed(model)
+    observed = OnlineProfiler(model)
     for _ in range(2):
         observed.begin(x)
         model(x).sum().backward()

@@ -23,7 +23,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.measure_call import identical
-from lowtide.profiler.preconditions import doubts
+from lowtide.profiler.preconditions import nondeterminism_notes
 from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.call_context import CallContext
 from lowtide.runtime.call_interceptor import CallInterceptor
@@ -280,6 +280,6 @@ def test_convolutions_that_may_take_another_algorithm_in_backward_are_said(monke
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", deterministic)
     model, gpu = nn.Sequential(nn.Conv2d(1, 1, 3)), torch.device("cuda:0")
-    assert len(doubts(model, gpu)) == said
-    assert not doubts(model, torch.device("cpu"))
-    assert not doubts(nn.Linear(1, 1), gpu)
+    assert len(nondeterminism_notes(model, gpu)) == said
+    assert not nondeterminism_notes(model, torch.device("cpu"))
+    assert not nondeterminism_notes(nn.Linear(1, 1), gpu)

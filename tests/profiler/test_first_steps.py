@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.profiler.online import Observed
+from lowtide.profiler.online import OnlineProfiler
 from lowtide.profiler.repeated_blocks import freed_blocks
 
 
@@ -68,7 +68,7 @@ def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
     with lowtide.measure() as plain:
         model(x).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    observed, peaks = Observed(model), []
+    observed, peaks = OnlineProfiler(model), []
     for _ in range(2):
         model.zero_grad()
         observed.begin(x)
@@ -117,7 +117,7 @@ def test_a_table_that_a_second_call_renormalises_is_copied_where_an_audit_has_le
         (model(batch[0]) - model(batch[1])).square().mean().backward()
         return [p.grad for p in model.parameters()]
 
-    observed = Observed(model)
+    observed = OnlineProfiler(model)
     for _ in range(2):
         observed.begin(batch)
         found = gradients(model)

@@ -3,7 +3,7 @@
 import torch
 
 from lowtide._torch.tensors import WeakStorage
-from lowtide.profiler.external_references import RECENT, Holding
+from lowtide.profiler.external_references import RECENT, ExternalReferences
 from lowtide.runtime.saved_values import Handle, Value, value_without_grad_fn
 
 
@@ -12,7 +12,7 @@ def test_memory_is_let_go_of_when_only_saved_tensors_are_left():
     address = tensor.data_ptr()
     value = Value(tensor.detach())
     handles = [Handle(value), Handle(value, tensor.view(-1).detach()), Handle(value, tensor.t().detach())]
-    holding = Holding()
+    holding = ExternalReferences()
     for handle in handles:
         holding.watch(handle)
     assert holding.let_go() == ()
@@ -25,7 +25,7 @@ def test_memory_is_let_go_of_when_only_saved_tensors_are_left():
 
 def test_memory_that_is_gone_altogether_is_not_let_go_of():
     handle = Handle(Value(torch.randn(64, 64)))
-    holding = Holding()
+    holding = ExternalReferences()
     holding.watch(handle)
     del handle
     assert holding.let_go() == ()
@@ -34,7 +34,7 @@ def test_memory_that_is_gone_altogether_is_not_let_go_of():
 def test_parameters_are_not_watched():
     weight = torch.nn.Parameter(torch.randn(64, 64))
     handle = Handle(value_without_grad_fn(weight), weight.t().detach())
-    holding = Holding()
+    holding = ExternalReferences()
     holding.watch(handle)
     del weight
     assert holding.let_go() == ()
@@ -50,7 +50,7 @@ def test_what_a_list_holds_is_looked_at_as_often_as_there_are_marks(monkeypatch)
         return owners(storage)
 
     monkeypatch.setattr(WeakStorage, "owners", counted)
-    holding, held = Holding(), []
+    holding, held = ExternalReferences(), []
     handles = []
     for _ in range(20 * RECENT):
         held.append(torch.randn(4))
@@ -64,7 +64,7 @@ def test_the_end_of_a_long_list_is_seen_where_its_call_ends():
     held = [torch.randn(4) for _ in range(4 * RECENT)]
     addresses = {tensor.data_ptr() for tensor in held}
     handles = [Handle(Value(tensor.detach())) for tensor in held]
-    holding = Holding()
+    holding = ExternalReferences()
     for handle in handles:
         holding.watch(handle)
     since = holding.n_watched
@@ -82,7 +82,7 @@ def test_what_ends_between_two_looks_is_said_to_have_been_held_at_the_first():
     held = [torch.randn(4) for _ in range(8 * RECENT)]
     address = held[0].data_ptr()
     handles = [Handle(Value(tensor.detach())) for tensor in held]
-    holding = Holding()
+    holding = ExternalReferences()
     for handle in handles:
         holding.watch(handle)
     assert holding.let_go(everything=True) == ()
@@ -98,7 +98,7 @@ def test_an_address_that_is_used_again_is_watched_again():
     tensor = torch.randn(4)
     address = tensor.data_ptr()
     handle = Handle(Value(tensor.detach()))
-    holding = Holding()
+    holding = ExternalReferences()
     holding.watch(handle)
     del handle
     handle = Handle(Value(tensor.detach()))

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.state import reachable_objects as keeping
-from lowtide.state.reachable_objects import Kept
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.reachable_objects import ReachableObjects
+from lowtide.state.step_snapshot import StepSnapshot
 
 CALLS = 0
 
@@ -109,7 +109,7 @@ def test_everything_is_put_back_in_place() -> None:
         loop.count()
 
     before = loop.state()
-    with Unchanged(nn.Linear(1, 1), None, None, step) as unchanged:
+    with StepSnapshot(nn.Linear(1, 1), None, None, step) as unchanged:
         for _ in range(2):
             step(torch.ones(1))
             step(torch.ones(1))
@@ -206,7 +206,7 @@ def test_what_is_not_put_back_is_named_with_its_change(tmp_path: Path) -> None:
             next(stream), numbers[0], next(letters), next(generated), next(loader), next(NAMES)
             model(batch).sum().backward()
 
-        with Unchanged(model, None, None, step) as unchanged:
+        with StepSnapshot(model, None, None, step) as unchanged:
             step(torch.ones(2))
             unchanged.restore()
             step(torch.ones(2))
@@ -265,7 +265,7 @@ def test_copies_have_a_limit_but_for_averages_of_weights(monkeypatch: pytest.Mon
         array[0] = 1
 
     before = [average.clone() for average in averages]
-    with Unchanged(model, None, None, step) as unchanged:
+    with StepSnapshot(model, None, None, step) as unchanged:
         step(torch.ones(1))
     assert all(torch.equal(now, then) for now, then in zip(averages, before, strict=True))
     assert (small.sum(), large.sum(), len(many), array.sum()) == (0, 3000, 2001, 1)
@@ -283,7 +283,7 @@ def test_the_walk_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(batch: Any) -> None:
         data.clear()
 
-    kept = Kept(step)
+    kept = ReachableObjects(step)
     assert len(kept.things) == 500
     assert kept.changes() == ("the step reaches more than 500 objects: what the others hold is not known",)
 
@@ -296,7 +296,7 @@ def test_a_data_set_is_not_walked_into() -> None:
         data.append({})
         _ = other
 
-    kept = Kept(step)
+    kept = ReachableObjects(step)
     assert len(kept.things) < 20
     step(None)
     kept.restore()
@@ -311,7 +311,7 @@ def test_nothing_is_held_afterwards() -> None:
             loop.count()
             loop.loss = model(batch).sum()  # type: ignore[attr-defined]
 
-        with Unchanged(model, None, None, step) as unchanged:
+        with StepSnapshot(model, None, None, step) as unchanged:
             step(torch.ones(2))
             left = weakref.ref(loop.loss)  # type: ignore[attr-defined]
             unchanged.restore()
@@ -333,7 +333,7 @@ def test_a_graph_of_the_last_step_is_not_held_meanwhile() -> None:
         loop.last = None  # type: ignore[attr-defined]
         loop.table["losses"].append(2)
 
-    with Unchanged(nn.Linear(1, 1), None, None, step):
+    with StepSnapshot(nn.Linear(1, 1), None, None, step):
         step(None)
         assert graph() is None
     assert len(loop.table["losses"]) == 1
@@ -348,7 +348,7 @@ def test_a_rate_is_put_back_where_the_optimizer_does_not_step() -> None:
         model(batch).sum().backward()
 
     group = optimizer.param_groups[0]
-    with Unchanged(model, None, None, step):
+    with StepSnapshot(model, None, None, step):
         step(torch.ones(2))
     assert optimizer.param_groups[0] is group
     assert group["lr"] == 1.0

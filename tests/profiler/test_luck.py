@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner.planning import smallest_plan
-from lowtide.profiler.random_work import HIGH, LOW, drawn_as, fullest
+from lowtide.profiler.random_work import HIGH, LOW, SEEDS, Draw, drawn_as, fullest
+from lowtide.runtime.plan_table import actions_for, with_like_blocks
 
 
 class Block(nn.Module):
@@ -37,10 +39,16 @@ class Drawn(nn.Module):
         return x
 
 
+NUMPY = np.random.default_rng(0)
+
 CHOICES = {
     "python, below a rate": lambda layers: [layer for layer in layers if random.random() >= 0.5],
     "torch, a number": lambda layers: [layer for layer in layers if torch.rand([]) < 0.5],
     "torch, a row": lambda layers: [layer for layer, n in zip(layers, torch.rand(4), strict=True) if n.item() > 0.5],
+    "torch, written in place": lambda layers: [layer for layer in layers if torch.empty(1).uniform_() < 0.5],
+    "torch, coins": lambda layers: [layer for layer in layers if torch.bernoulli(torch.tensor(0.5))],
+    "python, a choice": lambda layers: [layer for layer in layers if random.choice([True, False])],
+    "numpy's generator": lambda layers: [layer for layer in layers if NUMPY.random() > 0.2],
     "random order": lambda layers: random.sample(layers, len(layers)),
 }
 
@@ -72,13 +80,45 @@ def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
 
 def test_the_fullest_draw_is_the_one_that_calls_most():
     drawn = []
-    assert fullest(lambda: [""] * sum(random.random() > 0.5 for _ in range(8))) == HIGH
-    assert fullest(lambda: [""] * sum(bool(torch.rand(1) < 0.5) for _ in range(8))) == LOW
-    assert fullest(lambda: [""] * 8) is None
+    assert fullest(lambda _: [""] * sum(random.random() > 0.5 for _ in range(8))) == Draw(share=HIGH)
+    assert fullest(lambda _: [""] * sum(bool(torch.rand(1) < 0.5) for _ in range(8))) == Draw(share=LOW)
+    assert fullest(lambda _: [""] * 8) == Draw()
+    assert fullest(lambda draw: [""] * (draw.seed or 0)) == Draw(seed=SEEDS - 1)
     with drawn_as(HIGH):
         drawn += [random.random(), random.uniform(2, 4), torch.rand(2, 2).max().item()]
     assert drawn[:2] == [HIGH, 2 + 2 * HIGH]
     assert drawn[2] < HIGH
+
+
+def test_draws_are_as_they_were_once_a_block_is_over():
+    places = (
+        (torch.Tensor, "uniform_"),
+        (torch.Tensor, "bernoulli_"),
+        (random.Random, "random"),
+        (random.Random, "choice"),
+    )
+    own = [vars(owner).get(name) for owner, name in places]
+    with drawn_as(LOW):
+        assert torch.empty(3).uniform_(2, 4).tolist() == [2, 2, 2]
+        assert random.Random(0).random() == LOW
+        assert random.Random(0).choice("abc") == random.choice("abc") == "a"
+        assert torch.randint(3, 7, (2,)).tolist() == [3, 3]
+        assert random.randint(3, 7) == 3
+    with drawn_as(HIGH):
+        assert torch.bernoulli(torch.full((2,), 0.1)).tolist() == [1, 1]
+        assert torch.randint(7, (2,)).tolist() == [6, 6]
+        assert random.randint(3, 7) == 7
+    assert [vars(owner).get(name) for owner, name in places] == own
+
+
+def test_a_block_that_was_not_rehearsed_gets_what_another_of_its_class_and_list_got():
+    model = Drawn(list)
+    table = actions_for({"layers.1.wide#0:0": "AddmmBackward0"}, ["layers.1#0"])
+    found = with_like_blocks(model, table)
+    assert set(found) == {f"layers.{n}{part}" for n in range(4) for part in ("", ".wide")}
+    assert found["layers.3"][0].replay
+    assert found["layers.3.wide"][0].recompute[0].address == "layers.3.wide#0:0"
+    assert table.keys() == {"layers.1", "layers.1.wide"}
 
 
 def test_the_smallest_budget_that_is_named_is_accepted_also_where_a_prediction_was_short(monkeypatch):

@@ -13,11 +13,11 @@ from lowtide.memory.events import Recorder
 from lowtide.memory.measure import recorder_for
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions, Profile
-from lowtide.profiler.online import Observed
+from lowtide.profiler.online import OnlineProfiler
 from models import Case, build, same, state
 
 
-def train(case: Case, n_steps: int, observed: Observed | None = None) -> None:
+def train(case: Case, n_steps: int, observed: OnlineProfiler | None = None) -> None:
     """Training as a script does it: the end of a step is where the optimizer has updated."""
     hook = register_optimizer_step_post_hook(lambda *_: None if observed is None else observed.end())
     torch.manual_seed(1)
@@ -33,7 +33,7 @@ def train(case: Case, n_steps: int, observed: Observed | None = None) -> None:
 @pytest.fixture(scope="module", params=["gpt2", "resnet"])
 def seen(request: pytest.FixtureRequest) -> tuple[str, Case, Profile]:
     case = build(request.param)
-    observed = Observed(case.model, plain=True)
+    observed = OnlineProfiler(case.model, plain=True)
     train(case, 3, observed)
     assert observed.why == []
     assert observed.profile is not None
@@ -61,7 +61,7 @@ def test_the_profile_is_that_of_a_rehearsal(seen):
 
 def test_two_steps_are_enough_without_a_plain_one():
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     train(case, 2, observed)
     assert observed.profile is not None
     assert observed.profile.measured_plain_peak_bytes is None
@@ -78,7 +78,7 @@ def test_what_starting_the_recorder_takes_is_not_the_time_of_a_step(monkeypatch:
     monkeypatch.setattr("lowtide.profiler.online.recorder_for", slow_to_start)
     monkeypatch.setattr("lowtide.profiler.online.now_ms", lambda place: now[0])
     case = build("gpt2")
-    observed = Observed(case.model, plain=True)
+    observed = OnlineProfiler(case.model, plain=True)
     hook = register_optimizer_step_pre_hook(lambda *_: now.__setitem__(0, now[0] + 7))
     train(case, 3, observed)
     hook.remove()
@@ -86,7 +86,7 @@ def test_what_starting_the_recorder_takes_is_not_the_time_of_a_step(monkeypatch:
     assert observed.profile.step_ms == 7
 
 
-def see(case: Case, observed: Observed, *sizes: int) -> None:
+def see(case: Case, observed: OnlineProfiler, *sizes: int) -> None:
     """Steps on the first rows of the batch, as many as `sizes` say."""
     hook = register_optimizer_step_post_hook(lambda *_: observed.end())
     for size in sizes:
@@ -100,7 +100,7 @@ def see(case: Case, observed: Observed, *sizes: int) -> None:
 
 def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     see(case, observed, 2, 4, 2, 3, 2, 4)
     assert observed.why == []
     assert observed.n_sizes == 3
@@ -109,7 +109,7 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
     assert found.fingerprint.batch == "[4, 64] int64, [4, 64] int64"
     gc.freeze()  # what is there by now is none of the memory that the other one sees
     case = build("gpt2")
-    alone = Observed(case.model)
+    alone = OnlineProfiler(case.model)
     see(case, alone, 4, 4)
     assert alone.profile is not None
     # Adam's state is there since the first step.
@@ -120,13 +120,13 @@ def test_of_batches_of_several_sizes_the_largest_is_rehearsed() -> None:
 def test_a_step_is_traced_on_the_decisions_of_an_audit_on_another_size() -> None:
     """What is saved is exactly that of the size itself; what else a plan needs is held against what it really takes."""
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     see(case, observed, 3, 4)
     assert observed.profile is None
     observed.finish()
     gc.freeze()  # as above
     alone = build("gpt2")
-    exact = Observed(alone.model)
+    exact = OnlineProfiler(alone.model)
     see(alone, exact, 4, 4)
     found, expected = observed.profile, exact.profile
     assert found is not None
@@ -147,7 +147,7 @@ def test_a_step_is_traced_on_the_decisions_of_an_audit_on_another_size() -> None
 
 def test_a_batch_that_is_much_larger_than_the_audited_one_is_audited_itself() -> None:
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     see(case, observed, 1, 4)
     observed.finish()
     assert observed.profile is None  # the second step was an audit
@@ -160,7 +160,7 @@ def test_a_batch_that_is_much_larger_than_the_audited_one_is_audited_itself() ->
 def test_the_largest_batch_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.profiler.online.PATIENCE", 5)
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     see(case, observed, 4, 1, 1, 2, 2)
     assert observed.profile is not None
     assert observed.profile.fingerprint.batch == "[2, 64] int64, [2, 64] int64"
@@ -169,7 +169,7 @@ def test_the_largest_batch_is_not_waited_for_without_end(monkeypatch: pytest.Mon
 
 def test_when_no_step_comes_any_more_the_largest_that_came_often_enough_has_to_do() -> None:
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     observed.finish()
     assert observed.profile is None
     see(case, observed, 4, 2, 2)
@@ -185,7 +185,7 @@ def test_when_no_step_comes_any_more_the_largest_that_came_often_enough_has_to_d
 
 def test_steps_that_begin_alike_and_go_on_with_other_batches_are_not_taken_for_one() -> None:
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     hook = register_optimizer_step_post_hook(lambda *_: observed.end())
     for sizes in ((2, 4), (2, 1), (2, 4)):
         observed.begin({name: tensor[:2] for name, tensor in case.batch.items()}, [case.optimizer])
@@ -204,7 +204,7 @@ def test_steps_that_begin_alike_and_go_on_with_other_batches_are_not_taken_for_o
 
 def test_without_a_plain_step_that_was_asked_for_the_profile_says_so() -> None:
     case = build("gpt2")
-    observed = Observed(case.model, plain=True)
+    observed = OnlineProfiler(case.model, plain=True)
     see(case, observed, 4, 4)
     observed.finish()
     assert observed.profile is not None
@@ -213,7 +213,7 @@ def test_without_a_plain_step_that_was_asked_for_the_profile_says_so() -> None:
 
 def test_a_step_without_a_backward_is_passed_over():
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     observed.begin(case.batch)
     case.model(**case.batch)
     observed.end()
@@ -228,7 +228,7 @@ def test_a_step_without_a_backward_is_passed_over():
 
 def test_a_step_that_raises_is_given_up():
     case = build("gpt2")
-    observed = Observed(case.model)
+    observed = OnlineProfiler(case.model)
     train(case, 1, observed)
     observed.begin(case.batch)
     case.model(**case.batch)
@@ -246,7 +246,7 @@ def test_outputs_of_the_step_before_do_not_hide_a_part_of_the_peak():
         model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4096))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         batch, kept = torch.randn(64, 16), []
-        observed = Observed(model, plain=True)
+        observed = OnlineProfiler(model, plain=True)
         for _ in range(4):
             observed.begin(batch, [optimizer])
             logits = model(batch)
@@ -277,7 +277,7 @@ class Recurrent(torch.nn.Module):
 def test_a_first_step_that_makes_its_state_by_itself_is_not_waited_for() -> None:
     model, state = Recurrent(), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    observed = Observed(model)
+    observed = OnlineProfiler(model)
     hook = register_optimizer_step_post_hook(lambda *_: observed.end())
     n_steps = 0
     while observed.profile is None:

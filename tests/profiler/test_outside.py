@@ -16,7 +16,7 @@ from comparing import equal
 from lowtide.errors import RehearsalError, ReplayMismatch
 from lowtide.planner import smallest_peak
 from lowtide.profiler.audit import LEAKS
-from lowtide.profiler.online import Observed
+from lowtide.profiler.online import OnlineProfiler
 from lowtide.state.side_effects import CHANGES
 
 WIDTH, BLOCKS = 64, 4
@@ -122,7 +122,7 @@ def test_a_step_that_is_really_taken_stays_the_plain_step(where: str) -> None:
     torch.manual_seed(0)
     model, plain = Model(where), Model("attribute")
     plain.load_state_dict(model.state_dict())
-    observed = Observed(model)
+    observed = OnlineProfiler(model)
     for _ in range(2):
         observed.begin(BATCH)
         step_of(model)(BATCH)
@@ -136,7 +136,7 @@ def test_a_step_that_is_really_taken_stays_the_plain_step(where: str) -> None:
 
 def test_a_dict_that_is_found_is_filled_once() -> None:
     model = Model("dict", FOUND)
-    observed = Observed(model)
+    observed = OnlineProfiler(model)
     observed.begin(BATCH)
     step_of(model)(BATCH)
     observed.end()
@@ -146,7 +146,7 @@ def test_a_dict_that_is_found_is_filled_once() -> None:
 
 def test_a_step_that_is_really_taken_ends_where_it_is_no_more_the_plain_step() -> None:
     model = Model("dict")
-    observed = Observed(model)
+    observed = OnlineProfiler(model)
     observed.begin(BATCH)
     with pytest.raises(RehearsalError, match=r"blocks\.0 \(Routed\) writes tensors to something outside of it"):
         step_of(model)(BATCH)

@@ -1,7 +1,7 @@
 """What may be decided about a sharded model: nothing is made again where the parameters for it are not whole."""
 
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
-from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, Homes, settle
+from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, settle
 
 MODEL, ONE, INSIDE, TWO = range(4)
 """Calls: two units in a model, and one of a module inside of the first unit."""
@@ -13,7 +13,7 @@ def settled(values: list[ValueDraft], readers: dict[int, list[int]], allocated_a
     parents = {MODEL: None, ONE: MODEL, INSIDE: ONE, TWO: MODEL}
     calls = [CallDraft(id=str(call), cls="Block", parent=parent) for call, parent in parents.items()]
     slots = [SlotDraft(address="", label="", value=value, call=call) for value, its in readers.items() for call in its]
-    homes = Homes()
+    homes = FsdpScopes()
     homes.allocated_at, homes.spans = allocated_at, SPANS
     settle(values, slots, calls, homes)
     return [value.refused for value in values]
@@ -59,7 +59,7 @@ def test_nothing_is_made_on_the_way_through_another_unit():
 def test_nothing_is_made_again_in_a_unit_that_is_not_gathered_for_backward():
     calls = [CallDraft(id=str(n), cls="Block", parent=parent) for n, parent in enumerate([None, MODEL, ONE, MODEL])]
     slots = [SlotDraft(address="", label="", value=n, call=call) for n, call in enumerate([INSIDE, TWO])]
-    values, homes = [recomputed(), recomputed()], Homes()
+    values, homes = [recomputed(), recomputed()], FsdpScopes()
     homes.allocated_at, homes.spans, homes.gone = {0: 11, 1: 21}, SPANS, {ONE}
     settle(values, slots, calls, homes)
     assert [value.refused for value in values] == [NEVER, None]
@@ -70,14 +70,14 @@ def test_an_argument_of_a_call_is_read_inside_of_it():
     values = [recomputed()]
     calls = [CallDraft(id=str(n), cls="Block", parent=parent) for n, parent in enumerate([None, MODEL, ONE, MODEL])]
     calls[TWO].inputs.append(SlotDraft(address="", label="", value=0, call=TWO))
-    homes = Homes()
+    homes = FsdpScopes()
     homes.allocated_at, homes.spans = {0: 11}, SPANS
     settle(values, [], calls, homes)
     assert values[0].refused == ELSEWHERE
 
 
 def test_the_innermost_unit_is_the_home():
-    homes = Homes()
+    homes = FsdpScopes()
     homes.spans = {ONE: (10, 40), INSIDE: (20, 30)}
     homes.allocated_at = {0: 15, 1: 25, 2: 30, 3: 45}
     assert [homes.of(n) for n in range(5)] == [ONE, INSIDE, ONE, None, None]

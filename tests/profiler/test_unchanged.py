@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.state.reachable_state import Reached
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.reachable_state import ReachableState
+from lowtide.state.step_snapshot import StepSnapshot
 
 
 class Bound(nn.Module):
@@ -50,7 +50,7 @@ def test_signs_of_zeros_are_put_back_and_who_draws_without_a_state_is_let_be() -
 def test_parameters_that_are_bound_anew() -> None:
     model = Bound()
     before, content = dict(model.named_parameters()), model.average.detach().clone()
-    with Unchanged(model) as unchanged:
+    with StepSnapshot(model) as unchanged:
         for _ in range(2):
             model(torch.randn(8, 4)).sum().backward()
             unchanged.restore()
@@ -158,7 +158,7 @@ WAYS: dict[str, Callable[[Trainer], Callable[[Tensor], None]]] = {
 def test_what_the_steps_code_leads_to(way: str) -> None:
     trainer = Trainer()
     step, before = WAYS[way](trainer), trainer.state
-    with Unchanged(trainer.model, None, None, step) as unchanged:
+    with StepSnapshot(trainer.model, None, None, step) as unchanged:
         for _ in range(2):
             step(torch.ones(2, 4))
             assert trainer.state[-1] == 1
@@ -168,7 +168,7 @@ def test_what_the_steps_code_leads_to(way: str) -> None:
 
 def test_what_a_global_leads_to() -> None:
     before = trainer.state
-    with Unchanged(trainer.model, None, None, step_of_a_global):
+    with StepSnapshot(trainer.model, None, None, step_of_a_global):
         step_of_a_global(torch.ones(2, 4))
     assert all(map(_same, before, trainer.state))
 
@@ -188,9 +188,9 @@ def test_generators_of_the_users_own(kind: str) -> None:
     def draw() -> Any:
         return of(generator)
 
-    with Unchanged(nn.Linear(1, 1), None, None, draw) as unchanged:
+    with StepSnapshot(nn.Linear(1, 1), None, None, draw) as unchanged:
         first = draw()
-        unchanged.rewind()
+        unchanged.restore_for_rerun()
         assert _same(first, draw())
         unchanged.restore()
         assert _same(first, draw())
@@ -211,11 +211,11 @@ def test_of_a_large_dict_the_tensors_and_modules_are_state_and_the_rest_is_data(
         table["count"] += 1
         table["norm"](batch)
 
-    found = Reached(step)
+    found = ReachableState(step)
     assert [module for module in found.modules if module is norm] == [norm]
     assert any(tensor is count for tensor in found.tensors)
     assert not any(thing is table[0]["ids"] for thing in found.things)
-    with Unchanged(nn.Linear(1, 1), None, None, step):
+    with StepSnapshot(nn.Linear(1, 1), None, None, step):
         step(torch.randn(8, 4))
     assert count == 0
     assert norm.num_batches_tracked == 0
@@ -278,7 +278,7 @@ def test_another_threads_optimizer_is_let_be() -> None:
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        with Unchanged(model, None, None, step) as unchanged:
+        with StepSnapshot(model, None, None, step) as unchanged:
             for _ in range(5):
                 step(torch.ones(256, 64))
                 before = n_steps
@@ -340,7 +340,7 @@ def test_an_update_in_another_thread_is_undone_as_well() -> None:
         thread.start()
         thread.join()
 
-    with Unchanged(model, None, None, step) as unchanged:
+    with StepSnapshot(model, None, None, step) as unchanged:
         step(torch.ones(2, 8))
         assert unchanged.optimizers == (optimizer,)
     assert not optimizer.state

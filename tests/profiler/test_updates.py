@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.profiler.online import Observed
+from lowtide.profiler.online import OnlineProfiler
 from lowtide.profiler.trial_updates import NO_OPTIMIZER
 from lowtide.units import format_bytes
 
@@ -143,7 +143,7 @@ def test_gradients_that_would_spoil_the_parameters_do_not_reach_the_next_step() 
 def test_an_optimizer_that_is_yet_to_step_is_counted_in_steps_that_are_really_taken() -> None:
     model = net()
     first, second = torch.optim.SGD(model[:3].parameters()), torch.optim.Adam(model[3:].parameters())
-    observed, step = Observed(model), step_of(model)
+    observed, step = OnlineProfiler(model), step_of(model)
     for _ in range(2):
         model.zero_grad()
         observed.begin(((X,), {}), (first,))

@@ -138,7 +138,7 @@ def test_nothing_is_compiled_because_of_a_plan() -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
-class Inside(nn.Module):
+class ScratchBlock(nn.Module):
     """A block that calls compiled code: a function, and perhaps a part of it."""
 
     def __init__(self, *, attends: bool, width: int = 64) -> None:
@@ -156,7 +156,7 @@ class Inside(nn.Module):
 @pytest.mark.parametrize("attends", [False, True])
 def test_compiled_code_inside_of_what_is_replayed_stays_compiled(attends: bool) -> None:
     torch.manual_seed(0)
-    model, batch = nn.Sequential(*[Inside(attends=attends) for _ in range(3)]), torch.randn(8, 64, 64)
+    model, batch = nn.Sequential(*[ScratchBlock(attends=attends) for _ in range(3)]), torch.randn(8, 64, 64)
 
     def step(x: Tensor) -> None:
         model(x).square().mean().backward()
@@ -165,10 +165,10 @@ def test_compiled_code_inside_of_what_is_replayed_stays_compiled(attends: bool) 
         assert fitted.verdict.identical
         assert fitted.verdict.predicted_peak_bytes == pytest.approx(fitted.verdict.measured_peak_bytes, rel=0.01)
         assert fitted.plan.replay
-        blocks = [call for call in fitted.profile.calls if call.cls == "Inside"]
+        blocks = [call for call in fitted.profile.calls if call.cls == "ScratchBlock"]
         assert [(call.refused, call.flops > 0) for call in blocks] == 3 * [(None, True)]
     for part in model:
-        assert isinstance(part, Inside)
+        assert isinstance(part, ScratchBlock)
         results = [part.activate(part.up(batch)), *([part.attends(batch)] if attends else [])]
         assert {result.grad_fn.name() for result in results if result.grad_fn} == {"CompiledFunctionBackward"}
 

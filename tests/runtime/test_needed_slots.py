@@ -109,7 +109,7 @@ def test_a_tensor_that_is_seen_beside_a_decided_one_is_checked_for_changes():
     class Beside(nn.Module):
         def forward(self, x):
             self.factor = x * 2
-            return (self.factor.sin() * 3).tanh()
+            return self.factor.sin() + (x * 3).tanh()
 
     model, x = Beside(), torch.ones(8, requires_grad=True)
     engine = planned(model, {"#0:1": "TanhBackward0"})
@@ -342,11 +342,12 @@ def test_hooks_of_the_model_win_in_every_run():
     plain = outcome(model, lambda: model(x).sum().backward())
     n_plain = len(seen)
     engine = planned(model, {"last.0#0:0": "TanhBackward0", "model.1#0:0": "TanhBackward0"})
-    for turn in range(4):
+    for turn in range(5):
         seen.clear()
-        model.between = (lambda x: inner(inner(x))) if turn == 1 else between  # then its calls are needed ones
+        is_ours = turn in (1, 2)  # the second time it is known how
+        model.between = (lambda x: inner(inner(x))) if is_ours else between
         assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
-        assert len(seen) == n_plain or turn == 1, turn
+        assert is_ours or len(seen) == n_plain, turn
     engine.remove()
 
 

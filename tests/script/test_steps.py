@@ -13,18 +13,18 @@ from torch.func import functional_call
 
 from lowtide.errors import RehearsalError
 from lowtide.script.alternating_models import PATIENCE
-from lowtide.script.composite_model import Parts
+from lowtide.script.composite_model import CompositeModel
 from lowtide.script.manual_updates import MOST
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
-from lowtide.script.step_listener import Crew, Enough
+from lowtide.script.step_listener import Enough, StepListener
 
 Log = list[str]
 
 
-class Notes(Crew):
+class Notes(StepListener):
     """A crew that writes down what it is told."""
 
     awaits = "was written down"
@@ -222,7 +222,7 @@ def test_modules_that_are_trained_together_are_parts_of_one() -> None:
     crew = watched(loop)
     assert crew.log == ["begins 0", "gives up", "begins 1", "ends"]
     parts = crew.models[-1]
-    assert isinstance(parts, Parts)
+    assert isinstance(parts, CompositeModel)
     assert list(parts.children()) == [encoder, decoder, probe]
     assert [name for name, _ in parts.named_children()] == ["Sequential", "Sequential2", "Linear"]
 
@@ -244,7 +244,7 @@ def test_parameters_of_no_module_are_parts_of_one_with_the_frozen_model_that_the
     crew = watched(loop)
     assert crew.log == ["begins 1", "ends", "begins 1", "ends"]
     (parts,) = {*crew.models}
-    assert isinstance(parts, Parts)
+    assert isinstance(parts, CompositeModel)
     assert [*parts.children()] == [model]
     assert [name for name, p in parts.named_parameters() if p is prompt] == ["alone0"]
 
@@ -318,7 +318,7 @@ def test_two_models_that_take_turns_are_parts_of_one(n_critic: int, is_late: boo
 
     watched(loop, crew)
     both = crew.models[-1]
-    assert isinstance(both, Parts)
+    assert isinstance(both, CompositeModel)
     assert set(both.children()) == {maker, critic}
     assert [model is both for model in crew.models] == sorted(model is both for model in crew.models)
     steps = " ".join(log).rpartition("gives up")[2].split(" begins 2 ")[1:]

@@ -1,6 +1,6 @@
 """Functions of torch that something of this package stands in for: several at once, and taken away in any order.
 
-And hooks of torch's that are for the whole process, told of what is of one thread (`of_this_thread`).
+And hooks of torch's that are for the whole process, told of what is of one thread (`this_thread_only`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _standing: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
 """By where a function is: what is there instead of it, and who stands in, the last one outermost."""
 
 
+_inherited: set[tuple[Any, str]] = set()
+"""Those of classes that inherit the function, and have it no longer when nothing stands in for it."""
+
+
 def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:
     """Have `make(function)` stand in for the function `owner.name` until what this gives is called.
 
@@ -41,14 +45,20 @@ def stand_in(owner: Any, name: str, make: Make, *, innermost: bool = False) -> C
     def remove() -> None:
         makes[:] = [other for other in makes if other is not own]
         if not makes and vars(owner)[name] is instead:
-            setattr(owner, name, vars(instead)["__wrapped__"])
+            if (owner, name) in _inherited:
+                delattr(owner, name)
+                _inherited.remove((owner, name))
+            else:
+                setattr(owner, name, vars(instead)["__wrapped__"])
             del _standing[owner, name]
 
     return remove
 
 
 def _installed(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
-    original = vars(owner)[name]
+    if name not in vars(owner):
+        _inherited.add((owner, name))
+    original = vars(owner).get(name, getattr(owner, name))
     makes: list[Make] = []
 
     @not_compiled_alone
@@ -72,7 +82,9 @@ def original(owner: Any, name: str) -> Any:
     return vars(instead)["__wrapped__"] if found is instead else found
 
 
-def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]) -> Callable[[], None]:
+def wrap_module_calls(
+    begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]
+) -> Callable[[], None]:
     """Have these told of each call of a module, `ends` with what it gave or None, until what this gives is called.
 
     A hook for all modules would be compiled with those that were compiled where they stand (`Module.compile`).
@@ -80,7 +92,7 @@ def around_calls(begins: Callable[[nn.Module], object], ends: Callable[[nn.Modul
     return stand_in(nn.Module, "__call__", lambda call: functools.partial(_told, begins, ends, call))
 
 
-def of_this_thread(
+def this_thread_only(
     told: Callable[..., object], is_ours: Callable[[Tensor], bool] = lambda _: False
 ) -> Callable[..., None]:
     """An optimizer's hook for all, which in other threads is not called: they train something else.

@@ -60,6 +60,13 @@ def storage_id(tensor: torch.Tensor) -> int:
         return 0
 
 
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors of a shape begin at one place of one storage."""
+    if one.shape != other.shape or not storage_id(one) or storage_id(one) != storage_id(other):
+        return False
+    return one.storage_offset() == other.storage_offset()
+
+
 class WeakStorage:
     """A tensor's memory, without holding it. 2.13: a storage's Python object, once made, counts as one owner."""
 

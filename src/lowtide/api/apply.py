@@ -15,7 +15,7 @@ from lowtide.levers import of_plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.replay_check import Checked
 from lowtide.runtime.fingerprint import Optimizers, check_made_for
-from lowtide.runtime.guards import Lookout, more_state, passed_by
+from lowtide.runtime.guards import PlanGuard, more_state, watch_bypass
 from lowtide.runtime.planned_engine import Planned
 from lowtide.utils.interrupts import hold_back
 from lowtide.utils.removable import Removable
@@ -51,7 +51,7 @@ class Applied(Removable):
                 if plan.predicted != plan.plain:
                     undo.callback(self._partitioned(say))
                 if is_compiled(model):  # else calls of it are traced, and nothing may stand before them
-                    undo.callback(Lookout(model, plan, say, self, outgrown).remove)
+                    undo.callback(PlanGuard(model, plan, say, self, outgrown).remove)
                 undo.callback(more_state(model, plan, say).remove)
                 self._undo = undo.pop_all()
             return
@@ -61,7 +61,7 @@ class Applied(Removable):
             give_back = weakref.finalize(self._engine, hold_back())  # a plan may stay in force until its model is gone
             give_back.atexit = False
             undo.callback(give_back)
-            lookout = Lookout(model, plan, say, self, outgrown)  # behind the levers, as the rehearsal was
+            lookout = PlanGuard(model, plan, say, self, outgrown)  # behind the levers, as the rehearsal was
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(of_plan(plan, model, optimizer).remove)
@@ -69,7 +69,7 @@ class Applied(Removable):
             if self._engine.does_anything:
                 undo.callback(self._engine.remove)
                 self._engine.install()
-                undo.callback(passed_by(self._engine, say).remove)
+                undo.callback(watch_bypass(self._engine, say).remove)
             self._undo = undo.pop_all()
 
     @property

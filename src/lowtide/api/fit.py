@@ -14,7 +14,7 @@ from lowtide.api.shape_buckets.shape_range import Range
 from lowtide.api.verify import Verdict, verify
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError, StalePlan
 from lowtide.levers import DEFAULT, named
-from lowtide.levers.lever import Site
+from lowtide.levers.lever import StepContext
 from lowtide.levers.products_apart import ProductsApart
 from lowtide.levers.selection import Choice, advice, choose, optimizer_of
 from lowtide.memory.device_budget import on_device
@@ -209,7 +209,7 @@ def _fit(
         return _fit_sizes(model, step, sizes, budget, optimizer, profile)
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
         optimizer = optimizer_of(model, step, batch)
-    site = Site(model, step, batch, optimizer, in_place=profile.allows_in_place)
+    site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place)
     choice, made = _first(site, profile, budget, levers, offload)
     budget_bytes, measured = made.budget_bytes, list[int]()
     while True:
@@ -238,7 +238,7 @@ def _fit(
 
 
 def _first(
-    site: Site, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
+    site: StepContext, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
 ) -> tuple[Choice, Plan]:
     """The levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
     plain = unplanned_step(profile)
@@ -265,7 +265,7 @@ def _first(
         ) from None
 
 
-def _noticed(site: Site, profile: Profile) -> dict[str, str]:
+def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
     """Exact levers asked for that the step notices, as one that looks at gradients after backward may; and notes."""
     exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
     if not exact:
@@ -312,7 +312,7 @@ def _own(choice: Choice, made: Plan, budget_bytes: int) -> Plan:
     return replace(made, budget_bytes=budget_bytes, plain=choice.plain, notes=(*made.notes, *choice.notes.values()))
 
 
-def _proof(site: Site, made: Plan) -> Verdict:
+def _proof(site: StepContext, made: Plan) -> Verdict:
     """Run the step under the plan, and without. Raises RehearsalError where the device has no room for the budget."""
 
     def no_room(said: str) -> RehearsalError:

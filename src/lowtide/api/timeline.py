@@ -15,7 +15,7 @@ from lowtide.profiler.trace import address
 from lowtide.runtime.fingerprint import Optimizers, check_made_for, place_of, tensors_in
 from lowtide.runtime.planned_engine import Planned
 from lowtide.state.step_arguments import of_one_argument
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,7 @@ def timeline(
     if plan is not None:
         Plan.expect(plan, "timeline")
         check_made_for(plan.fingerprint, model)
-    with Unchanged(model, batch, optimizer, step) as unchanged, of_plan(plan, model, optimizer):
+    with StepSnapshot(model, batch, optimizer, step) as unchanged, of_plan(plan, model, optimizer):
         step = unchanged.run
         step(batch)
         with recorder_for(place_of(model)) as recorder:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.api.apply import apply
-from lowtide.levers import named, put_on
+from lowtide.levers import enable, named
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
 from lowtide.profiler.peak_margin import recorded_peak
@@ -21,7 +21,7 @@ from lowtide.state.observed_changes import not_put_back
 from lowtide.state.process_group import check_waits_for_nobody, n_sent
 from lowtide.state.step_arguments import of_one_argument
 from lowtide.state.step_outcome import Outcome, is_out_of_memory
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_apart, format_ratio, format_time
 from lowtide.utils.interrupts import held_back
 
@@ -163,7 +163,7 @@ def verify(
     check(model, step, batch)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
-    with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+    with StepSnapshot(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
         step = updates.step
         outcome = partial(Outcome.of, model, counts=unchanged.counts)
         untouched = outcome(lambda _: None, batch)
@@ -172,27 +172,27 @@ def verify(
             updates.follow()
             updates.undo()
             sent = n_sent()
-            unchanged.rewind()
+            unchanged.restore_for_rerun()
             peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + plan.draws)]
             check_waits_for_nobody(sent)
-            unchanged.rewind()
+            unchanged.restore_for_rerun()
             planned_ms = _timed(model, step, batch)  # by itself, as the plain step: recording takes time
         unchanged.restore()
         plain, plain_ms = _plain(model, step, batch, unchanged, copies=bool(inexact))
         compare_with = plain
         if inexact:
             unchanged.restore()
-            with put_on(model, inexact, optimizer):
+            with enable(model, inexact, optimizer):
                 compare_with, _ = _plain(model, step, batch, unchanged)
         found = None
         if compare_with is not None:
             made = {*planned.made(untouched), *compare_with.made(untouched), DRAWN}
-            hidden = {kind for lever in plan.levers for kind in named(lever.name).hides}
+            hidden = {kind for lever in plan.levers for kind in named(lever.name).unavailable_results}
             found = {kind: names for kind, names in compare_with.differences(planned).items() if kind in made - hidden}
 
         def once_more() -> Outcome:
             unchanged.restore()
-            with put_on(model, inexact, optimizer):
+            with enable(model, inexact, optimizer):
                 return outcome(step, batch)
 
         nondeterministic = _nondeterministic(found or {}, compare_with, once_more)
@@ -236,11 +236,11 @@ def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:
 
 
 def _plain(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: Unchanged, *, copies: bool = False
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: StepSnapshot, *, copies: bool = False
 ) -> tuple[Outcome | None, float | None]:
     try:
         outcome = Outcome.of(model, step, batch, copies=copies, counts=unchanged.counts)
-        unchanged.rewind()
+        unchanged.restore_for_rerun()
         return outcome, _timed(model, step, batch)
     except Exception as error:
         if not is_out_of_memory(error):

@@ -35,10 +35,10 @@ from lowtide._torch.tensors import base_of, storage_id, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.cpu.scratch import Scratch
-from lowtide.estimator.fake_tensors import Twins, is_real
+from lowtide.estimator.fake_tensors import FakeTensors, is_real
 from lowtide.estimator.op_sets import BATCH_NORMED, CONTIGUOUS, GROUPED, IN_FORMULA, INPLACE_OTHERWISE, PACKING
 from lowtide.estimator.packed_sequences import copies
-from lowtide.estimator.values.assumptions import Answers, detached_real
+from lowtide.estimator.values.assumptions import ValueOracle, detached_real
 from lowtide.estimator.values.query_site import where
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, Recorder
 from lowtide.runtime import inplace_gradients as in_place
@@ -68,17 +68,17 @@ class _Living:
         self.end: weakref.ref[torch.UntypedStorage] | None = None
 
 
-class Ledger(TorchDispatchMode, Recorder):
+class AllocationTracker(TorchDispatchMode, Recorder):
     """While it is entered every operator runs on fake tensors, and what they would allocate on `device` is recorded.
 
     Real tensors are replaced by their twins. `answers` knows what can be known of contents, `scratch` what operators
     allocate inside.
     """
 
-    def __init__(self, device: str, fakes: FakeTensorMode, answers: Answers, scratch: Scratch) -> None:
+    def __init__(self, device: str, fakes: FakeTensorMode, answers: ValueOracle, scratch: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self._fakes, self._twins = fakes, Twins(fakes)
+        self._fakes, self._twins = fakes, FakeTensors(fakes)
         self._answers, self._scratch = answers, scratch
         self._living: dict[int, _Living] = {}
         self._entered: list[Event] = []
@@ -376,7 +376,7 @@ class _Ending:
 
     __slots__ = ("key", "ledger", "living")
 
-    def __init__(self, ledger: Ledger, key: int, living: _Living) -> None:
+    def __init__(self, ledger: AllocationTracker, key: int, living: _Living) -> None:
         self.ledger, self.key, self.living = ledger, key, living
 
     def __call__(self, _: object) -> None:

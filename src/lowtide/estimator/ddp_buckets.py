@@ -33,13 +33,13 @@ from lowtide._torch.tensors import storage_id
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.allocation_tracker import Ledger
+    from lowtide.estimator.allocation_tracker import AllocationTracker
 
 
 class Reducers:
     """In this block each wrapper among `modules` has a reducer that sends nothing."""
 
-    def __init__(self, modules: Iterable[Any], ledger: Ledger) -> None:
+    def __init__(self, modules: Iterable[Any], ledger: AllocationTracker) -> None:
         wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self._reducers = [_Reducer(wrapper, ledger) for wrapper in wrappers]
         self._stack = contextlib.ExitStack()
@@ -63,7 +63,7 @@ class Reducers:
 class _Reducer:
     """Stand-in for the reducer and the logger of one wrapper; calls that have nothing to do with memory do nothing."""
 
-    def __init__(self, wrapper: DistributedDataParallel, ledger: Ledger) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, ledger: AllocationTracker) -> None:
         self._wrapper, self._ledger = wrapper, ledger
         self._parameters, self._sparse = sent_parameters(wrapper)
         self._limits, self._limits_then = bucket_limits(wrapper)

@@ -9,15 +9,15 @@ from lowtide._torch.fake_modes import (
     fake_mode,
 )
 from lowtide.errors import RehearsalError
-from lowtide.estimator.allocation_tracker import Ledger
+from lowtide.estimator.allocation_tracker import AllocationTracker
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import Names, labels
 from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import placed
-from lowtide.estimator.values.assumptions import Answers
-from lowtide.estimator.values.queries import Questions
+from lowtide.estimator.values.assumptions import ValueOracle
+from lowtide.estimator.values.queries import PythonQueries
 from lowtide.levers import of_plan
 from lowtide.memory.gpu_specs import GpuSpec, parse_gpu
 from lowtide.memory.memory_timeline import Timeline
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
     from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.estimator.fake_step import adopt, alone_with, as_they_are, compiled, left, planned, static_of, with_left
+from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, static_of, unpatched, with_carryover
 from lowtide.estimator.memory_estimate import MemoryEstimate
 
 
@@ -95,13 +95,13 @@ def estimate(
     own = device_of(model).replace("meta", "cpu")
     engine = planned(model, batch, plan, own)
     fakes = fake_mode(nested=RehearsalError(NESTED))
-    answers, trials = Answers(fakes), Trials()
-    ledger = Ledger(own, fakes, answers, scratch := Scratch(own, trials))
+    answers, trials = ValueOracle(fakes), Trials()
+    ledger = AllocationTracker(own, fakes, answers, scratch := Scratch(own, trials))
     everything = (*model.parameters(), *model.buffers(), *tensors_in(batch))
     kept, hand_back = Everything(model, step, batch, optimizer), handing_back(batch)
-    with alone_with(fakes), placed(everything, own, fakes), kept, of_plan(plan, model, optimizer):
+    with exclusive(fakes), placed(everything, own, fakes), kept, of_plan(plan, model, optimizer):
         names = Names(engine, ledger.mark)
-        with ledger, Questions(answers, ledger), as_they_are():
+        with ledger, PythonQueries(answers, ledger), unpatched():
             adopt(ledger, everything)
             with Reducers(kept.reached, ledger) as reducers:
                 step(batch)
@@ -115,7 +115,7 @@ def estimate(
     scratch_unknown = (f"{op}: scratch memory, beside arguments of {n} bytes" for op, n in trials.unknown.items())
     return MemoryEstimate(
         timeline=Timeline(ledger.stream, labels(ledger.stream, names)),
-        static=with_left(static, blocks, ledger.stream),
+        static=with_carryover(static, blocks, ledger.stream),
         unknown=(*scratch.unknown, *scratch_unknown),
         assumed=(*compiled(model), *answers.notes, *left(kept)),
     )

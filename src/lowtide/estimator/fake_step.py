@@ -23,7 +23,7 @@ from lowtide._torch.fake_modes import (
 from lowtide._torch.tensors import parts_of, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
-from lowtide.estimator.allocation_tracker import Ledger
+from lowtide.estimator.allocation_tracker import AllocationTracker
 from lowtide.estimator.fake_step_state import Everything
 from lowtide.estimator.fake_tensors import is_real
 from lowtide.memory.allocator.simulation import freed_from_entry
@@ -59,7 +59,7 @@ _one_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
-def alone_with(fakes: FakeTensorMode) -> Iterator[None]:
+def exclusive(fakes: FakeTensorMode) -> Iterator[None]:
     """Rehearsals in other threads wait until this block ends.
 
     A fake tensor that is left behind where nobody found it raises from then on: a step that goes on with it would
@@ -73,7 +73,7 @@ def alone_with(fakes: FakeTensorMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_they_are() -> Iterator[None]:
+def unpatched() -> Iterator[None]:
     """Code and data are in this block what they are without fake tensors around.
 
     Compiled code runs as it was written: the compiler ends the process on fake tensors of a mode around it.
@@ -112,7 +112,7 @@ def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None 
     return Planned(model, plan)
 
 
-def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
+def adopt(ledger: AllocationTracker, tensors: Iterable[Tensor]) -> None:
     """What exists at entry."""
     for tensor in tensors:
         ledger.adopt(tensor)
@@ -121,7 +121,7 @@ def adopt(ledger: Ledger, tensors: Iterable[Tensor]) -> None:
 
 
 def static_of(
-    ledger: Ledger, model: nn.Module, batch: Any, kept: Everything, buckets: Iterable[Tensor]
+    ledger: AllocationTracker, model: nn.Module, batch: Any, kept: Everything, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
     """Bytes of what exists when the step begins, each storage once; the blocks that they are.
 
@@ -153,7 +153,7 @@ def static_of(
     return static, frozenset(block for number in seen if (block := ledger.block(number)) is not None)
 
 
-def _storages(tensor: Tensor, ledger: Ledger) -> list[torch.UntypedStorage]:
+def _storages(tensor: Tensor, ledger: AllocationTracker) -> list[torch.UntypedStorage]:
     """Where a tensor is, on the ledger's device; of a compressed one, whose twin has no elements, the real ones."""
     if sparse.is_compressed(tensor) and is_real(tensor):
         with on_real_tensors():
@@ -162,7 +162,7 @@ def _storages(tensor: Tensor, ledger: Ledger) -> list[torch.UntypedStorage]:
     return [part.untyped_storage() for part in parts if part.device.type == ledger.device]
 
 
-def with_left(static: Static, blocks: Collection[int], stream: EventStream) -> Static:
+def with_carryover(static: Static, blocks: Collection[int], stream: EventStream) -> Static:
     """With what went in the step of what the step before had left: it is none of the blocks of `static`."""
     return replace(
         static, carried_over=sum(event.bytes for event in freed_from_entry(stream) if event.block not in blocks)

@@ -18,10 +18,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.patching import of_this_thread
+from lowtide._torch.patching import this_thread_only
 from lowtide.state.introspection import origin
 from lowtide.state.observed_changes import is_left_alone
-from lowtide.state.reachable_objects import Kept
+from lowtide.state.reachable_objects import ReachableObjects
 from lowtide.state.reachable_state import LEAVES, is_generator
 from lowtide.state.step_snapshot import RandomState, state_of
 
@@ -32,7 +32,7 @@ _DEPTH = 6
 """A cache's own dict, its list of entries, and what is in an entry."""
 
 
-class Everything(Kept):
+class Everything(ReachableObjects):
     """While the `with` block runs anything may happen to what `roots` reach; at its end it is as it was.
 
     Contents of real tensors are not copied: see that nothing writes to them. Random numbers are put back as well, those
@@ -63,7 +63,7 @@ class Everything(Kept):
     def __enter__(self) -> Self:
         self._random = RandomState.now()
         self.note(*self._roots)
-        self._hook = register_optimizer_step_pre_hook(of_this_thread(self._stepping, self._has))
+        self._hook = register_optimizer_step_pre_hook(this_thread_only(self._stepping, self._has))
         return self
 
     def __exit__(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lowtide._torch.fake_modes import FakeTensorMode
 
 
-class Twins:
+class FakeTensors:
     """The fake twin of each real tensor that a rehearsed step meets. Tensors that share memory have twins that do.
 
     Nothing of a real tensor is ever written to: operators only get to see its twin. Twins are on the device of their

@@ -21,7 +21,7 @@ from lowtide.estimator import embedding_bag as bags
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.estimator.values.assumptions import ValueOracle
 
 aten = torch.ops.aten
 
@@ -47,7 +47,9 @@ def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return like(sparse, indices, values)
 
 
-def kernel(func: Any, args: Any, answers: Answers, *, by_autograd: Callable[[], bool]) -> Callable[..., Tensor] | None:
+def kernel(
+    func: Any, args: Any, answers: ValueOracle, *, by_autograd: Callable[[], bool]
+) -> Callable[..., Tensor] | None:
     """What gives the result of an operator; None where torch's own does, for nothing there is sparse."""
     if func is bags.BACKWARD and args[9]:
         return _bag_backward
@@ -67,12 +69,12 @@ def _take_over(sparse: Tensor, **options: Any) -> Tensor:
     return like(sparse, indices, values)
 
 
-def _clone(answers: Answers, sparse: Tensor, **options: Any) -> Tensor:
+def _clone(answers: ValueOracle, sparse: Tensor, **options: Any) -> Tensor:
     indices, values = parts_of(sparse)
     return like(sparse, _copy(answers, indices), values.clone())
 
 
-def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
+def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
     """On the CPU there is room for all elements (SparseTensor.cpp: _coalesce_sparse_cpu, torch 2.13)."""
     indices, values = parts_of(sparse)
     known = answers.value(indices)
@@ -88,13 +90,13 @@ def _coalesce(answers: Answers, sparse: Tensor) -> Tensor:
     return like(sparse, there, inside, coalesced=True)
 
 
-def _mask(answers: Answers, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
+def _mask(answers: ValueOracle, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """The elements of a tensor where `mask` has some."""
     indices, values = parts_of(mask)
     return like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
 
 
-def _transpose(answers: Answers, sparse: Tensor, one: int = 0, other: int = 1) -> Tensor:
+def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 1) -> Tensor:
     """A copy with rows of the indices exchanged (SparseTensor.cpp: transpose_sparse, of a clone; torch 2.13)."""
     indices, values = parts_of(sparse)
     one, other = one % sparse.dim(), other % sparse.dim()
@@ -109,7 +111,7 @@ def _transpose(answers: Answers, sparse: Tensor, one: int = 0, other: int = 1) -
     return torch.sparse_coo_tensor(copy, values.clone(), shape, is_coalesced=False, check_invariants=False)
 
 
-def _add(answers: Answers, sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
+def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
     """The elements of both; a sum with a dense tensor is dense."""
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
@@ -124,7 +126,7 @@ def _add(answers: Answers, sparse: Tensor, other: Tensor, **options: Any) -> Ten
     return like(sparse, both, torch.cat([values, added]), coalesced=False)
 
 
-def _copy(answers: Answers, indices: Tensor) -> Tensor:
+def _copy(answers: ValueOracle, indices: Tensor) -> Tensor:
     """One that is known if these are."""
     copy = indices.clone()
     answers.pass_on(indices, copy)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import LowtideError
 from lowtide.levers.chunked_loss import LossHead
 from lowtide.levers.fused_optimizer import FusedOptimizer
-from lowtide.levers.lever import Lever, NoUse, On
+from lowtide.levers.lever import ActiveLever, Lever, LeverNotApplicable
 from lowtide.levers.loss_only_outputs import Outputs
 from lowtide.levers.micro_batches import MicroBatches
 from lowtide.levers.optimizer_in_backward import StepInBackward
@@ -36,10 +36,10 @@ DEFAULT = ("outputs",)
 """What needs nobody's word: exact, and noticed by nobody."""
 
 
-class PulledOn(Removable):
+class LeverStack(Removable):
     """Several levers that are on. `remove()` takes them off again."""
 
-    def __init__(self, undo: contextlib.ExitStack, on: tuple[On, ...]) -> None:
+    def __init__(self, undo: contextlib.ExitStack, on: tuple[ActiveLever, ...]) -> None:
         self._undo, self._on = undo, on
 
     def check(self) -> None:
@@ -52,7 +52,7 @@ class PulledOn(Removable):
         self._undo.close()
 
 
-def put_on(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizers) -> PulledOn:
+def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizers) -> LeverStack:
     """Put these levers on, the first one innermost. Raises NoUse if one can't be put on; then none is.
 
     One that changes the optimizer changes a single one.
@@ -62,17 +62,17 @@ def put_on(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimize
     with contextlib.ExitStack() as undo:
         on = []
         for pulled in levers:
-            each = named(pulled.name).put_on(model, one, pulled.settings)
+            each = named(pulled.name).enable(model, one, pulled.settings)
             undo.callback(each.remove)
             on.append(each)
-        return PulledOn(undo.pop_all(), tuple(on))
+        return LeverStack(undo.pop_all(), tuple(on))
 
 
-def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> PulledOn:
+def of_plan(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> LeverStack:
     """Put a plan's levers on; without a plan there are none. Raises LowtideError if one can't be put on."""
     try:
-        return put_on(model, () if plan is None else plan.levers, optimizer)
-    except NoUse as why:
+        return enable(model, () if plan is None else plan.levers, optimizer)
+    except LeverNotApplicable as why:
         raise LowtideError(f"a lever of this plan can't be put on: {why}.") from why
 
 

@@ -37,12 +37,12 @@ def runs_twice(parameter: Tensor) -> bool:
     return id(parameter) in _PARAMETERS and not is_gathering(parameter)
 
 
-class Entrance:
-    """Tells `enters`, a method, for each call of `model` when backward comes to it, until `remove`."""
+class BackwardEntry:
+    """Tells `on_entry`, a method, for each call of `model` when backward comes to it, until `remove`."""
 
-    def __init__(self, model: nn.Module, enters: Enters) -> None:
+    def __init__(self, model: nn.Module, on_entry: Enters) -> None:
         self._model = weakref.ref(model)
-        self._enters = weakref.WeakMethod(enters)  # graphs hold it
+        self._enters = weakref.WeakMethod(on_entry)  # graphs hold it
         self._front = OuterInterceptor(model, self._around)
         self._parameters = {id(parameter) for parameter in model.parameters()}
         _PARAMETERS.update(self._parameters)
@@ -67,17 +67,17 @@ class _Entered(torch.autograd.Function):
     """The identity, whose backward is told to somebody."""
 
     @staticmethod
-    def forward(ctx: Any, enters: weakref.WeakMethod[Enters], *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, on_entry: weakref.WeakMethod[Enters], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.enters = enters
+        ctx.on_entry = on_entry
         return tuple(output.detach() for output in outputs)  # no views, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        enters = ctx.enters()
-        if enters is not None:
+        on_entry = ctx.on_entry()
+        if on_entry is not None:
             there = [(edge, g) for edge, g in zip(ctx.next_functions, gradients, strict=True) if g is not None]
-            enters([GradientEdge(node, output) for (node, output), _ in there], [gradient for _, gradient in there])
+            on_entry([GradientEdge(node, output) for (node, output), _ in there], [gradient for _, gradient in there])
         return None, *gradients
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lowtide._torch.modules import has_backward_hooks
 from lowtide.levers.deferred_logits import Head, Logits
-from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.runtime.call_interceptor import OuterInterceptor
 
 if TYPE_CHECKING:
@@ -30,25 +30,25 @@ class LossHead(Lever):
     name: ClassVar[str] = "loss head"
     what: ClassVar[str] = "cross entropy in chunks, without logits"
     exact: ClassVar[bool] = False
-    hides: ClassVar[frozenset[str]] = frozenset()
+    unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = False
 
-    def settings(self, site: Site) -> Settings:
+    def settings(self, site: StepContext) -> Settings:
         """Nothing to know. Raises NoUse for a model that has no output layer over a vocabulary."""
         _layer(site.model)
         return {}
 
-    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """The loss head's part of the peak, where there is one over a vocabulary, and the logits with it."""
         try:
             _layer(site.model)
-        except NoUse:
+        except LeverNotApplicable:
             return 0
         head = parts.get("loss head", 0)
         return head + parts.get("temporaries", 0) if head else 0
 
-    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on the output layer gives logits that are not computed, while the model trains."""
         return _On(_layer(model))
 
@@ -70,11 +70,11 @@ class _On:
 
     def check(self) -> None:
         if self._head.needed_by:
-            raise NoUse(
+            raise LeverNotApplicable(
                 f"the logits themselves are needed, by {self._head.needed_by!r} on the way to the loss or after"
             )
         if not self._head.chunked:
-            raise NoUse("no cross entropy was computed from the logits")
+            raise LeverNotApplicable("no cross entropy was computed from the logits")
 
     def remove(self) -> None:
         self._front.remove()
@@ -83,15 +83,17 @@ class _On:
 def _layer(model: nn.Module) -> nn.Linear:
     """The model's output layer, as transformers' models tell it. Raises NoUse, also where torch is older than 2.13."""
     if not hasattr(functional, "linear_cross_entropy"):
-        raise NoUse(f"torch {torch.__version__} has no linear_cross_entropy; 2.13 has")
+        raise LeverNotApplicable(f"torch {torch.__version__} has no linear_cross_entropy; 2.13 has")
     find = getattr(model, "get_output_embeddings", None)
     if find is None:
-        raise NoUse(f"{type(model).__name__} is no model of transformers: it does not say what its output layer is")
+        raise LeverNotApplicable(
+            f"{type(model).__name__} is no model of transformers: it does not say what its output layer is"
+        )
     layer = find()
     if layer is None:
-        raise NoUse(f"{type(model).__name__} has no output layer over a vocabulary")
+        raise LeverNotApplicable(f"{type(model).__name__} has no output layer over a vocabulary")
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
-        raise NoUse(f"its output layer is a {type(layer).__name__}, not a plain linear layer")
+        raise LeverNotApplicable(f"its output layer is a {type(layer).__name__}, not a plain linear layer")
     if layer._forward_hooks or layer._forward_pre_hooks or has_backward_hooks(layer):
-        raise NoUse("there are hooks on its output layer, which want to see the logits")
+        raise LeverNotApplicable("there are hooks on its output layer, which want to see the logits")
     return layer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,25 +26,25 @@ class FusedOptimizer(Lever):
     name: ClassVar[str] = "fused optimizer"
     what: ClassVar[str] = "the optimizer's fused kernels, without temporaries"
     exact: ClassVar[bool] = False
-    hides: ClassVar[frozenset[str]] = frozenset()
+    unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = True
     free: ClassVar[bool] = True
 
-    def settings(self, site: Site) -> Settings:
+    def settings(self, site: StepContext) -> Settings:
         """Nothing to know. Raises NoUse for an optimizer that is fused already or can't be."""
         _fusible(site.only_optimizer)
         return {}
 
-    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Temporaries at a peak in the optimizer's step, up to one copy of the parameters."""
         try:
             _fusible(site.only_optimizer)
-        except NoUse:
+        except LeverNotApplicable:
             return 0
         in_step = not (parts.get("activations") or parts.get("loss head"))
         return min(parts.get("temporaries", 0), parts.get("parameters", 0)) if in_step else 0
 
-    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on `optimizer` steps with its fused kernels."""
         return _On(_fusible(optimizer))
 
@@ -75,17 +75,17 @@ class _On:
 def _fusible(optimizer: Optimizer | None) -> Optimizer:
     """The optimizer, if fused kernels can take the place of what it uses. Raises NoUse otherwise."""
     if optimizer is None:
-        raise NoUse("no single optimizer is known that steps on the model's parameters: pass optimizer=")
+        raise LeverNotApplicable("no single optimizer is known that steps on the model's parameters: pass optimizer=")
     groups = optimizer.param_groups
     name = type(optimizer).__name__
     if not all("fused" in group for group in groups):
-        raise NoUse(f"torch has no fused {name}")
+        raise LeverNotApplicable(f"torch has no fused {name}")
     if all(group["fused"] for group in groups):
-        raise NoUse(f"this {name} is fused already")
+        raise LeverNotApplicable(f"this {name} is fused already")
     if any(group.get("differentiable") or group.get("capturable") for group in groups):
-        raise NoUse(f"this {name} is differentiable or capturable")
+        raise LeverNotApplicable(f"this {name} is differentiable or capturable")
     if not all(parameter.is_floating_point() for group in groups for parameter in group["params"]):
-        raise NoUse("fused kernels take real numbers only")
+        raise LeverNotApplicable("fused kernels take real numbers only")
     return optimizer
 
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 Settings = Mapping[str, float]
 
 
-class NoUse(Exception):
+class LeverNotApplicable(Exception):
     """A lever can't be pulled on this model or step, or changes nothing there; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class StepContext:
     """What levers are pulled on: a training step of a model."""
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Site:
         return optimizers[0] if len(optimizers) == 1 else None
 
 
-class On(Protocol):
+class ActiveLever(Protocol):
     """A lever that is on."""
 
     def check(self) -> None:
@@ -56,7 +56,7 @@ class Lever(Protocol):
     """What it changes, in words that follow its name."""
     exact: ClassVar[bool]
     """Whether loss, gradients, parameters and optimizer state keep their bits."""
-    hides: ClassVar[frozenset[str]]
+    unavailable_results: ClassVar[frozenset[str]]
     """Kinds of results that are not there to be compared at the end of a step with it, such as `gradients`."""
     wants_optimizer: ClassVar[bool]
     """Whether it changes the optimizer."""
@@ -71,14 +71,14 @@ class Lever(Protocol):
         """`what`, with these settings."""
         return self.what
 
-    def settings(self, site: Site) -> Settings:
+    def settings(self, site: StepContext) -> Settings:
         """What it has to know about the step, found by looking at it or by running it once.
 
         Raises NoUse where it can't be pulled. Everything is as it was afterwards.
         """
 
-    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """About how many bytes it may take off a peak made of `parts`; 0 where it would not help. Runs nothing."""
 
-    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> ActiveLever:
         """Change the step. Raises NoUse where that can't be done, and has then changed nothing."""

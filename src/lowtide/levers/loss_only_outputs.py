@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lowtide._torch.pytree import tree_leaves
 from lowtide.levers.field_reads import reason_to_read
-from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.released_fields import without
 from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.state.step_outcome import is_out_of_memory
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,28 +34,28 @@ class Outputs(Lever):
     name: ClassVar[str] = "outputs"
     what: ClassVar[str] = "of the model's outputs only the loss is handed out"
     exact: ClassVar[bool] = True
-    hides: ClassVar[frozenset[str]] = frozenset()
+    unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = True
 
-    def settings(self, site: Site) -> Settings:
+    def settings(self, site: StepContext) -> Settings:
         """Nothing to know.
 
         Raises NoUse where the step's code may read another field of the model's outputs, or holds none in backward.
         """
         fields = _other_fields(site.model)
         if not fields:
-            raise NoUse("the model gives no outputs of transformers")
+            raise LeverNotApplicable("the model gives no outputs of transformers")
         if why := reason_to_read(site.step, fields):
-            raise NoUse(f"{why}: only a step that reads nothing but the loss can do without the rest")
+            raise LeverNotApplicable(f"{why}: only a step that reads nothing but the loss can do without the rest")
         _check_use(site)
         return {}
 
-    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Not known before it is tried."""
         return 0
 
-    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on `model` gives its loss alone, while it trains and where it has one."""
         return _On(model)
 
@@ -80,13 +80,13 @@ class _On:
 
     def check(self) -> None:
         if not self._released:
-            raise NoUse("the model gives no outputs of transformers with a loss among them")
+            raise LeverNotApplicable("the model gives no outputs of transformers with a loss among them")
 
     def remove(self) -> None:
         self._front.remove()
 
 
-def _check_use(site: Site) -> None:
+def _check_use(site: StepContext) -> None:
     """Raise NoUse if no outputs of the model are there when backward begins, or if the step hands them out.
 
     Runs the step once, if it fits in memory.
@@ -101,7 +101,7 @@ def _check_use(site: Site) -> None:
             loss.register_hook(lambda _: held.append(reference() is not None))  # type: ignore[no-untyped-call]
         return output
 
-    with Unchanged(site.model, site.batch, site.optimizer, site.step):
+    with StepSnapshot(site.model, site.batch, site.optimizer, site.step):
         front = OuterInterceptor(site.model, around)
         try:
             result = site.step(site.batch)
@@ -112,9 +112,9 @@ def _check_use(site: Site) -> None:
         finally:
             front.remove()
         if any(map(is_model_output, tree_leaves(result, is_leaf=is_model_output))):
-            raise NoUse("the step returns the model's outputs, of which its loop may read anything")
+            raise LeverNotApplicable("the step returns the model's outputs, of which its loop may read anything")
     if not any(held):
-        raise NoUse("nobody holds the model's outputs while backward runs")
+        raise LeverNotApplicable("nobody holds the model's outputs while backward runs")
 
 
 def is_model_output(output: Any) -> bool:

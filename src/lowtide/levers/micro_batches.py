@@ -26,9 +26,9 @@ from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.accumulate import accumulated
 from lowtide.levers.accumulation.loss_reduction import SumOver
 from lowtide.levers.accumulation.split_batch import rows_of
-from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.loss_only_outputs import is_model_output
-from lowtide.levers.partial_gradients import gathering, hand_out
+from lowtide.levers.partial_gradients import gathering, publish
 from lowtide.levers.released_fields import only_loss
 from lowtide.runtime.call_interceptor import OuterInterceptor
 
@@ -42,36 +42,36 @@ class MicroBatches(Lever):
     name: ClassVar[str] = "micro-batches"
     what: ClassVar[str] = "the model runs the batch in pieces"
     exact: ClassVar[bool] = False
-    hides: ClassVar[frozenset[str]] = frozenset()
+    unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = False
 
-    def settings(self, site: Site) -> Settings:
+    def settings(self, site: StepContext) -> Settings:
         """`n`, how many pieces: at first the fewest, 2. Raises NoUse where the batch can't be cut."""
         return {"n": next(numbers(site), 2)}
 
-    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """All that grows with the batch but for one row of it. Of other models than transformers' it is not known."""
         try:
             _check(site.model)
             rows = rows_of(site.batch) if hasattr(site.model, "loss_function") else 1
-        except (NoUse, LowtideError):
+        except (LeverNotApplicable, LowtideError):
             return 0
         grows = sum(parts.get(name, 0) for name in ("activations", "loss head", "recomputed", "temporaries"))
         return grows - grows // rows
 
-    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on calls of `model` that train run in `n` pieces."""
         _check(model)
         return _On(model, int(settings["n"]))
 
 
-def numbers(site: Site) -> Iterator[int]:
+def numbers(site: StepContext) -> Iterator[int]:
     """The numbers of pieces that make them smaller, fewest first. Raises NoUse for a batch without rows."""
     try:
         rows = rows_of(site.batch)
     except LowtideError as error:
-        raise NoUse(str(error)) from error
+        raise LeverNotApplicable(str(error)) from error
     size = rows
     for n in range(2, rows + 1):
         if math.ceil(rows / n) < size:
@@ -129,7 +129,7 @@ class _On:
 
     def check(self) -> None:
         if not self._gathered:
-            raise NoUse("the model was not called in training")
+            raise LeverNotApplicable("the model was not called in training")
 
     def remove(self) -> None:
         self._front.remove()
@@ -150,7 +150,7 @@ class _Gathered(torch.autograd.Function):
             raise LowtideError("the gradients of these micro-batches were handed out already: backward runs once.")
         for _, gradient in gathered:
             gradient.mul_(outer[0].to(gradient))
-        hand_out(gathered)
+        publish(gathered)
         return None, None, *(gradient for _, gradient in gathered)
 
 
@@ -167,9 +167,11 @@ def _is_half_inside(loss: Tensor) -> bool:
 def _check(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, BatchNorm) and module.training:
-            raise NoUse(
+            raise LeverNotApplicable(
                 f"{path} normalizes over the batch: in pieces its statistics, and with them the gradients, are others"
             )
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
-            raise NoUse(f"there is a hook on the gradient of {name}, which would see the pieces' gradients")
+            raise LeverNotApplicable(
+                f"there is a hook on the gradient of {name}, which would see the pieces' gradients"
+            )

@@ -25,7 +25,7 @@ from lowtide._torch.modules import has_backward_hooks
 from lowtide._torch.optim import has_step_pre_hooks, step_without_hooks
 from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks
 from lowtide.errors import LowtideError
-from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.optimizer_observer import (
     BY_COMMON_NORM,
     BY_VALUE,
@@ -40,7 +40,7 @@ from lowtide.levers.partial_gradients import is_gathering
 from lowtide.levers.two_pass_clipping import OTHERS, CommonNorm, order_of
 from lowtide.state.process_group import several_processes
 from lowtide.state.step_outcome import is_out_of_memory
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,11 +56,11 @@ class StepInBackward(Lever):
     name: ClassVar[str] = "step in backward"
     what: ClassVar[str] = "parameters are updated and gradients let go of while backward runs"
     exact: ClassVar[bool] = True
-    hides: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    unavailable_results: ClassVar[frozenset[str]] = frozenset({"gradients"})
     wants_optimizer: ClassVar[bool] = True
     free: ClassVar[bool] = True
 
-    def settings(self, site: Site) -> Settings:
+    def settings(self, site: StepContext) -> Settings:
         """Backward passes before each `optimizer.step()`, and how gradients are clipped: from one step that is watched.
 
         Raises NoUse where gradients are needed all at once: a GradScaler, or any change between backward and step, of
@@ -70,17 +70,19 @@ class StepInBackward(Lever):
         optimizer = _steppable(site.only_optimizer)
         seen = observe(site, optimizer)
         if seen.scaled:
-            raise NoUse("a GradScaler looks at all gradients before each step")
+            raise LeverNotApplicable("a GradScaler looks at all gradients before each step")
         if not seen.backwards:
-            raise NoUse("the optimizer does not step after a backward pass in the step")
+            raise LeverNotApplicable("the optimizer does not step after a backward pass in the step")
         if seen.set_late:
-            raise NoUse(f"{seen.set_late!r} of a parameter group is set between backward and optimizer.step()")
+            raise LeverNotApplicable(
+                f"{seen.set_late!r} of a parameter group is set between backward and optimizer.step()"
+            )
         if seen.moved:
-            raise NoUse("parameters are written to between backward and optimizer.step(), as SAM does")
+            raise LeverNotApplicable("parameters are written to between backward and optimizer.step(), as SAM does")
         if seen.clip is None and seen.changed:
-            raise NoUse("gradients are changed between backward and optimizer.step(), and not by clipping")
+            raise LeverNotApplicable("gradients are changed between backward and optimizer.step(), and not by clipping")
         if seen.clip is not None and seen.clip.why_not:
-            raise NoUse(seen.clip.why_not)
+            raise LeverNotApplicable(seen.clip.why_not)
         settings = {"backwards": float(seen.backwards), **({} if seen.clip is None else seen.clip.settings)}
         if seen.clip is not None and seen.clip.kind == BY_COMMON_NORM:
             settings["order"] = float(order_of(site.model, optimizer, seen.clip.clipped))
@@ -97,15 +99,15 @@ class StepInBackward(Lever):
             self.what if self.is_free(settings) else f"{self.what}; gradients are computed twice, first for their norm"
         )
 
-    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """All gradients but the largest."""
         try:
             _steppable(site.only_optimizer)
-        except NoUse:
+        except LeverNotApplicable:
             return 0
         return parts.get("gradients", 0)
 
-    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """From now on backward passes update the optimizer's parameters."""
         return _On(model, _steppable(optimizer), settings)
 
@@ -177,11 +179,11 @@ class _On:
         if not isinstance(self._clip, CommonNorm):
             return
         if not self._clip.seen:
-            raise NoUse("the common norm of the gradients was never known in time")
+            raise LeverNotApplicable("the common norm of the gradients was never known in time")
         if self._clip.differed:
-            raise NoUse(f"gradients are clipped by their common norm, and {OTHERS}")
+            raise LeverNotApplicable(f"gradients are clipped by their common norm, and {OTHERS}")
         if self._clip.changed:
-            raise NoUse(
+            raise LeverNotApplicable(
                 f"gradients have to be computed for their common norm first, which changes {self._clip.changed}"
             )
 
@@ -196,21 +198,23 @@ class _On:
 def _steppable(optimizer: Optimizer | None) -> Optimizer:
     """The optimizer, if it can step on one parameter at a time. Raises NoUse otherwise."""
     if several_processes():
-        raise NoUse(TOGETHER)
+        raise LeverNotApplicable(TOGETHER)
     if optimizer is None:
-        raise NoUse("no single optimizer is known that steps on the model's parameters: pass optimizer=")
+        raise LeverNotApplicable("no single optimizer is known that steps on the model's parameters: pass optimizer=")
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
-        raise NoUse(f"a {name} may look at several parameters at once; torch.optim's, but for LBFGS, do not")
+        raise LeverNotApplicable(
+            f"a {name} may look at several parameters at once; torch.optim's, but for LBFGS, do not"
+        )
     if has_step_pre_hooks(optimizer):
-        raise NoUse(f"there are hooks before the step of this {name}, which may look at gradients")
+        raise LeverNotApplicable(f"there are hooks before the step of this {name}, which may look at gradients")
     return optimizer
 
 
 def _check_two_passes(model: nn.Module, seen: Seen) -> None:
     """Raise NoUse where a gradient may not be computed twice."""
     if seen.backwards > 1:
-        raise NoUse(
+        raise LeverNotApplicable(
             "gradients are clipped by their common norm and accumulated over several backward passes: all of them are "
             "there before the last one"
         )
@@ -218,24 +222,26 @@ def _check_two_passes(model: nn.Module, seen: Seen) -> None:
     named = model.named_parameters()
     hooked = next((n for n, p in named if has_gradient_hooks(p) or has_accumulation_hooks(p)), None)
     if hooked is not None:
-        raise NoUse(f"there is a hook on the gradient of {hooked}, {twice}")
+        raise LeverNotApplicable(f"there is a hook on the gradient of {hooked}, {twice}")
     if seen.hooked or any(map(has_backward_hooks, model.modules())):
-        raise NoUse(f"there are hooks on gradients in the step, {twice}")
+        raise LeverNotApplicable(f"there are hooks on gradients in the step, {twice}")
 
 
-def _try_two_passes(site: Site, optimizer: Optimizer, settings: Settings) -> None:
+def _try_two_passes(site: StepContext, optimizer: Optimizer, settings: Settings) -> None:
     """Run the step with the lever on. Raises NoUse if it fails; everything is as it was afterwards."""
-    with Unchanged(site.model, site.batch, optimizer, site.step):
+    with StepSnapshot(site.model, site.batch, optimizer, site.step):
         on = _On(site.model, optimizer, settings, on_trial=True)
         try:
             site.step(site.batch)
             on.check()
         except LowtideError as error:
-            raise NoUse(f"gradients are clipped by their common norm, and {str(error).removesuffix('.')}") from error
+            raise LeverNotApplicable(
+                f"gradients are clipped by their common norm, and {str(error).removesuffix('.')}"
+            ) from error
         except Exception as error:  # it ran without
             if is_out_of_memory(error):
                 raise
             why = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise NoUse(f"the step fails where gradients are computed twice: {why}") from error
+            raise LeverNotApplicable(f"the step fails where gradients are computed twice: {why}") from error
         finally:
             on.remove()

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from lowtide._torch import optim as torch_optim
-from lowtide.levers.lever import Settings, Site
+from lowtide.levers.lever import Settings, StepContext
 from lowtide.state.step_outcome import digest
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -114,7 +114,7 @@ class Seen:
     _calls: list[_Call] = field(default_factory=list)
 
 
-def observe(site: Site, optimizer: Optimizer) -> Seen:
+def observe(site: StepContext, optimizer: Optimizer) -> Seen:
     """Run the step once and watch its gradients. Everything is as it was afterwards."""
     seen = Seen()
     arrived: dict[Tensor, int] = {}
@@ -146,7 +146,7 @@ def observe(site: Site, optimizer: Optimizer) -> Seen:
         seen._calls.clear()
 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    with Unchanged(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
+    with StepSnapshot(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
         for parameter in parameters:
             hooks.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
         hooks.callback(optimizer.register_step_pre_hook(steps).remove)

@@ -30,13 +30,13 @@ def gathering(parameters: Iterable[Tensor]) -> Iterator[None]:
         _PARAMETERS.difference_update(ids)
 
 
-def hand_out(gathered: Gathered) -> None:
+def publish(gathered: Gathered) -> None:
     """Backward is about to hand out these gradients: tell whoever listens."""
     for listener in tuple(_LISTENERS):
         listener(gathered)
 
 
-def listen(listener: Callable[[Gathered], None]) -> Callable[[], None]:
+def subscribe(listener: Callable[[Gathered], None]) -> Callable[[], None]:
     """Tell `listener` of gathered gradients before they are handed out; until what is returned is called, once."""
     _LISTENERS.append(listener)
     return lambda: _LISTENERS.remove(listener)

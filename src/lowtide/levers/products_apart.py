@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from lowtide._torch.joint_graph import partition_by
-from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.profiler.preconditions import is_planned_by_its_compiler
 from lowtide.utils.removable import Removable
 
@@ -28,21 +28,21 @@ class ProductsApart(Lever):
     name: ClassVar[str] = "products apart"
     what: ClassVar[str] = "matrix products in compiled code by themselves, where their operands are there"
     exact: ClassVar[bool] = False
-    hides: ClassVar[frozenset[str]] = frozenset()
+    unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = True
 
-    def settings(self, site: Site) -> Settings:
+    def settings(self, site: StepContext) -> Settings:
         """Nothing to know. Raises NoUse for a model that is not compiled as a whole."""
         if not is_planned_by_its_compiler(site.model, site.step):
-            raise NoUse("the model is not compiled as a whole")
+            raise LeverNotApplicable("the model is not compiled as a whole")
         return {}
 
-    def may_save(self, site: Site, parts: Mapping[str, int]) -> int:
+    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Of temporaries, which gradients that wait for a sum are among, up to all."""
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 
-    def put_on(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
+    def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _On:
         """Compiled code is compiled anew, with products apart."""
         from lowtide.runtime.compiled_plan import Partitioner  # imports inductor, which takes seconds
 

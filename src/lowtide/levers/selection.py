@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import Infeasible, LowtideError
-from lowtide.levers import DEFAULT, LEVERS, put_on
-from lowtide.levers.lever import Lever, NoUse, Settings, Site
+from lowtide.levers import DEFAULT, LEVERS, enable
+from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.micro_batches import MicroBatches, numbers
 from lowtide.levers.released_fields import Refused
 from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
@@ -25,7 +25,7 @@ from lowtide.profiler import rehearse
 from lowtide.profiler.preconditions import check
 from lowtide.runtime.fingerprint import place_of
 from lowtide.state.step_outcome import is_out_of_memory
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -50,25 +50,29 @@ class Choice:
     """By lever that was asked for, why it is not used."""
 
 
-def choose(site: Site, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
+def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
     """The levers out of `names` that pay for `budget_bytes`, if `profile` is that of the step without any.
 
     Runs the step a few times for each lever that is tried; everything is as it was afterwards.
     """
-    best, notes = Tried(profile, budget_bytes), dict[str, str]()
+    best, notes = Trial(profile, budget_bytes), dict[str, str]()
     for lever in (lever for lever in LEVERS.values() if lever.name in names):
         in_pieces = lever.name == MicroBatches.name
         try:
             if best.is_free or (in_pieces and best.has_plan):
-                raise NoUse("the step fits without it")
-            best = _in_pieces(site, best, lever) if in_pieces else _with(site, best, lever, lever.settings(site))
-        except NoUse as why:
+                raise LeverNotApplicable("the step fits without it")
+            best = (
+                _search_micro_batches(site, best, lever)
+                if in_pieces
+                else _rehearse_with(site, best, lever, lever.settings(site))
+            )
+        except LeverNotApplicable as why:
             if lever.name not in DEFAULT:
                 notes[lever.name] = f"lever {lever.name!r} is not used: {why}"
     return Choice(best.profile, plain, notes)
 
 
-class Tried:
+class Trial:
     """A profile, and what it can be brought down to."""
 
     def __init__(self, profile: Profile, budget_bytes: int) -> None:
@@ -96,25 +100,25 @@ class Tried:
         return smallest_peak(self.profile)[1].peak_bytes
 
 
-def _with(site: Site, before: Tried, lever: Lever, settings: Settings) -> Tried:
+def _rehearse_with(site: StepContext, before: Trial, lever: Lever, settings: Settings) -> Trial:
     """`before` with one more lever. Raises NoUse if that can't be, or does not pay."""
     pulled = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
     found = rehearsed(site, (*before.profile.levers, pulled))
     more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, found.levers)
 
-    def saving(saved_bytes: int) -> Tried:
+    def saving(saved_bytes: int) -> Trial:
         levers = (*before.profile.levers, replace(pulled, bytes=saved_bytes, extra_ms=more_ms))
-        return Tried(replace(found, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
+        return Trial(replace(found, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
 
-    after = saving(max(0, before.peak_bytes - Tried(found, 0).peak_bytes))
+    after = saving(max(0, before.peak_bytes - Trial(found, 0).peak_bytes))
     if before.peak_bytes <= after.peak_bytes:
         after = saving(max(0, before.smallest_bytes - after.smallest_bytes))
     if not after.profile.levers[-1].bytes or (before.has_plan and not after.has_plan):
-        raise NoUse("no peak is lower with it")
+        raise LeverNotApplicable("no peak is lower with it")
     if lever.name in DEFAULT and after.profile.levers[-1].bytes < SMALL * before.peak_bytes:
-        raise NoUse("it saves too little")
+        raise LeverNotApplicable("it saves too little")
     if more_ms and before.has_plan and (saved_ms := before.extra_ms - after.extra_ms + more_ms) <= more_ms:
-        raise NoUse(does_not_pay(more_ms, saved_ms))
+        raise LeverNotApplicable(does_not_pay(more_ms, saved_ms))
     return after
 
 
@@ -124,12 +128,12 @@ def does_not_pay(more_ms: float, saved_ms: float) -> str:
     return f"it takes {format_time(more_ms)} a step, and saves {saved} of recomputes and replays"
 
 
-def _more_ms(site: Site, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
+def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
     """How much longer the step takes with the levers `after` than with `before`; 0 where one does not fit in memory."""
     took = []
     for levers in (before, after):
-        unchanged = Unchanged(site.model, site.batch, site.optimizer, site.step)
-        with unchanged, put_on(site.model, levers, site.optimizer):
+        unchanged = StepSnapshot(site.model, site.batch, site.optimizer, site.step)
+        with unchanged, enable(site.model, levers, site.optimizer):
             try:
                 took.append(min(_timed(site, unchanged) for _ in range(TIMED)))
             except Exception as error:
@@ -139,29 +143,31 @@ def _more_ms(site: Site, before: tuple[AppliedLever, ...], after: tuple[AppliedL
     return max(0.0, took[1] - took[0])
 
 
-def _timed(site: Site, unchanged: Unchanged) -> float:
+def _timed(site: StepContext, unchanged: StepSnapshot) -> float:
     place = place_of(site.model)
     began = now_ms(place)
     unchanged.run(site.batch)
     return now_ms(place) - began
 
 
-def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:
-    """`before` with the fewest micro-batches that have a plan, or else with the most. Raises NoUse as `_with` does.
+def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Trial:
+    """Return `before` with the fewest micro-batches that have a plan, or else with the most.
+
+    Raises LeverNotApplicable as `_rehearse_with` does.
 
     The search halves what is left: with more pieces, each is smaller and so is the peak.
     """
     candidates = list(numbers(site))
     if not candidates:
-        raise NoUse("the batch has a single row")
-    found = _with(site, before, lever, {"n": candidates.pop()})
+        raise LeverNotApplicable("the batch has a single row")
+    found = _rehearse_with(site, before, lever, {"n": candidates.pop()})
     if not found.has_plan:
         return found
     while candidates:
         middle = len(candidates) // 2
         try:
-            tried = _with(site, before, lever, {"n": candidates[middle]})
-        except NoUse:  # so few are of no use
+            tried = _rehearse_with(site, before, lever, {"n": candidates[middle]})
+        except LeverNotApplicable:  # so few are of no use
             candidates = candidates[middle + 1 :]
             continue
         candidates = candidates[:middle] if tried.has_plan else candidates[middle + 1 :]
@@ -169,22 +175,26 @@ def _in_pieces(site: Site, before: Tried, lever: Lever) -> Tried:
     return found
 
 
-def rehearsed(site: Site, levers: tuple[AppliedLever, ...]) -> Profile:
+def rehearsed(site: StepContext, levers: tuple[AppliedLever, ...]) -> Profile:
     """The profile of the step with these levers on. Raises NoUse, with the reason, if one may not be."""
-    with put_on(site.model, levers, site.optimizer) as on:
+    with enable(site.model, levers, site.optimizer) as on:
         try:
             profile = rehearse(site.model, site.step, site.batch, optimizer=site.optimizer, in_place=site.in_place)
         except Refused as error:
-            raise NoUse(f"the step reads more than the loss: {str(error).partition(' was let go')[0]}") from error
+            raise LeverNotApplicable(
+                f"the step reads more than the loss: {str(error).partition(' was let go')[0]}"
+            ) from error
         except LowtideError as error:
-            raise NoUse(str(error).removesuffix(".")) from error
+            raise LeverNotApplicable(str(error).removesuffix(".")) from error
         except Exception as error:  # the step ran without it
-            raise NoUse(f"the step fails with it: {type(error).__name__}: {error}".splitlines()[0]) from error
+            raise LeverNotApplicable(
+                f"the step fails with it: {type(error).__name__}: {error}".splitlines()[0]
+            ) from error
         on.check()
     return replace(profile, levers=levers)
 
 
-def advice(site: Site, names: Collection[str], unused: Collection[str], error: Infeasible) -> tuple[str, ...]:
+def advice(site: StepContext, names: Collection[str], unused: Collection[str], error: Infeasible) -> tuple[str, ...]:
     """Levers beyond `names` that may help where no plan fits, as things to try beside those that are not `unused`."""
     if site.optimizer is None:
         try:
@@ -194,17 +204,21 @@ def advice(site: Site, names: Collection[str], unused: Collection[str], error: I
                 raise
     found = []
     for lever in LEVERS.values():
-        if lever.name not in names and (saved := lever.may_save(site, error.parts)) and _can_be_pulled(site, lever):
+        if (
+            lever.name not in names
+            and (saved := lever.estimated_saving(site, error.parts))
+            and _can_be_pulled(site, lever)
+        ):
             asked = tuple(name for name in LEVERS if (name in names and name not in unused) or name == lever.name)
             found.append(f"levers={asked!r} (up to {format_bytes(saved)} less)")
     return tuple(found)
 
 
-def _can_be_pulled(site: Site, lever: Lever) -> bool:
+def _can_be_pulled(site: StepContext, lever: Lever) -> bool:
     """Whether nothing in the step is known that speaks against it."""
     try:
         lever.settings(site)
-    except NoUse:
+    except LeverNotApplicable:
         return False
     except Exception as failed:
         if not is_out_of_memory(failed):
@@ -215,7 +229,7 @@ def _can_be_pulled(site: Site, lever: Lever) -> bool:
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
     """The one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
     check(model, step, batch)
-    with Unchanged(model, batch, step=step) as unchanged:
+    with StepSnapshot(model, batch, step=step) as unchanged:
         step(batch)
         mine = {id(parameter) for parameter in model.parameters()}
         found = [o for o in unchanged.optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]

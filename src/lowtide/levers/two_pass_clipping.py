@@ -28,9 +28,9 @@ from lowtide._torch.backward import backward_number
 from lowtide._torch.optim import as_grouped, norm_of
 from lowtide._torch.tensors import has_gradient_hooks, is_plain
 from lowtide.errors import LowtideError
-from lowtide.levers.backward_entry import Entrance
-from lowtide.levers.lever import NoUse
-from lowtide.levers.partial_gradients import Gathered, listen
+from lowtide.levers.backward_entry import BackwardEntry
+from lowtide.levers.lever import LeverNotApplicable
+from lowtide.levers.partial_gradients import Gathered, subscribe
 from lowtide.state.step_outcome import digest
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) 
         found = [parameter for parameter in ordered(model, optimizer, order) if parameter in there]
         if list(map(id, found)) == list(map(id, clipped)):
             return order
-    raise NoUse("clip_grad_norm_ is given gradients in another order than that of the model or of the optimizer")
+    raise LeverNotApplicable(
+        "clip_grad_norm_ is given gradients in another order than that of the model or of the optimizer"
+    )
 
 
 OTHERS = (
@@ -98,8 +100,8 @@ class CommonNorm:
         """Whether gradients ever had other norms when they were computed again. On trial that is no error."""
         self.changed = ""
         """On trial a buffer that the first pass has changed."""
-        self._entrance = Entrance(model, self._enters)
-        self._listens = listen(self._handed_out)
+        self._entrance = BackwardEntry(model, self._enters)
+        self._listens = subscribe(self._handed_out)
 
     # --- the first pass
 

@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
-from lowtide._torch.patching import of_this_thread, stand_in
+from lowtide._torch.patching import stand_in, this_thread_only
 from lowtide._torch.tensors import storage_number
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Event, EventStream, Mark
@@ -93,7 +93,7 @@ class Looks:
 
             return run_backward
 
-        hook = register_optimizer_step_pre_hook(of_this_thread(lambda *_: self._look_after_backward()))
+        hook = register_optimizer_step_pre_hook(this_thread_only(lambda *_: self._look_after_backward()))
         self._undo = [stand_in(torch.autograd, ENGINE, make), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:

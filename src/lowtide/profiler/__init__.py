@@ -16,7 +16,7 @@ from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import CHANGED, Audit
 from lowtide.profiler.checkpointed_blocks import can_do_without, told, without_checkpoints
-from lowtide.profiler.host_bandwidth import bytes_per_ms
+from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.peak_margin import DRAWS, with_margin
 from lowtide.profiler.preconditions import (
@@ -26,18 +26,18 @@ from lowtide.profiler.preconditions import (
     check_not_scripted,
     check_same_work,
     check_saved,
-    doubts,
     is_planned_by_its_compiler,
     is_specialised,
+    nondeterminism_notes,
 )
-from lowtide.profiler.random_work import called, drawn_as, fullest
-from lowtide.profiler.trace import MostSaving, Trace
+from lowtide.profiler.random_work import Draw, called, drawn_as, fullest
+from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Updates
 from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.state.process_group import check_waits_for_nobody, n_sent
 from lowtide.state.step_outcome import is_out_of_memory, unless_out_of_memory
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes
 from lowtide.utils.interrupts import held_back
 
@@ -81,11 +81,11 @@ def rehearse(
         from lowtide.profiler.compiled_steps import rehearse_compiled  # imports inductor, which takes seconds
 
         return rehearse_compiled(model, step, batch, optimizer=optimizer)
-    with Unchanged(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
+    with StepSnapshot(model, batch, optimizer, step) as unchanged, Updates(unchanged, model, optimizer) as updates:
         step, made_for = updates.step, fingerprint(model, batch)
         if is_specialised(model):
             step(batch)
-            unchanged.rewind()
+            unchanged.restore_for_rerun()
         refused: dict[type[nn.Module], str] = {}
         orders: set[tuple[str, ...]] = set()
         """What modules were called, in order."""
@@ -101,8 +101,8 @@ def rehearse(
             updates.follow()
             updates.undo()
             there = static_bytes(model, batch, unchanged.optimizers)
-            unchanged.rewind()
-            engine, sent = MostSaving(model, audit), n_sent()
+            unchanged.restore_for_rerun()
+            engine, sent = MaxSavingEngine(model, audit), n_sent()
             trace, recorder = unless_out_of_memory(lambda: _trace(engine, seen, batch), _does_not_fit)
             check_waits_for_nobody(sent)
             return _Tried(audit, frugal, there, engine, trace, recorder)
@@ -122,16 +122,19 @@ def rehearse(
 
         found, profile = profiled()
         if len(orders) > 1:
-            share = fullest(lambda: _calls(model, step, batch, unchanged))
-            if share is not None:
+            draw = fullest(lambda draw: _calls(model, step, batch, unchanged, draw))
+            if draw != Draw():
+                unchanged.seed(draw.seed)
                 unchanged.restore()
-                with drawn_as(share):
+                with drawn_as(draw.share):
                     found, profile = profiled()
+            unchanged.seed(None)
+            unchanged.restore()
             profile = replace(profile, draws=DRAWS)
         profile = with_margin(profile, model, updates, batch, unchanged)
         saved = _without_checkpoints(tried, unchanged) if found.audit.checkpointed and can_do_without(model) else None
     without = None if saved is None else saved.profile(model, made_for, (None, 0.0))
-    return told(doubted(profile), found.audit.checkpointed, without)
+    return told(with_mismatch_note(profile), found.audit.checkpointed, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class _Tried:
     frugal: bool
     there: tuple[Static, frozenset[int]]
     """In memory before it was traced, and its addresses."""
-    engine: MostSaving
+    engine: MaxSavingEngine
     trace: Trace
     recorder: Recorder
 
@@ -169,12 +172,12 @@ class _Tried:
             fingerprint=made_for,
             static=static,
             plain=plain,
-            offload_bytes_per_ms=bytes_per_ms(place),
-            notes=(*doubts(model, place), *by_contents(audit), *notes, *in_words(model, static)),
+            offload_bytes_per_ms=host_bandwidth(place),
+            notes=(*nondeterminism_notes(model, place), *by_contents(audit), *notes, *in_words(model, static)),
         )
 
 
-def _without_checkpoints(tried: Callable[..., _Tried], unchanged: Unchanged) -> _Tried | None:
+def _without_checkpoints(tried: Callable[..., _Tried], unchanged: StepSnapshot) -> _Tried | None:
     """The step as it is where nothing checkpoints itself, or None if that can't be rehearsed."""
     unchanged.restore()
     try:
@@ -185,8 +188,9 @@ def _without_checkpoints(tried: Callable[..., _Tried], unchanged: Unchanged) -> 
     return saved if saved.trace.packs == len(saved.audit.slots) else None
 
 
-def _calls(model: nn.Module, step: Step, batch: Any, unchanged: Unchanged) -> list[str]:
+def _calls(model: nn.Module, step: Step, batch: Any, unchanged: StepSnapshot, draw: Draw) -> list[str]:
     """The modules that a step calls which begins as the first one did; none where that can't be taken."""
+    unchanged.seed(draw.seed)
     unchanged.restore()
     with called(model) as calls:
         try:
@@ -204,7 +208,7 @@ def _does_not_fit(said: str) -> RehearsalError:
     )
 
 
-def doubted(profile: Profile) -> Profile:
+def with_mismatch_note(profile: Profile) -> Profile:
     """`profile`, with a note where the plain step, which draws other random numbers, had another peak than it says."""
     measured, predicted = profile.measured_plain_peak_bytes, predict(profile, Decisions()).peak_bytes
     predicted -= profile.static.margin
@@ -217,7 +221,7 @@ def doubted(profile: Profile) -> Profile:
     return replace(profile, notes=(*profile.notes, note))
 
 
-def _without_mismatch(run: Callable[[], T], unchanged: Unchanged, refused: dict[type[nn.Module], str]) -> T:
+def _without_mismatch(run: Callable[[], T], unchanged: StepSnapshot, refused: dict[type[nn.Module], str]) -> T:
     """What `run` gives, with nothing run again that found something else in backward than in forward."""
     while True:
         try:
@@ -234,7 +238,7 @@ def _audited(
     model: nn.Module,
     step: Step,
     batch: Any,
-    unchanged: Unchanged,
+    unchanged: StepSnapshot,
     refused: dict[type[nn.Module], str],
     in_place: bool,
     *,
@@ -286,7 +290,7 @@ def _audit(
     return audit
 
 
-def _trace(engine: MostSaving, step: Step, batch: Any) -> tuple[Trace, Recorder]:
+def _trace(engine: MaxSavingEngine, step: Step, batch: Any) -> tuple[Trace, Recorder]:
     with recorder_for(place_of(engine.model)) as recorder:
         trace = Trace(engine, recorder.mark)
         with trace.running():

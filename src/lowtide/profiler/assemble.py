@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from lowtide.memory.events import EventStream, most_between
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
-from lowtide.profiler.audit_inplace import Together, in_place, with_their_own
+from lowtide.profiler.audit_inplace import InPlaceGroup, in_place, with_their_own
 from lowtide.profiler.backward_passes import Pass, in_passes, passes
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
-from lowtide.profiler.freed_operands import withdraw_gone
-from lowtide.profiler.trace_reader import Seen, levels, natural_ends, phases, watch
+from lowtide.profiler.freed_operands import reject_unavailable
+from lowtide.profiler.trace_reader import TraceIndex, levels, lifetimes_without_trace, phases, watch
 from lowtide.profiler.unrecorded_operands import blocks_of
 from lowtide.runtime.recipes import RECIPES
 
@@ -34,7 +34,7 @@ class TracedStep:
     """The address of each block that was there before."""
     given: list[list[str]]
     """For each call of the model from outside what it was given, in words."""
-    written_over: list[Together]
+    written_over: list[InPlaceGroup]
     """The gradients that were written in place."""
     allows_in_place: bool
     """Whether any might be."""
@@ -53,9 +53,11 @@ def assemble(
     values = _upstream_first(step.values, step.slots, step.calls)
     seen = watch(step.stream, step.entry)
     noted = blocks_of(values, seen)
-    withdraw_gone(values, step.slots, seen)
+    reject_unavailable(values, step.slots, seen)
     several = passes(seen, len(step.stream.events))
-    natural_ends(seen, step.slots, step.kept, {k for k, call in enumerate(step.calls) if call.id in step.replayed})
+    lifetimes_without_trace(
+        seen, step.slots, step.kept, {k for k, call in enumerate(step.calls) if call.id in step.replayed}
+    )
     _one_storage_a_value(seen, step.slots)
     groups = _groups(values, step.slots, step.calls)
     _even_out(values, step.calls, groups)
@@ -89,7 +91,7 @@ class _Records:
         self,
         step: TracedStep,
         values: list[ValueDraft],
-        seen: Seen,
+        seen: TraceIndex,
         noted: dict[int, int],
         several: Sequence[Pass],
         groups: dict[int, str],
@@ -245,7 +247,7 @@ class _Records:
         )
 
 
-def _one_storage_a_value(seen: Seen, slots: list[SlotDraft]) -> None:
+def _one_storage_a_value(seen: TraceIndex, slots: list[SlotDraft]) -> None:
     """What a graph made by backward saves of something that was made again is, where that is kept, the kept memory."""
     first: dict[int, int] = {}
     for n, block in seen.block_of_slot.items():

@@ -26,11 +26,11 @@ from lowtide.profiler import address_checks as addresses
 from lowtide.profiler import fsdp_units as sharding
 from lowtide.profiler import partial_reads as readers
 from lowtide.profiler.assemble import transients
-from lowtide.profiler.audit_inplace import AuditInPlace, Together
+from lowtide.profiler.audit_inplace import AuditInPlace, InPlaceGroup
 from lowtide.profiler.audit_recompute import MIN_BYTES, RecomputeAudit
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
-from lowtide.profiler.fsdp_units import AROUND_UNITS, Units
+from lowtide.profiler.fsdp_units import AROUND_UNITS, FsdpUnits
 from lowtide.profiler.measure_call import CAN_GO_WRONG, advance, timed
 from lowtide.profiler.repeated_blocks import freed_blocks, repeated_blocks, worth_a_replay
 from lowtide.profiler.replay_check import Witness
@@ -89,7 +89,7 @@ class Audit(RecomputeAudit, Observer):
         self.checkpointed: Counter[str] = Counter()
         """By the path of the module that it is in, how many calls torch.utils.checkpoint was given."""
         self.reads = 0
-        self.written_over: list[Together] = []
+        self.written_over: list[InPlaceGroup] = []
         """Gradients that can be written in place."""
         self.allows_in_place = in_place
         self._tried_in_place: AuditInPlace | None = None
@@ -101,7 +101,7 @@ class Audit(RecomputeAudit, Observer):
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
         self._returned: Any = RAISED
-        self._units = Units(model)
+        self._units = FsdpUnits(model)
         self._own_draws = OwnDraws(model)
         self._witness = Witness(mark)
         self._results: list[Value] = []

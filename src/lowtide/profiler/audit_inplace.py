@@ -24,14 +24,14 @@ from lowtide.state.bitwise import identical
 
 if TYPE_CHECKING:
     from lowtide.memory.events import EventStream
-    from lowtide.profiler.trace_reader import Levels
+    from lowtide.profiler.trace_reader import MemoryLevels
 
 LARGE: Final = 0.5
 """What takes time is done for gradients from this share of the largest on, which are those at a peak."""
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class InPlaceGroup:
     """Gradients that are all written in place, or none of them."""
 
     nodes: dict[str, int]
@@ -73,7 +73,7 @@ class AuditInPlace(InPlace):
             self._refused.add(operator.node)
         return expected
 
-    def settle(self, stream: EventStream) -> list[Together]:
+    def settle(self, stream: EventStream) -> list[InPlaceGroup]:
         """The step is over, and this was recorded: what can be done in place, that which takes no time first."""
         self._own_bytes = _allocated(stream)
         calls = {key: more for key, more in sorted(self._more_ms.items()) if key[0] not in self._refused}
@@ -83,7 +83,7 @@ class AuditInPlace(InPlace):
         large = {key: more for key, more in slow.items() if key[1] >= least}
         found = (free, 0.0), (dict.fromkeys((node for node, _ in large), least), sum(map(_ms, large.values())))
         return [
-            Together(nodes, ms, {key: n for key, n in self._own_bytes.items() if key[0] in nodes})
+            InPlaceGroup(nodes, ms, {key: n for key, n in self._own_bytes.items() if key[0] in nodes})
             for nodes, ms in found
             if nodes
         ]
@@ -115,7 +115,7 @@ def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return identical(one, other)
 
 
-def with_their_own(groups: Sequence[Together], levels: Levels) -> tuple[int, ...]:
+def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[int, ...]:
     """`levels.most`, if these gradients had memory of their own."""
     found = list(levels.most)
     for position, level, key in levels.written:
@@ -124,7 +124,7 @@ def with_their_own(groups: Sequence[Together], levels: Levels) -> tuple[int, ...
     return tuple(found)
 
 
-def in_place(groups: Sequence[Together], levels: Levels) -> tuple[records.InPlace, ...]:
+def in_place(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[records.InPlace, ...]:
     """As a profile has them; `levels` are of a step with all of them."""
     base = [with_their_own(groups[n:], levels) for n in range(len(groups) + 1)]
     saved = [tuple(a - b for a, b in zip(*both, strict=True)) for both in itertools.pairwise(base)]

@@ -18,7 +18,7 @@ from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import parts_of, storage_id
 from lowtide.planner.address_nodes import MASK, NOTED, SHAPE, SIGNS, with_noted
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft, describe
-from lowtide.profiler.fsdp_units import Homes
+from lowtide.profiler.fsdp_units import FsdpScopes
 from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
 from lowtide.profiler.partial_reads import Enough, are_signs_of
 from lowtide.profiler.released_tensors import Lent
@@ -86,10 +86,10 @@ class RecomputeAudit(Engine):
         """The values of these recomputes, and of those that they pass through."""
         self.enough: dict[int, Enough] = {}
         """By slot, what is enough of a tensor for it."""
-        self.homes = Homes()
+        self.homes = FsdpScopes()
         self.relied_on.takes_values = False
         self.lent = Lent(self._index, self._saved, self.values)
-        self.builder = self._numbering = Numbering(self.builder.owners)
+        self.builder = self._numbering = ValueNumbering(self.builder.owners)
 
     def let_go_of_all(self) -> None:
         """Hold no tensor any longer: backward begins, or the step is over."""
@@ -379,7 +379,7 @@ class RecomputeAudit(Engine):
         return None if maker.over is None else self._index[maker.over]
 
 
-class Numbering(Builder):
+class ValueNumbering(Builder):
     """A builder that knows for what it has built of which node each value is."""
 
     __slots__ = ("numbers",)

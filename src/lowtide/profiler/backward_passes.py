@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lowtide.planner.records import Profile, Slot
-from lowtide.profiler.trace_reader import Seen
+from lowtide.profiler.trace_reader import TraceIndex
 
 Pass = dict[int, tuple[int, int]]
 """For each slot that a pass reads: the event of its first read, and the one by which its reader has run."""
 
 
-def passes(seen: Seen, end: int) -> list[Pass]:
+def passes(seen: TraceIndex, end: int) -> list[Pass]:
     """The passes that read a slot which others read too, in order; none where each slot is read in one.
 
     What a node has read is there until the node lets go of it; or, if backward is to come again, until another node

@@ -25,7 +25,7 @@ from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.runtime.compiled_plan import Partitioner
 from lowtide.runtime.fingerprint import Optimizers, fingerprint, place_of, static_bytes
 from lowtide.runtime.fingerprint import in_words as in_words_of
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def rehearse_compiled(
     partitioner = Partitioner(apart=products_are_apart())
     partitioner.seen = graphs.append
     with (
-        Unchanged(model, batch, optimizer, step) as unchanged,
+        StepSnapshot(model, batch, optimizer, step) as unchanged,
         Updates(unchanged, model, optimizer) as updates,
         always_partitioned(),
         partitioning_by(partitioner),
@@ -54,7 +54,7 @@ def rehearse_compiled(
         with _noted_calls(model) as inputs:
             updates.run(batch)
         updates.undo()
-        unchanged.rewind()
+        unchanged.restore_for_rerun()
         static, places = static_bytes(model, batch, unchanged.optimizers)
         with recorder_for(place_of(model)) as recorder:
 
@@ -64,7 +64,7 @@ def rehearse_compiled(
             with watched_calls(note):
                 updates.run(batch)
         updates.undo()
-        unchanged.rewind()
+        unchanged.restore_for_rerun()
         began = now_ms(place_of(model))
         updates.step(batch)
         step_ms = now_ms(place_of(model)) - began

@@ -15,7 +15,7 @@ class CallShape:
     n_saved: int = 0
 
 
-def uneven(one: Sequence[CallShape], other: Sequence[CallShape]) -> frozenset[str]:
+def modules_that_differ(one: Sequence[CallShape], other: Sequence[CallShape]) -> frozenset[str]:
     """Paths of the innermost modules of which a call did something else in the one step than in the other.
 
     With the model's own path, "", the steps have nothing else in common.

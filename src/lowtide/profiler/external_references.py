@@ -45,7 +45,7 @@ class _Memory:
         return len(self.tensors)
 
 
-class Holding:
+class ExternalReferences:
     """The memory of kept values that others hold, too.
 
     A look at all entries at every mark would be quadratic in the length of a step whose results stay in a list. So the

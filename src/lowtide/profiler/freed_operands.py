@@ -11,10 +11,10 @@ from functools import cache
 
 from lowtide.planner.address_nodes import NOTED
 from lowtide.profiler.drafts import SlotDraft, ValueDraft
-from lowtide.profiler.trace_reader import Seen
+from lowtide.profiler.trace_reader import TraceIndex
 
 
-def withdraw_gone(values: list[ValueDraft], slots: list[SlotDraft], seen: Seen) -> None:
+def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], seen: TraceIndex) -> None:
     """Keep such values. They come after what they need."""
     saved: dict[int, list[int]] = {}
     for n, slot in enumerate(slots):

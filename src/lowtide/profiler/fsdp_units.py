@@ -26,7 +26,7 @@ NEVER = "the parameters of the sharded module that it is inside of are not gathe
 AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
 
 
-class Units:
+class FsdpUnits:
     """The units of a model that are sharded again between their forward and their backward, during an audit."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,7 +102,7 @@ class _Counted:
             self.n += n_collectives() - before
 
 
-class Homes:
+class FsdpScopes:
     """Inside of which call of a unit each value was made."""
 
     def __init__(self) -> None:
@@ -122,7 +122,9 @@ class Homes:
         return max(found)[1] if found else None
 
 
-def settle(values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequence[CallDraft], homes: Homes) -> None:
+def settle(
+    values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequence[CallDraft], homes: FsdpScopes
+) -> None:
     """Refuse what would have to be made again where the unit that made it is not whole."""
     if not homes.spans:
         return

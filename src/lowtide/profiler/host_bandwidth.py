@@ -11,7 +11,7 @@ PROBE_BYTES = 2**24
 RUNS = 3
 
 
-def bytes_per_ms(device: torch.device | str) -> float | None:
+def host_bandwidth(device: torch.device | str) -> float | None:
     """Of the slower way, to and from pinned memory; None for the CPU, and where there is no memory left to try it."""
     device = torch.device(device)
     if device.type != "cuda":

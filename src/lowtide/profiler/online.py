@@ -24,12 +24,18 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.checkpointed_blocks import without_checkpoints
-from lowtide.profiler.differing_modules import uneven
-from lowtide.profiler.host_bandwidth import bytes_per_ms
+from lowtide.profiler.differing_modules import modules_that_differ
+from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
-from lowtide.profiler.preconditions import SEVERAL_STREAMS, by_contents, check_one_device, check_saved, doubts
+from lowtide.profiler.preconditions import (
+    SEVERAL_STREAMS,
+    by_contents,
+    check_one_device,
+    check_saved,
+    nondeterminism_notes,
+)
 from lowtide.profiler.rescale import resized
-from lowtide.profiler.trace import MostSaving, Trace
+from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Update
 from lowtide.runtime.call_shapes import elements, shapes_in
 from lowtide.runtime.fingerprint import fingerprint, optimizers_of, place_of, static_bytes
@@ -54,7 +60,7 @@ GROWN = 2
 """How many times as large as an audited batch one may be without being audited itself."""
 
 
-class Observed:
+class OnlineProfiler:
     """Rehearses `model` while somebody else trains it: `profile` is there when enough steps were seen.
 
     Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update, and
@@ -80,7 +86,7 @@ class Observed:
         self._plain = plain
         self._patience = PATIENCE
         """Steps in which the largest size is waited for."""
-        self._watch: _Watch | None = None
+        self._watch: _StepRecorder | None = None
         self._audited: dict[str, _Audited] = {}
         """By the form of the batch."""
         self._best: _Traced | None = None
@@ -116,7 +122,7 @@ class Observed:
             self._to_come = Update.tried(self.model, waiting) if waiting else None
         static, addresses = static_bytes(self.model, batch, optimizers)
         known, best = self._audited.get(_form(found)), self._best
-        watch = _Watch(found, static, addresses, place)
+        watch = _StepRecorder(found, static, addresses, place)
         watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         watch.start()
         self._watch = watch  # not before: what can't be recorded has no end
@@ -128,7 +134,7 @@ class Observed:
             watch.leave.enter_context(watch.audit.running())
         elif not self._plain or best is None or best.fingerprint != found or best.plain is not None:
             # Also where nothing is left to be found out: this takes the least memory.
-            engine = MostSaving(self.model, known.audit, in_place=known.fingerprint == found)
+            engine = MaxSavingEngine(self.model, known.audit, in_place=known.fingerprint == found)
             engine.excluded_modules = self._left_alone
             watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
             watch.leave.enter_context(watch.trace.running())
@@ -156,7 +162,7 @@ class Observed:
         self.n_steps += 1
         self._settle(may_wait=self.n_steps < self._patience)
 
-    def _trace(self, watch: _Watch, known: _Audited, trace: Trace) -> None:
+    def _trace(self, watch: _StepRecorder, known: _Audited, trace: Trace) -> None:
         """A step was traced. Raises _Unusable, and lets go of its audit if another one is needed for such steps."""
         audit, is_alike = known.audit, watch.size == known.fingerprint
         if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
@@ -166,7 +172,7 @@ class Observed:
                 f"it called the model with {_in_words(trace.inputs)}, and another step that began with "
                 f"{'the same' if is_alike else 'such a'} batch with {_in_words(audit.inputs)}"
             )
-        if found := uneven(audit.shapes, trace.calls):
+        if found := modules_that_differ(audit.shapes, trace.calls):
             del self._audited[_form(watch.size)]
             if "" not in found:
                 self._leave_alone(found)
@@ -268,7 +274,7 @@ class _Audited:
 class _Traced:
     """A step that was traced, under the most saving decisions that an audit of it or of a step like it led to."""
 
-    def __init__(self, watch: _Watch, audited: _Audited, trace: Trace) -> None:
+    def __init__(self, watch: _StepRecorder, audited: _Audited, trace: Trace) -> None:
         self.fingerprint = watch.size
         self.plain: tuple[int, float] | None = None
         """Peak in bytes and milliseconds of such a step without any plan."""
@@ -316,8 +322,13 @@ class _Traced:
             fingerprint=self.fingerprint,
             static=static,
             plain=(peak_bytes, step_ms),
-            offload_bytes_per_ms=bytes_per_ms(place_of(model)),
-            notes=(*doubts(model, place_of(model)), *by_contents(self._audit), *in_words(model, static), *notes),
+            offload_bytes_per_ms=host_bandwidth(place_of(model)),
+            notes=(
+                *nondeterminism_notes(model, place_of(model)),
+                *by_contents(self._audit),
+                *in_words(model, static),
+                *notes,
+            ),
         )
 
 
@@ -362,14 +373,14 @@ class _OwnAudit(Audit):
         return refused
 
 
-class _Watch:
+class _StepRecorder:
     """What is in force during one step: a recording, which ends with the step, and seams, which go out after it."""
 
     recorder: Recorder
     audit: Audit | None = None
     known: _Audited | None = None
     """The audited step that the most saving decisions of this one are of."""
-    engine: MostSaving | None = None
+    engine: MaxSavingEngine | None = None
     trace: Trace | None = None
     n_with_new_buckets = 0
 

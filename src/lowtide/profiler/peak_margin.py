@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Profile
     from lowtide.profiler.trial_updates import Updates
-    from lowtide.state.step_snapshot import Unchanged
+    from lowtide.state.step_snapshot import StepSnapshot
 
 DRAWS: Final = 8
 """Steps that are measured where the work is drawn at random, each with other random numbers."""
 
 
-def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any, unchanged: Unchanged) -> Profile:
+def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> Profile:
     """`profile`, of which all peaks are higher by as much as a measured step was above what was predicted of it.
 
     Under the plan of the smallest peak: a budget of its size is one that an error names, and is to be kept to the byte.
@@ -35,7 +35,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     engine.tell = lambda said: None
     if profile.measured_plain_peak_bytes is None:  # a step that failed midway may have left anything
         unchanged.restore()
-    unchanged.rewind()
+    unchanged.restore_for_rerun()
     engine.install()
     try:
         peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + profile.draws)]
@@ -58,7 +58,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     return replace(found, notes=(*profile.notes, note))
 
 
-def recorded_peak(model: nn.Module, updates: Updates, batch: Any, unchanged: Unchanged) -> int:
+def recorded_peak(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> int:
     """The peak of a step and of the updates that follow it, what was there before included."""
     static, addresses = static_bytes(model, batch, unchanged.optimizers)
     with recorder_for(place_of(model)) as recorder:

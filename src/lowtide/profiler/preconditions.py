@@ -13,7 +13,7 @@ from lowtide.errors import RehearsalError
 from lowtide.runtime.fingerprint import listed, tensors_in
 from lowtide.state.introspection import names_in, users_functions, variables
 from lowtide.state.process_group import check_sharding
-from lowtide.state.reachable_state import Reached
+from lowtide.state.reachable_state import ReachableState
 
 if TYPE_CHECKING:
     from lowtide.profiler.audit import Audit
@@ -65,7 +65,7 @@ def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
 
 def _is_gone_through(step: Any, batch: Any) -> bool:
     """Whether something before a frozen model may be trained: a prompt, an image, what the step says to be."""
-    tensors = (*tensors_in(batch), *Reached(step).tensors)
+    tensors = (*tensors_in(batch), *ReachableState(step).tensors)
     says = any("requires_grad" in name for function in users_functions(step) for name in names_in(function.__code__))
     return says or any(tensor.requires_grad for tensor in tensors)
 
@@ -85,7 +85,7 @@ def check_one_device(model: torch.nn.Module) -> None:
         )
 
 
-def doubts(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
+def nondeterminism_notes(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
     """What may keep bits from being the same although the rehearsal found none that differ: notes for the profile."""
     cudnn = torch.backends.cudnn
     convolves = any(isinstance(module, Convolution) for module in model.modules())

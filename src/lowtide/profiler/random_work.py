@@ -2,6 +2,7 @@
 
 Layers are skipped by numbers that are drawn one at a time, or a few at once, and compared with a rate. So the step in
 which all run is one in which all such numbers are high, or all are low; which of the two it is shows in the calls.
+Other draws, as those of NumPy's generators, are tried with several seeds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 
 from lowtide._torch.backward import in_backward
-from lowtide._torch.patching import around_calls, stand_in
+from lowtide._torch.patching import stand_in, wrap_module_calls
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +39,7 @@ def called(model: nn.Module) -> Iterator[list[str]]:
         if id(module) in paths and not in_backward():
             found.append(paths[id(module)])
 
-    stop = around_calls(begins, lambda module, output: None)
+    stop = wrap_module_calls(begins, lambda module, output: None)
     try:
         yield found
     finally:
@@ -46,13 +48,18 @@ def called(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def drawn_as(share: float | None) -> Iterator[None]:
-    """Have numbers that are drawn evenly, and few at once, be at `share` of their range in this block, unless None."""
+    """Have numbers and choices that are drawn evenly, and few at once, be at `share` of their range in this block.
+
+    Nothing is done for None. Methods of NumPy's generators can't be replaced: `fullest` tries seeds for these.
+    """
     if share is None:
         yield
         return
-    places = (torch, "rand"), (random, "random"), (random, "uniform")
-    of_numpy = ((np.random, name) for name in ("rand", "random", "random_sample", "uniform"))
-    undo = [stand_in(owner, name, partial(_fixed, share)) for owner, name in (*places, *of_numpy)]
+    undo = [
+        stand_in(owner, name, partial(_fixed, at, share, is_method))
+        for at, owner, names, is_method in _PLACES
+        for name in names
+    ]
     try:
         yield
     finally:
@@ -60,23 +67,93 @@ def drawn_as(share: float | None) -> Iterator[None]:
             remove()
 
 
-def fullest(run: Callable[[], list[str]]) -> float | None:
-    """The share at which `run` calls the most modules; None if it calls more as it is. `run` gives what it called."""
-    calls: dict[float | None, int] = {}
-    for share in (None, HIGH, LOW):
-        with drawn_as(share):
-            calls[share] = len(run())
-    return max(calls, key=calls.__getitem__)
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Random numbers of a step: where in their range even ones lie, and a seed of generators; None: as they are."""
+
+    share: float | None = None
+    seed: int | None = None
 
 
-def _fixed(share: float, draw: Callable[..., Any]) -> Callable[..., Any]:
+SEEDS: Final = 8
+"""Seeds that are tried where no share makes a step call more."""
+
+
+def fullest(run: Callable[[Draw], list[str]]) -> Draw:
+    """Return the draw with which `run` calls the most modules. It is given a draw, in force, and gives their paths."""
+
+    def best(*draws: Draw) -> Draw:
+        for draw in draws:
+            with drawn_as(draw.share):
+                calls = run(draw)
+            n_calls[draw] = len(set(calls)), len(calls)
+        return max(n_calls, key=n_calls.__getitem__)
+
+    n_calls: dict[Draw, tuple[int, int]] = {}
+    found = best(Draw(), Draw(share=HIGH), Draw(share=LOW))
+    return found if found != Draw() else best(*(Draw(seed=seed) for seed in range(SEEDS)))
+
+
+def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        found = draw(*args, **kwargs)
-        if isinstance(found, torch.Tensor):
-            return found.fill_(share) if found.dim() < 2 and found.numel() <= FEW else found
-        if not isinstance(found, float):
+        found = draw(*args, **kwargs)  # so that the generator goes on as it would
+        if isinstance(found, torch.Tensor) and (found.dim() > 1 or found.numel() > FEW):
             return found
-        low, high = (*args, 0.0, 1.0)[:2] if len(args) == 2 else (kwargs.get("low", 0.0), kwargs.get("high", 1.0))
-        return low + (high - low) * share
+        return at(share, found, *args[is_method:], **kwargs)
 
     return drawn
+
+
+def _even(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of torch.rand, random.uniform and their kin, which may be told a range."""
+    if isinstance(found, torch.Tensor):
+        return found.fill_(share)
+    if not isinstance(found, float):
+        return found
+    low, high = (*args, 0.0, 1.0)[:2] if len(args) == 2 else (kwargs.get("low", 0.0), kwargs.get("high", 1.0))
+    return low + (high - low) * share
+
+
+def _range(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of Tensor.uniform_."""
+    low = args[0] if args else kwargs.get("from", 0.0)
+    high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
+    return found.fill_(low + (high - low) * share)
+
+
+def _coin(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of torch.bernoulli and its kin."""
+    return found.fill_(round(share)) if isinstance(found, torch.Tensor) else found
+
+
+def _whole(share: float, found: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of randint, of which torch's and NumPy's leave the upper end out."""
+    bounds = [each for each in args if isinstance(each, int)]
+    low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
+    if high is None:
+        return found
+    if isinstance(found, torch.Tensor):
+        return found.fill_(high - 1 if share > 0.5 else low)
+    return type(found)(high if share > 0.5 else low) if isinstance(found, int) else found
+
+
+def _chosen(share: float, found: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of random.choice."""
+    return options[int(len(options) * share)]
+
+
+_PLACES: Final[tuple[tuple[Callable[..., Any], Any, tuple[str, ...], bool], ...]] = (
+    (_even, torch, ("rand",), False),
+    (_coin, torch, ("bernoulli",), False),
+    (_whole, torch, ("randint",), False),
+    (_range, torch.Tensor, ("uniform_",), True),
+    (_coin, torch.Tensor, ("bernoulli_",), True),
+    (_even, random, ("random", "uniform"), False),
+    (_whole, random, ("randint",), False),
+    (_chosen, random, ("choice",), False),
+    (_even, random.Random, ("random", "uniform"), True),
+    (_whole, random.Random, ("randint",), True),
+    (_chosen, random.Random, ("choice",), True),
+    (_even, np.random, ("rand", "random", "random_sample", "uniform"), False),
+)
+"""Functions that draw, by what gives a number at a share of their range; whether they are methods."""

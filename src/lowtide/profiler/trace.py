@@ -16,13 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowtide._torch.backward import backward_number, running_node_number
 from lowtide._torch.compiled_code import in_compiled_backward
-from lowtide._torch.patching import of_this_thread
+from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
 from lowtide.planner.records import Decisions
 from lowtide.profiler.address_checks import nodes_at
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
-from lowtide.profiler.external_references import Holding
+from lowtide.profiler.external_references import ExternalReferences
 from lowtide.profiler.replay_check import Witness
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import tensors_in_call
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Mark = Callable[[str, object], None]
 
 
-class MostSaving(Engine):
+class MaxSavingEngine(Engine):
     """Lets go of all that an audit found can be. Nobody knows yet whether all of it really can."""
 
     is_measured = True
@@ -82,7 +82,7 @@ class Trace(Observer):
     def __init__(self, engine: Engine, mark: Mark) -> None:
         self.engine = engine
         self._mark = mark
-        self._holding = Holding()
+        self._holding = ExternalReferences()
         self._witness = Witness(mark)
         self.inputs: list[list[str]] = []
         """What tensors each call of the model from outside was given, in words."""
@@ -104,8 +104,8 @@ class Trace(Observer):
     def running(self) -> Iterator[None]:
         """The model's calls in this block are traced."""
         hooks = (
-            register_optimizer_step_pre_hook(of_this_thread(lambda *_: self._optimizer("begins"))),
-            register_optimizer_step_post_hook(of_this_thread(lambda *_: self.mark("optimizer", "ends"))),
+            register_optimizer_step_pre_hook(this_thread_only(lambda *_: self._optimizer("begins"))),
+            register_optimizer_step_post_hook(this_thread_only(lambda *_: self.mark("optimizer", "ends"))),
         )
         self.engine.install()
         values.probe = self
@@ -121,7 +121,7 @@ class Trace(Observer):
                 hook.remove()
 
     def mark(self, label: str, data: object, *, since: int | None = None, everything: bool = False) -> None:
-        """Mark what only the rehearsal holds now, looked for as `Holding.let_go` does, and then `label` with `data`."""
+        """Mark what only the rehearsal holds now, found by `ExternalReferences.let_go`, then `label` with `data`."""
         alone = self._holding.let_go(since=since, everything=everything)
         if alone:
             self._mark("alone", alone)

@@ -11,7 +11,7 @@ from lowtide.profiler.drafts import SlotDraft
 
 
 @dataclass(slots=True)
-class Seen:
+class TraceIndex:
     """Where in the stream things happened: event indices."""
 
     block_of_slot: dict[int, int] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class Seen:
     """Event, kind of node and bytes of each gradient that was written over another one."""
 
 
-def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
+def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
     """`entry` has the address of each block that was there before."""
-    seen = Seen()
+    seen = TraceIndex()
     before = {where: block for block, where in entry.items()}
     at: dict[int, int] = {}
     addresses: dict[int, int] = {}
@@ -81,7 +81,7 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> Seen:
     return seen
 
 
-def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> None:
+def _note(seen: TraceIndex, at: dict[int, int], i: int, label: str, data: object) -> None:
     match label, data:
         case "pack", (int(slot), int(where)):
             seen.packed[slot] = i
@@ -112,7 +112,7 @@ def _note(seen: Seen, at: dict[int, int], i: int, label: str, data: object) -> N
             seen.gradients.update(at[where] for where in found if where in at)
 
 
-def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
+def lifetimes_without_trace(seen: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
     """Blocks that the trace held: say where they would have ended by themselves.
 
     Between two marks nobody looks. If the last call that a block was given to ended in between, the block ended then.
@@ -141,7 +141,7 @@ def natural_ends(seen: Seen, slots: list[SlotDraft], kept: set[int], replayed: s
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class MemoryLevels:
     """For each position, bytes outside of storages and recomputed copies."""
 
     most: tuple[int, ...]
@@ -154,7 +154,7 @@ class Levels:
     """Where gradients were written over others: position, bytes just before, kind of node and bytes of the gradient."""
 
 
-def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: Seen) -> Levels:
+def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: TraceIndex) -> MemoryLevels:
     """What is in memory besides what decisions are about."""
     in_place = {i: (node, n_bytes) for i, node, n_bytes in seen.in_place}
     written = []
@@ -177,10 +177,10 @@ def levels(stream: EventStream, cuts: list[int], storages: set[int], seen: Seen)
             written.append((p, level, in_place[i]))
     for q in range(p + 1, len(cuts)):
         base[q], gradient[q], first[q] = level, gradients, level
-    return Levels(tuple(base), tuple(gradient), tuple(first), tuple(written))
+    return MemoryLevels(tuple(base), tuple(gradient), tuple(first), tuple(written))
 
 
-def phases(seen: Seen, at: Callable[[int], int]) -> dict[str, int]:
+def phases(seen: TraceIndex, at: Callable[[int], int]) -> dict[str, int]:
     """The first position of each phase; `at` gives the position of an event."""
     forward = min(seen.enter.values(), default=0)
     backward = min(seen.read.values(), default=forward)

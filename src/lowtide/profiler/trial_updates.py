@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch.patching import of_this_thread
+from lowtide._torch.patching import this_thread_only
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import Optimizers, optimizers_of, place_of, state_bytes, updated_by
 from lowtide.state.step_outcome import is_out_of_memory
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +50,10 @@ class Update:
     def tried(cls, model: nn.Module, optimizers: Sequence[Optimizer]) -> Update:
         """Have them update `model` twice, with gradients of zeros where there are none, and undo that."""
         place = place_of(model)
-        with Unchanged(model, step=lambda _: None) as unchanged, Updates(unchanged, model, only=optimizers) as updates:
+        with (
+            StepSnapshot(model, step=lambda _: None) as unchanged,
+            Updates(unchanged, model, only=optimizers) as updates,
+        ):
             for parameter in (p for p in model.parameters() if p.requires_grad and p.grad is None):
                 parameter.grad = torch.zeros_like(parameter)
             before_bytes = state_bytes(optimizers, place)
@@ -85,11 +88,11 @@ class Update:
 
 
 class Updates:
-    """The optimizers of a model inside of `Unchanged`, which undoes what they do; watched in a `with` block."""
+    """The optimizers of a model inside of `StepSnapshot`, which undoes what they do; watched in a `with` block."""
 
     def __init__(
         self,
-        unchanged: Unchanged,
+        unchanged: StepSnapshot,
         model: nn.Module,
         named: Optimizers = None,
         *,
@@ -108,7 +111,7 @@ class Updates:
             self._leave_out(optimizer, "it sends to other processes")
 
     def __enter__(self) -> Self:
-        told = of_this_thread(self._steps, lambda tensor: id(tensor) in self._updated)
+        told = this_thread_only(self._steps, lambda tensor: id(tensor) in self._updated)
         self._hook = register_optimizer_step_pre_hook(told)
         return self
 

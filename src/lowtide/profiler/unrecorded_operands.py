@@ -15,7 +15,7 @@ from lowtide.state.bitwise import identical
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.profiler.trace_reader import Seen
+    from lowtide.profiler.trace_reader import TraceIndex
     from lowtide.runtime.operand_capture import CaptureSite
 
 
@@ -61,7 +61,7 @@ class Unrecorded:
         self._number.clear()
 
 
-def blocks_of(values: list[ValueDraft], seen: Seen) -> dict[int, int]:
+def blocks_of(values: list[ValueDraft], seen: TraceIndex) -> dict[int, int]:
     """For each value that is such an operand the block that it was in in a trace.
 
     What was there before the step is there anyway: nobody needs to hold it. What the trace has not seen can't be held.

@@ -20,7 +20,7 @@ from lowtide._torch.backward import in_backward, in_transform
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_aside
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import is_same_memory
 from lowtide.errors import LowtideError
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime import saved_values as values
@@ -423,7 +423,7 @@ class Engine:
     def name_of(self, tensor: Tensor) -> str | None:
         """Name the model's parameter or buffer that has this tensor's memory; None if none has."""
         named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
-        return next((name for name, own in named if storage_id(own) == storage_id(tensor) != 0), None)
+        return next((name for name, own in named if is_same_memory(own, tensor)), None)
 
     def copied(self, tensor: Tensor, who: str) -> None:
         """A tensor was copied before it is written to, as something is still to be made of it."""

@@ -26,7 +26,7 @@ from lowtide.runtime.offload import OffloadQueue
 from lowtide.runtime.operand_capture import CaptureSite, OperandCapture
 from lowtide.runtime.plan_table import NO_ACTIONS, Actions, NeededSlots
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import Handle, Kept, Value, unpack
+from lowtide.runtime.saved_values import Handle, ReachableObjects, Value, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -326,12 +326,12 @@ def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
         paused.pack = before
 
 
-def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | Kept]:
+def pack_into(now: ForwardPass) -> Callable[[Tensor], Handle | ReachableObjects]:
     """The pack hook. autograd holds it as long as the tensor: it must not keep alive a model that keeps its output."""
     reference = weakref.ref(now)
 
     @never_compiled
-    def pack(tensor: Tensor) -> Handle | Kept:
+    def pack(tensor: Tensor) -> Handle | ReachableObjects:
         now = reference()
         assert now is not None  # while the forward runs
         scope = now.scope

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.engine import Engine
 
 
-class Lookout:
+class PlanGuard:
     """Says once when `model` is given more than in its rehearsal, more is trained, or a part is new.
 
     `owner` is alive as long as this stands before the model. `outgrown` is called with the words for a batch of more
@@ -135,7 +135,7 @@ UNSEEN = 3
 """Steps of one optimizer without a call that comes by, after which that is said."""
 
 
-def passed_by(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
+def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
     """Says once if the model is trained, and its calls do not come by the seams of the plan, or not all of them do."""
     reference = weakref.ref(engine)  # optimizers of the whole process will hold what looks at it
     looks = LOOKS

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from lowtide.planner.address_nodes import NOTED, OFFLOAD, SHAPE, split_address
 
 if TYPE_CHECKING:
@@ -39,6 +41,17 @@ class Actions:
         """Ordinals of the tensors that are held when they are."""
         self.shape = False
         """Whether of an input only the shape is held once the call is over."""
+
+    def moved(self, path: str, to: str) -> Actions:
+        """Return the same decisions for a module at another path."""
+        found = Actions()
+        for name in Actions.__slots__:
+            setattr(found, name, getattr(self, name))
+        for name in ("recompute", "inputs"):
+            decisions: dict[int, Decision] = getattr(self, name)
+            moved = {n: Decision(d.node, to + d.address.removeprefix(path)) for n, d in decisions.items()}
+            setattr(found, name, moved)
+        return found
 
 
 NO_ACTIONS = Actions()
@@ -95,3 +108,25 @@ def actions_for(
     for call in advance:
         of(call).advance = True
     return table
+
+
+def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
+    """Add to `table` what blocks without a decision get: the decisions on a block of their class in the same list.
+
+    For plans of work that is drawn at random, where rehearsals may not have seen every block.
+    """
+    found = dict(table)
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        inside = {}
+        for name, child in module.named_children():
+            block = f"{path}.{name}".lstrip(".")
+            keys = [key for key in table if key == block or key.startswith(f"{block}.")]
+            inside[block] = type(child), keys
+        for block, (kind, keys) in inside.items():
+            like = max((o for o in inside if inside[o][0] is kind), key=lambda o: len(inside[o][1]))
+            for key in inside[like][1] if not keys else ():
+                to = block + key.removeprefix(like)
+                found[to] = {call: actions.moved(key, to) for call, actions in table[key].items()}
+    return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_shapes import elements, shapes_in, shapes_of
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import Actions, actions_for
+from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +37,8 @@ class Planned(Engine):
         if plans and plans[-1].fallback is not None:
             decided.append(plans[-1].fallback)
         tables = [*map(table_of, decided)] or [{}]
+        if any(plan.draws for plan in plans):
+            tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)

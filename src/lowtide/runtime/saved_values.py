@@ -38,7 +38,7 @@ SEED_BYTES = 64
 """A tensor that no node made and that is no larger is kept where a replay could bring it back: seeds and the like. On a
 GPU attention's kernels save theirs whether they have drawn numbers or not; if not, nobody has written into them."""
 
-Kept = tuple["Tensor", int]
+ReachableObjects = tuple["Tensor", int]
 """A saved tensor that is just kept, and its version: what is packed where nothing else needs the value."""
 
 _NEVER = -2
@@ -262,7 +262,7 @@ def registered(node: Node, output: int) -> Value | None:
 
 
 @never_compiled
-def unpack(handle: Handle | Kept) -> Tensor:
+def unpack(handle: Handle | ReachableObjects) -> Tensor:
     """The unpack hook."""
     global probe
     if isinstance(handle, tuple):

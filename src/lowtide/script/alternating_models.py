@@ -17,7 +17,7 @@ PATIENCE = 6
 """Updates in which an optimizer that is at hand may step for the first time. A critic may be ahead of its generator."""
 
 
-class Turns:
+class AlternatingModels:
     """Which others take turns with the model. Nobody is held."""
 
     def __init__(self) -> None:

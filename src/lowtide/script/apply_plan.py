@@ -12,8 +12,8 @@ from lowtide.errors import RehearsalError, StalePlan
 from lowtide.profiler.online import PATIENCE
 from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.fingerprint import fingerprint
-from lowtide.script.composite_model import Parts, is_of_parts, name_of
-from lowtide.script.plan_monitor import Measured, UnderPlan
+from lowtide.script.composite_model import CompositeModel, is_of_parts, name_of
+from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak is within it"
 
 
-class Applying(UnderPlan):
+class Applying(PlanMonitor):
     """Puts a plan that was made before in force on its model, before the first forward, and measures a step under it.
 
     That is the second of the first two on batches of the planned size: in the first an optimizer has no state yet.
@@ -66,7 +66,7 @@ class Applying(UnderPlan):
         """See whether the plan keeps its promise. Raises OverBudget; StalePlan if the trained model is not its own."""
         if self._applied is None:
             self._n_others += 1
-            if is_of_parts(self._plan.fingerprint) and type(model) is not Parts and self._n_others < PATIENCE:
+            if is_of_parts(self._plan.fingerprint) and type(model) is not CompositeModel and self._n_others < PATIENCE:
                 return  # models that take turns are not known as such before they do
             raise StalePlan(
                 f"this plan is not for the {name_of(model)} that the script trains.",

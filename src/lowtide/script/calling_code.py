@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lowtide.memory.frame_locals import local_variables
 from lowtide.script.runner import Script
-from lowtide.state.reachable_state import Reached
+from lowtide.state.reachable_state import ReachableState
 
 _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
@@ -56,4 +56,4 @@ def at_hand() -> Iterator[Any]:
 
 def optimizers_at_hand() -> list[Optimizer]:
     """Optimizers that these lead to."""
-    return [thing for thing in Reached(*at_hand()).things if isinstance(thing, Optimizer)]
+    return [thing for thing in ReachableState(*at_hand()).things if isinstance(thing, Optimizer)]

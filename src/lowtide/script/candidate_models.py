@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Aside:
+class CandidateModels:
     """Other modules that were called by nobody, in training, since the model was. Nobody is held."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Fingerprint
 
 
-class Parts(nn.Module):
+class CompositeModel(nn.Module):
     """Modules that are trained together and that nothing calls as a whole; each under the name of its class.
 
     `alone`: parameters of no module, for which gradients go through these.
@@ -32,16 +32,16 @@ class Parts(nn.Module):
 
 def name_of(model: nn.Module) -> str:
     """Its class, or those of its parts."""
-    return " and ".join(model._modules) if type(model) is Parts else type(model).__name__
+    return " and ".join(model._modules) if type(model) is CompositeModel else type(model).__name__
 
 
 def is_of_parts(found: Fingerprint) -> bool:
-    """Whether what was fingerprinted are `Parts`."""
-    return found.model.startswith(f"{Parts.__name__} ")
+    """Whether what was fingerprinted are `CompositeModel`."""
+    return found.model.startswith(f"{CompositeModel.__name__} ")
 
 
 def whole(modules: Sequence[nn.Module]) -> nn.Module:
-    """One module for all that are trained: itself if there is one, or one has the others inside; else their `Parts`."""
+    """Return one module for all that are trained: one that has the others inside, else their `CompositeModel`."""
     inside = {id(below) for module in modules for below in module.modules() if below is not module}
     outermost = [module for module in modules if id(module) not in inside]
-    return outermost[0] if len(outermost) == 1 else Parts(outermost)
+    return outermost[0] if len(outermost) == 1 else CompositeModel(outermost)

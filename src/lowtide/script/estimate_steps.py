@@ -12,7 +12,7 @@ from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.tensors import storage_id
 from lowtide.errors import LowtideError
 from lowtide.estimator.batch_search import resized, size_of
-from lowtide.estimator.cuda.deferred_placement import AskedForCuda
+from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
 from lowtide.estimator.cuda.two_step_run import TwoStepGpuRun
 from lowtide.estimator.fake_step import COMPILED
@@ -23,15 +23,15 @@ from lowtide.script.gpu_patches import cuda_for_a_script, nothing_saved
 from lowtide.script.manual_updates import has_others
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
-from lowtide.script.step_listener import Crew, Enough
-from lowtide.state.reachable_state import Reached
+from lowtide.script.step_listener import Enough, StepListener
+from lowtide.state.reachable_state import ReachableState
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
-    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.estimator.values.assumptions import ValueOracle
     from lowtide.memory.gpu_specs import GpuSpec
 
 
@@ -42,7 +42,7 @@ MOST_PASSES = 32
 """Forward and backward passes of a loop without an optimizer after which its script is ended."""
 
 
-class Estimating(Crew):
+class Estimating(StepListener):
     """Puts the model on `gpu` at its first forward, and ends the script after two steps there.
 
     With `size` every tensor at hand whose first dimension is as long as the batch's gets that size: those that the
@@ -63,8 +63,8 @@ class Estimating(Crew):
         """Steps that were seen again, to see whether another model takes turns."""
         self._given: int | None = None
         """How long the batch was that the script gave, if it is to have another size."""
-        self.asked = AskedForCuda()
-        self.answers: Answers | None = None
+        self.asked = DeferredCudaModule()
+        self.answers: ValueOracle | None = None
         """Since the first forward."""
         self._sizes = ""
         """The batch that the last step began with, in words."""
@@ -137,7 +137,7 @@ class Estimating(Crew):
         cells = [
             cell.cell_contents for cell in getattr(function, "__closure__", None) or ()
         ]  # of torch's own functions
-        for module in Reached(function, *cells).modules:
+        for module in ReachableState(function, *cells).modules:
             if module.training and any(p.requires_grad for p in module.parameters()):
                 self._enter(module, batch)
                 self._model = module
@@ -188,7 +188,7 @@ class Estimating(Crew):
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
         """`resizing`: what is put there afterwards, of another size."""
-        found = Reached(*at_hand())
+        found = ReachableState(*at_hand())
         batch = [tensor for tensor in tensors_in(batch) if not _is_in(resizing, tensor)]
         reached = (self._optimizers, found.modules)
         rehearsal = TwoStepGpuRun(self._gpu, model, batch, reached, alone=True, is_there=self.asked.has)

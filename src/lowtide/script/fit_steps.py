@@ -29,7 +29,7 @@ from lowtide.runtime.planned_engine import most_elements
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import others_at_hand
 from lowtide.script.composite_model import name_of
-from lowtide.script.plan_monitor import Measured, UnderPlan
+from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart, format_bytes, format_change, format_ratio, format_time
@@ -89,7 +89,7 @@ class _InForce(Applied):
         self.rehearsing = rehearsing
 
 
-class Fitting(UnderPlan):
+class Fitting(PlanMonitor):
     """Rehearses the model, then has it run within `budget`: under a plan, whose first step is measured and repaired."""
 
     def __init__(
@@ -244,7 +244,9 @@ class Fitting(UnderPlan):
 
     def lets_go(self) -> None:
         """The plan stays in force; nobody here holds the model any longer."""
-        self._in_force = None if self._applied is None else weakref.ref(self._applied)
+        if self._applied is not None:
+            self._in_force = weakref.ref(self._applied)
+            self._rehearsing.begin_anew()  # what was recorded is not held any longer
         super().lets_go()
         self._rehearsing = Rehearsing()
 
@@ -363,7 +365,6 @@ class Fitting(UnderPlan):
         if self._in_force is None or (applied := self._in_force()) is None:
             return False
         self._applied, self._rehearsing, self._in_force = applied, applied.rehearsing, None
-        self._rehearsing.begin_anew()
         self._n_looked, self.done = 0, False
         return True
 

@@ -18,7 +18,7 @@ def has_others(model: nn.Module) -> bool:
     return not all(isinstance(p, nn.Parameter) for p in model.parameters())
 
 
-class ByHand:
+class ManualUpdates:
     """How often the parameters changed from one call of the model to the next, while no optimizer stepped."""
 
     def __init__(self) -> None:

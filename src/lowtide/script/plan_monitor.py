@@ -10,7 +10,7 @@ from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.other_memory import with_others
 from lowtide.runtime.fingerprint import place_of, static_bytes
-from lowtide.script.step_listener import Crew
+from lowtide.script.step_listener import StepListener
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _PASSED_OVER = (
 )
 
 
-class UnderPlan(Crew):
+class PlanMonitor(StepListener):
     """Who has a plan in force on the model, and measures steps under it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -50,7 +50,7 @@ class UnderPlan(Crew):
 
     def gives_up(self, model: nn.Module) -> None:
         """That model is not the one, and nothing was measured."""
-        UnderPlan.leaves(self)  # which changes no hooks
+        PlanMonitor.leaves(self)  # which changes no hooks
         if self._applied is not None:
             self._gone, self._applied = self._applied, None  # until the next step: here no hooks may be removed
         self.done, self._n_others, self._most = False, 0, 0

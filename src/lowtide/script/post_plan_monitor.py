@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.script.step_listener import Crew
+    from lowtide.script.step_listener import StepListener
 
 
-class Afterwards:
+class PostPlanMonitor:
     """Tells the crew once if another model is trained. Nobody is held."""
 
-    def __init__(self, crew: Crew, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, crew: StepListener, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._crew = crew
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide.script.alternating_models import ids
-from lowtide.script.composite_model import Parts, whole
+from lowtide.script.composite_model import CompositeModel, whole
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Prompted:
+class PromptTuning:
     """What was called as long as there is no model. Nobody is held."""
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class Prompted:
         self._frozen.clear()
         self._in_evaluation.clear()
 
-    def updated(self, optimizer: Optimizer) -> Parts | None:
+    def updated(self, optimizer: Optimizer) -> CompositeModel | None:
         """The model, if what was updated is parameters of no module that gradients reached through frozen ones."""
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
         if not self._frozen or not updated or ids(updated) & in_modules:
             return None
-        return Parts([whole([*self._frozen.values()])], updated)
+        return CompositeModel([whole([*self._frozen.values()])], updated)

@@ -7,19 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import RehearsalError
-from lowtide.levers import put_on
-from lowtide.levers.lever import NoUse
+from lowtide.levers import enable
+from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
 from lowtide.profiler.checkpointed_blocks import can_do_without, told
-from lowtide.profiler.online import PATIENCE, Observed
+from lowtide.profiler.online import PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_uncompiled, has_torchscript
-from lowtide.script.step_listener import Crew, Enough
+from lowtide.script.step_listener import Enough, StepListener
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.levers import PulledOn
+    from lowtide.levers import LeverStack
     from lowtide.planner.records import AppliedLever, Profile
 
 TWO_STEPS = "was rehearsed: that takes two steps, and more where batches are of several sizes"
@@ -36,7 +36,7 @@ ONE_FORM = (
 )
 
 
-class Rehearsing(Crew):
+class Rehearsing(StepListener):
     """Rehearses the model, and ends the script when that is done, unless `stop` is False."""
 
     @property
@@ -50,19 +50,19 @@ class Rehearsing(Crew):
         self.done = False
         self.profile: Profile | None = None
         self._levers, self._in_place = levers, in_place
-        self._on: PulledOn | None = None
+        self._on: LeverStack | None = None
         self.n_steps = 0
         """Steps that were seen to their end."""
         self.n_hidden = 0
         """Steps that could not be looked at, as somebody else recorded them."""
         self._is_hidden = False
         self._plain, self._stop = plain, stop
-        self._observed: Observed | None = None
+        self._observed: OnlineProfiler | None = None
         self._checkpointed: tuple[Profile, Counter[str]] | None = None
         """Of steps in which calls checkpoint themselves, and these, while others are rehearsed in which none does."""
         self._n_runs = 0
         """Steps in which TorchScript in the model ran, which compiles itself in the first ones."""
-        self._gone: list[Observed] = []
+        self._gone: list[OnlineProfiler] = []
         """Still in force on models that were given up."""
         self._is_anew = False
         """Whether larger batches are rehearsed than those that were."""
@@ -77,7 +77,7 @@ class Rehearsing(Crew):
             self._n_runs += 1
             return
         if self._observed is None:
-            self._observed = Observed(model, plain=self._plain, in_place=self._in_place)
+            self._observed = OnlineProfiler(model, plain=self._plain, in_place=self._in_place)
         if self._on is None:
             self._on = _put_on(model, self._levers)
         try:
@@ -142,7 +142,7 @@ class Rehearsing(Crew):
             self._on.remove()
             self._on = None
 
-    def _settle(self, model: nn.Module, observed: Observed) -> None:
+    def _settle(self, model: nn.Module, observed: OnlineProfiler) -> None:
         """Steps were rehearsed; once more without what checkpoints itself in them, to say what that costs."""
         profile = observed.profile
         assert profile is not None
@@ -153,13 +153,13 @@ class Rehearsing(Crew):
         else:
             self._checkpointed = profile, observed.checkpointed
             self._gone.append(observed)  # until the next step: here no hooks may be removed
-            self._observed = Observed(model, checkpoints=False)
+            self._observed = OnlineProfiler(model, checkpoints=False)
 
     def _finish(self, profile: Profile) -> None:
         assert self._on is not None
         try:
             self._on.check()
-        except NoUse as why:
+        except LeverNotApplicable as why:
             raise RehearsalError(f"a lever that was asked for is of no use here: {why}. Leave it out.") from why
         self.profile, self.done = replace(profile, levers=self._levers), True
 
@@ -169,8 +169,8 @@ class Rehearsing(Crew):
         return 0 if self._observed is None else self._observed.n_sizes
 
 
-def _put_on(model: nn.Module, levers: tuple[AppliedLever, ...]) -> PulledOn:
+def _put_on(model: nn.Module, levers: tuple[AppliedLever, ...]) -> LeverStack:
     try:
-        return put_on(model, levers, None)
-    except NoUse as why:
+        return enable(model, levers, None)
+    except LeverNotApplicable as why:
         raise RehearsalError(f"a lever that was asked for can't be put on: {why}. Leave it out.") from why

@@ -12,7 +12,7 @@ from lowtide.runtime.bypassed_calls import IN_TRANSFORM
 from lowtide.script.composite_model import name_of
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
-from lowtide.script.step_listener import Crew, Enough
+from lowtide.script.step_listener import Enough, StepListener
 from lowtide.utils.interrupts import held_back
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def forget_left_over(end: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def watched(
-    crew: Crew, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+    crew: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
 ) -> Iterator[Steps]:
     """A block with `crew` on the steps that are taken in it; see `Steps`.
 
@@ -54,7 +54,7 @@ def watched(
 
 
 @held_back()
-def run_watched(script: Script, crew: Crew, *, untrained: Callable[[str], None] | None = None) -> int:
+def run_watched(script: Script, crew: StepListener, *, untrained: Callable[[str], None] | None = None) -> int:
     """Run `script` with `crew` on its steps; gives its exit code.
 
     Raises what the crew raised, and RehearsalError if the script ended well before the crew was done. But if it trained
@@ -84,7 +84,7 @@ def is_untrained(steps: Steps) -> bool:
 _UNTRAINED = "no model was trained: no module with trainable parameters was called in training mode with gradients on"
 
 
-def why_not(program: str, steps: Steps, crew: Crew) -> str:
+def why_not(program: str, steps: Steps, crew: StepListener) -> str:
     """Say why the crew could not do its work in `program`, which has ended."""
     ended = f"{program} ended"
     if steps.model is None and steps.in_other_thread:

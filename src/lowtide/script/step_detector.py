@@ -5,9 +5,9 @@ gradients on; it is over when every parameter that got a gradient has been updat
 Optimizers that step inside of backward (`register_post_accumulate_grad_hook`) update it in the middle of a step: that
 is over when a module is called next. L-BFGS calls the model many times in an update: each of these is a step, and over
 when the parameters have moved and the model is called again. The model is the module whose parameters are updated;
-several, as an encoder and a decoder, are `Parts` of one. So are, from the first update on, a frozen model and
+several, as an encoder and a decoder, are `CompositeModel` of one. So are, from the first update on, a frozen model and
 parameters of no module that are trained through it, as a prompt is. Where another model is updated twice and the one is
-not called meanwhile, the other is it from there on. What is done with the steps is up to the `Crew`.
+not called meanwhile, the other is it from there on. What is done with the steps is up to the `StepListener`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from lowtide._torch.patching import Make, stand_in
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 from lowtide.runtime.fingerprint import tensors_in
-from lowtide.script.alternating_models import PATIENCE, Turns, held_by, ids, others_at_hand
-from lowtide.script.candidate_models import Aside
-from lowtide.script.composite_model import Parts, whole
+from lowtide.script.alternating_models import PATIENCE, AlternatingModels, held_by, ids, others_at_hand
+from lowtide.script.candidate_models import CandidateModels
+from lowtide.script.composite_model import CompositeModel, whole
 from lowtide.script.line_search import Search
-from lowtide.script.manual_updates import ByHand
-from lowtide.script.post_plan_monitor import Afterwards
-from lowtide.script.prompt_tuning import Prompted
-from lowtide.script.step_listener import Crew, Enough
+from lowtide.script.manual_updates import ManualUpdates
+from lowtide.script.post_plan_monitor import PostPlanMonitor
+from lowtide.script.prompt_tuning import PromptTuning
+from lowtide.script.step_listener import Enough, StepListener
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,7 +60,7 @@ class Steps:
     """
 
     def __init__(
-        self, crew: Crew, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
+        self, crew: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
     ) -> None:
         self.crew = crew
         self._is_given, self._when_failed = model is not None, when_failed
@@ -77,7 +77,12 @@ class Steps:
         self._stepped: dict[int, Optimizer] = {}
         self._updating: dict[int, Search] = {}
         """Optimizers in the midst of an update, which may call the model."""
-        self._aside, self._prompted, self._turns, self.by_hand = Aside(), Prompted(), Turns(), ByHand()
+        self._aside, self._prompted, self._turns, self.by_hand = (
+            CandidateModels(),
+            PromptTuning(),
+            AlternatingModels(),
+            ManualUpdates(),
+        )
         self._waits_until = 0
         """Number of updates up to which a crew that is done waits for another model to take turns with its own."""
         self.in_other_thread = False
@@ -88,7 +93,7 @@ class Steps:
         """Whether a model was called in transforms of torch.func."""
         self.started_processes = False
         """Whether the script started processes, in which nothing is watched."""
-        self._afterwards: Afterwards | None = None
+        self._afterwards: PostPlanMonitor | None = None
         """Who looks on when the crew is done: nothing is held here any longer."""
         self._before: weakref.ref[nn.Module] | None = None
         """What was called first since the last step, without being trained."""
@@ -135,7 +140,7 @@ class Steps:
         self._unwatch.close()
         self._own_calls.clear()
         if self.model is not None and (self.crew.done or self.failed is not None):
-            self._afterwards = Afterwards(self.crew, self.model, self._optimizers.values())
+            self._afterwards = PostPlanMonitor(self.crew, self.model, self._optimizers.values())
             self.model = None
             self._called.clear()
             self._optimizers.clear()
@@ -213,7 +218,7 @@ class Steps:
 
     def _begins_frozen(self, module: nn.Module, given: Any) -> bool:
         """The same of a module without anything to train. It may be one that a prompt goes through."""
-        is_whole = type(self.model) is Parts and bool(self.model.alone)
+        is_whole = type(self.model) is CompositeModel and bool(self.model.alone)
         if not (self.model is None or (is_whole and self._is_ours(module))) or not any(
             tensor.requires_grad for tensor in tensors_in(given)
         ):
@@ -401,7 +406,7 @@ class Steps:
     def _takes_turns(self, others: Sequence[nn.Module]) -> None:
         """These and the model are parts of one from here on."""
         assert self.model is not None
-        parts = self.model.children() if type(self.model) is Parts else (self.model,)
+        parts = self.model.children() if type(self.model) is CompositeModel else (self.model,)
         self._give_up(whole([*parts, *others]))
 
     def _give_up(self, other: nn.Module) -> None:

@@ -15,7 +15,7 @@ class Enough(BaseException):
     """Ends a script of which nothing more need be seen. No Exception: scripts catch those."""
 
 
-class Crew:
+class StepListener:
     """Who works on the steps. What a crew does not care for it leaves as it is here: nothing happens."""
 
     done = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from lowtide.state.reachable_state import Reached
+from lowtide.state.reachable_state import ReachableState
 from lowtide.state.step_snapshot import state_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class OwnDraws:
     """The generators of torch, NumPy and Python that a model's code can reach."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._generators = Reached(model, *(module.forward for module in model.modules())).generators
+        self._generators = ReachableState(model, *(module.forward for module in model.modules())).generators
 
     def states(self) -> list[tuple[Callable[[Any], object], Any]]:
         """For each how its state is set, and what it is."""

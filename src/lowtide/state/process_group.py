@@ -95,7 +95,7 @@ def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
     return sum(isinstance(module, DistributedDataParallel) and has_new_buckets(module) for module in modules)
 
 
-class Alone:
+class NoSync:
     """What DistributedDataParallel wraps or `fully_shard` has sharded sends nothing to other processes until `end()`.
 
     Raises RehearsalError where it has to send once first.
@@ -119,7 +119,7 @@ class Alone:
                 setattr(wrapper, sends, False)
         for group in groups:
             self._undo.callback(setattr, group, "senders", group.senders)
-            group.senders = _OwnPart(), _OwnPart()
+            group.senders = _LocalShard(), _LocalShard()
         if self._units:
             self._undo.callback(sum_over_processes, sum_over_processes(_own_sum))
 
@@ -138,7 +138,7 @@ def _own_sum(tensor: torch.Tensor, *_: Any, **settings: Any) -> torch.Tensor:
     return tensor.clone()
 
 
-class _OwnPart:
+class _LocalShard:
     """Gathers and adds up as if all processes had what this one has, without asking them."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

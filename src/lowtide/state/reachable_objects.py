@@ -32,7 +32,7 @@ from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.state.bindings import Cell, Empty, Entries, Items, Loose, OfClass, Places, Slots, Variables, kind_of
 from lowtide.state.introspection import is_opaque, is_users, names_in, variables
 from lowtide.state.observed_changes import Watched, is_left_alone
-from lowtide.state.reachable_state import LEAVES, Reached, is_generator, is_state, is_torchs
+from lowtide.state.reachable_state import LEAVES, ReachableState, is_generator, is_state, is_torchs
 from lowtide.utils.object_slots import slots_of
 
 COPIED_BYTES = 2**26
@@ -55,7 +55,7 @@ _WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._")
 _CACHE: Final = type(functools.lru_cache(int))
 
 
-class Kept(Reached):
+class ReachableObjects(ReachableState):
     """What `roots` reach, as it is now, for as long as it takes to put it back."""
 
     largest = LARGEST
@@ -332,7 +332,7 @@ class Kept(Reached):
 
 def looking_on(*roots: Any) -> Callable[[], tuple[str, ...]]:
     """Give a function that names what `roots` reach, is not put back, and has changed since."""
-    return Kept(*roots).changes
+    return ReachableObjects(*roots).changes
 
 
 _WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, Loose})

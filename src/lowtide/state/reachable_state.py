@@ -44,7 +44,7 @@ DATA = {"datasets", "multiprocessing", "queue"}
 """Packages of data and of what hands it over: their objects are not looked into either."""
 
 
-class Reached:
+class ReachableState:
     """Every module, tensor and object with a `state_dict` that can be reached from `roots`. Nothing of them is run."""
 
     largest = LARGEST
@@ -111,7 +111,7 @@ class Reached:
         return inside if len(inside) <= self.largest else [x for x in inside if isinstance(x, Tensor | nn.Module)]
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        return (*referred_to(function), *self._named.code(function))
+        return (*referenced_objects(function), *self._named.code(function))
 
     def _class(self, kind: type) -> Iterable[Any]:
         return self._named.thing(kind)
@@ -154,7 +154,7 @@ def is_torchs(function: types.FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
-def referred_to(function: types.FunctionType) -> Iterator[Any]:
+def referenced_objects(function: types.FunctionType) -> Iterator[Any]:
     """What a function's code can find by name: globals, closure, defaults. Torch's own functions have no state."""
     if is_torchs(function):
         return

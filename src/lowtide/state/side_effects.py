@@ -22,7 +22,7 @@ from lowtide._torch.fake_modes import as_written, bytes_of
 from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.state.bindings import Cell, Variables
 from lowtide.state.introspection import is_users, variables
-from lowtide.state.reachable_state import Reached, is_torchs
+from lowtide.state.reachable_state import ReachableState, is_torchs
 from lowtide.utils.object_slots import in_slots
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LARGEST_BYTES = 2**22
 """Of larger arrays, and tensors to which something writes without being counted, changes go unseen."""
 
 
-class OwnState(Reached):
+class OwnState(ReachableState):
     """What the code of `module` can reach, as it is now; but what `surroundings` puts back."""
 
     def __init__(self, module: nn.Module, surroundings: CallContext) -> None:

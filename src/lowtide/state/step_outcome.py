@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch.patching import of_this_thread
+from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
 from lowtide.memory.entry_storages import set_aside
 from lowtide.runtime.fingerprint import tensors_in
@@ -99,7 +99,7 @@ class Outcome:
                 came[f"{name} (0)"] = digest(parameter.grad)
 
         with contextlib.ExitStack() as hooks:
-            hooks.callback(register_optimizer_step_pre_hook(of_this_thread(before_step)).remove)
+            hooks.callback(register_optimizer_step_pre_hook(this_thread_only(before_step)).remove)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     hook = parameter.register_post_accumulate_grad_hook(partial(comes, name))  # type: ignore[no-untyped-call]

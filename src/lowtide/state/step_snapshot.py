@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.device_timing import accelerator_in_use
-from lowtide._torch.patching import of_this_thread
+from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import is_leaf_tensor, is_plain, parts_of
 from lowtide.memory.entry_storages import set_aside
 from lowtide.runtime.fingerprint import Optimizers, listed, place_of, tensors_in
@@ -22,8 +22,8 @@ from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlace
 from lowtide.state.bitwise import identical
 from lowtide.state.containers import handing_back
-from lowtide.state.process_group import Alone
-from lowtide.state.reachable_objects import Kept
+from lowtide.state.process_group import NoSync
+from lowtide.state.reachable_objects import ReachableObjects
 from lowtide.state.reachable_state import states
 from lowtide.utils.interrupts import entering, whole
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-class Unchanged:
+class StepSnapshot:
     """Parameters, gradients, buffers, optimizer state, batch and random numbers as they were at `with`.
 
     And what the step reaches (`reachable_objects.py`): other modules, tensors, schedulers, gradient scalers, and
@@ -57,7 +57,7 @@ class Unchanged:
         self._model = model
         self._batch = batch
         self._stepped: dict[int, Optimizer] = {}
-        self._optimizers: dict[int, list[_Content]] = {}
+        self._optimizers: dict[int, list[_TensorContents]] = {}
         """Of each optimizer that has stepped what was in its tensors before."""
         self.changes: tuple[str, ...] = ()
         """Once the block has ended, what has changed in it and was not put back, in words."""
@@ -74,7 +74,7 @@ class Unchanged:
             raise
 
     def _entered(self) -> Self:
-        self._kept = kept = Kept(self._step, self._model, self._batch)
+        self._kept = kept = ReachableObjects(self._step, self._model, self._batch)
         modules = list({id(m): m for root in (self._model, *kept.modules) for m in root.modules()}.values())
         self.modules = tuple(modules)
         """The model's and all others that the step's code refers to."""
@@ -89,30 +89,30 @@ class Unchanged:
             if buffer is not None
         ]
         self._known = {id(tensor) for tensor in (*content, *buffers)}
-        self._tensors = [*map(_Content, _unique([*content, *buffers])), *self._copied(parameters)]
+        self._tensors = [*map(_TensorContents, _unique([*content, *buffers])), *self._copied(parameters)]
         leaves = [t for t in _unique([*content, *kept.tensors]) if is_leaf_tensor(t) and not t.is_inference()]
-        self._gradients = [_Content(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
+        self._gradients = [_TensorContents(set_aside(leaf.grad)) for leaf in leaves if leaf.grad is not None]
         self._states = states(kept.stateful)
-        self._random = RandomState.now(kept.generators)
+        self._random = self._own_random = RandomState.now(kept.generators)
         for optimizer in listed(self._named):
             self._noticed(optimizer)
         self._n_updates = 0
-        self._alone = Alone(modules)
-        self._hook: RemovableHandle = register_optimizer_step_pre_hook(of_this_thread(self._steps, self._has))
+        self._alone = NoSync(modules)
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(this_thread_only(self._steps, self._has))
         try:
-            self._calm()
+            self._synchronize()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
-    def _copied(self, parameters: list[nn.Parameter]) -> list[_Content | _Storage]:
+    def _copied(self, parameters: list[nn.Parameter]) -> list[_TensorContents | _Storage]:
         """Copies of tensors that no module owns, each storage once: those shaped as a parameter, as averages of weights
         are, and others as long as they are not too many bytes. Of what is not copied changes are named.
         """
         states = {id(t) for o in self._kept.reached_optimizers for entry in o.state.values() for t in tensors_in(entry)}
         shapes = {parameter.shape for parameter in parameters} | {torch.Size([sum(p.numel() for p in parameters)])}
-        copied: list[_Content | _Storage] = []
+        copied: list[_TensorContents | _Storage] = []
         seen: set[int] = set()
         for tensor in self._kept.tensors:
             if id(tensor) in self._known or id(tensor) in states:  # an optimizer's are copied when it steps
@@ -123,7 +123,7 @@ class Unchanged:
                 copied.append(_Storage(tensor, is_first=storage.data_ptr() not in seen))
                 seen.add(storage.data_ptr())
             elif self._kept.take(tensor.nbytes):
-                copied.append(_Content(tensor))
+                copied.append(_TensorContents(tensor))
             else:
                 self._kept.watch(tensor)
         return copied
@@ -147,9 +147,9 @@ class Unchanged:
     def restore(self) -> None:
         """Put everything back, for the next step."""
         self._put_back()
-        self._calm()
+        self._synchronize()
 
-    def _calm(self) -> None:
+    def _synchronize(self) -> None:
         for state in self._states:
             state.calm()
 
@@ -171,9 +171,13 @@ class Unchanged:
         """Whole numbers and words that Python holds and that are other ones by now, each with its place."""
         return self._kept.counts()
 
-    def rewind(self) -> None:
+    def restore_for_rerun(self) -> None:
         """Only the random numbers: the next step draws what the first one drew."""
         self._random.restore()
+
+    def seed(self, seed: int | None) -> None:
+        """From now on steps begin with generators that are seeded so; None: as they were at `with`."""
+        self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._kept.generators)
 
     def put_back(self, tensors: set[int]) -> None:
         """Only what was in these tensors, by their ids."""
@@ -195,6 +199,7 @@ class Unchanged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
+        self._random = self._own_random
         try:
             self._put_back()
             self.changes = self._kept.changes()
@@ -216,10 +221,10 @@ class Unchanged:
         self._stepped[id(optimizer)] = optimizer
         self._kept.note_late(optimizer)  # if nothing reached it: it has not stepped yet
         mine = tensors_in([*optimizer.param_groups, *optimizer.state.values()])
-        self._optimizers[id(optimizer)] = [_Content(t) for t in _unique(mine) if id(t) not in self._known]
+        self._optimizers[id(optimizer)] = [_TensorContents(t) for t in _unique(mine) if id(t) not in self._known]
 
 
-class _Content:
+class _TensorContents:
     """A tensor and what was in it. Written back only if it was written to: its version counts for graphs that hold it.
 
     The contents are compared, not the versions: batch norm writes its statistics without a new version.
@@ -282,6 +287,19 @@ class RandomState:
             others=tuple(map(state_of, others)),
         )
 
+    def seeded(self, seed: int, others: Iterable[Any] = ()) -> RandomState:
+        """States after seeding torch on the CPU, Python, NumPy's own kind of generator and `others`."""
+        numpy = self.numpy
+        if isinstance(np.random.get_bit_generator(), np.random.MT19937):  # type: ignore[attr-defined]
+            numpy = np.random.RandomState(seed).get_state()
+        return replace(
+            self,
+            torch_cpu=torch.Generator().manual_seed(seed).get_state(),
+            python=random.Random(seed).getstate(),
+            numpy=numpy,
+            others=tuple(map(partial(seeded_state_of, seed), others)),
+        )
+
     def restore(self) -> None:
         torch.set_rng_state(self.torch_cpu)
         for gpu, state in self.torch_gpus.items():
@@ -300,6 +318,18 @@ def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
         bits = generator.bit_generator
         return partial(setattr, bits, "state"), bits.state
     return generator.set_state, generator.get_state()
+
+
+def seeded_state_of(seed: int, generator: Any) -> tuple[Callable[[Any], object], Any]:
+    """How the state of a generator is set, and the one after seeding."""
+    set_state, state = state_of(generator)
+    if isinstance(generator, random.Random):
+        state = random.Random(seed).getstate()
+    elif isinstance(generator, np.random.Generator):
+        state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, torch.Generator):
+        state = torch.Generator(generator.device).manual_seed(seed).get_state()
+    return set_state, state
 
 
 def _unique(found: list[Any]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_of, within
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.guards import passed_by
+from lowtide.runtime.guards import watch_bypass
 from lowtide.runtime.planned_engine import table_of
 from lowtide.utils.removable import Removable
 
@@ -81,7 +81,7 @@ class Switched(Removable):
         self._passed_by: RemovableHandle | None = None
         if engine.does_anything:
             engine.install()
-            self._passed_by = passed_by(engine, engine.say)
+            self._passed_by = watch_bypass(engine, engine.say)
 
     @property
     def drifted(self) -> frozenset[str]:

@@ -25,7 +25,7 @@ from lowtide.profiler import rehearse
 from lowtide.runtime.call_shapes import Shapes
 from lowtide.runtime.fingerprint import Optimizers, fingerprint
 from lowtide.state.step_outcome import is_out_of_memory
-from lowtide.state.step_snapshot import Unchanged
+from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.utils.amounts import parse_budget
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> li
 def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers) -> dict[str, Shapes]:
     """How the step calls the model."""
     calls = Calls(model)
-    with Unchanged(model, batch, optimizer, step):
+    with StepSnapshot(model, batch, optimizer, step):
         calls.install()
         try:
             step(batch)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.checkpointed_functions import observe_checkpoints
-from lowtide._torch.patching import TOLD_CODE, around_calls, stand_in
+from lowtide._torch.patching import TOLD_CODE, stand_in, wrap_module_calls
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
 from lowtide.memory.frame_locals import local_variables
@@ -39,7 +39,7 @@ class EventSources:
             raise LowtideError("a watch is running already: there is room for one. End it first.")
         _watching = self._watch
         step = register_optimizer_step_post_hook(self._stepped)
-        self._undo = [step.remove, around_calls(self._watch.forward_begins, self._watch.forward_ends)]
+        self._undo = [step.remove, wrap_module_calls(self._watch.forward_begins, self._watch.forward_ends)]
         self._undo += [
             observe_checkpoints(self._watch.checkpointed),
             stand_in(torch.autograd, ENGINE, self._engine),

@@ -27,7 +27,7 @@ from lowtide._torch.fake_modes import (
 )
 from lowtide._torch.tensors import DEVICE, IS_CUDA, SET_DATA, parts_of, storage_id
 from lowtide.estimator.cuda.current_gpu import CUDA, in_use
-from lowtide.estimator.cuda.redirect import CudaMeans
+from lowtide.estimator.cuda.redirect import CudaRedirect
 from lowtide.estimator.cuda.tensor_types import as_move
 from lowtide.memory.events import Allocate, Event
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class AskedForCuda(CudaMeans):
+class DeferredCudaModule(CudaRedirect):
     """In this block, as long as there is no GPU, "cuda" is the CPU, and it is remembered what was asked for there."""
 
     def __init__(self) -> None:

@@ -19,21 +19,21 @@ from lowtide._torch.fake_modes import (
 )
 from lowtide._torch.pytree import tree_map
 from lowtide.estimator import sparse_tensors as sparse
-from lowtide.estimator.allocation_tracker import Ledger, tensors_of
+from lowtide.estimator.allocation_tracker import AllocationTracker, tensors_of
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
 from lowtide.estimator.cuda.current_gpu import NAME, standing_in
 from lowtide.estimator.cuda.ops.op_table import LAYOUTS, ON_HOST, ORDER, SHAPES
-from lowtide.estimator.fake_tensors import Twins, swap
+from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.memory.events import Allocate, Event, Free
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lowtide._torch.fake_modes import FakeTensorMode
-    from lowtide.estimator.cuda.op_workspace import Takes
-    from lowtide.estimator.cuda.ops.op_record import Inside
-    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.estimator.cuda.op_workspace import OpWorkspaces
+    from lowtide.estimator.cuda.ops.op_record import ScratchBlock
+    from lowtide.estimator.values.assumptions import ValueOracle
 
 aten = torch.ops.aten
 
@@ -43,25 +43,25 @@ _ACROSS_DEVICES = frozenset({aten.copy_.default, aten._to_copy.default, aten._pa
 _CPU = torch.device("cpu")
 
 
-class _AtHome(Twins):
+class _AtHome(FakeTensors):
     """Twins where their tensors are, but for those on a GPU of this machine: they are on the rehearsed one."""
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return NAME if tensor.device.type == "cuda" else tensor.device
 
 
-class GpuAllocationTracker(Ledger):
+class GpuAllocationTracker(AllocationTracker):
     """A ledger that knows of a second device, the CPU, whose memory it does not count.
 
     A script that was begun on a machine without a GPU has put its tensors on the CPU. Where one of them meets tensors
     on the GPU it is taken to be there as well, as long as it lives.
     """
 
-    def __init__(self, fakes: FakeTensorMode, answers: Answers, takes: Takes) -> None:
+    def __init__(self, fakes: FakeTensorMode, answers: ValueOracle, takes: OpWorkspaces) -> None:
         super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()))
         self._takes, self._twins = takes, _AtHome(fakes)
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-        self.bounds: dict[int, Inside] = {}
+        self.bounds: dict[int, ScratchBlock] = {}
         """Blocks of which only bounds are known, by number."""
         self.unbounded: dict[str, str] = {}
         """Operators of which nothing is known inside, in words, by name."""
@@ -105,9 +105,9 @@ class GpuAllocationTracker(Ledger):
             self._events.append(Allocate(self._n_blocks, n_bytes, 0, library))
             self._n_blocks += 1
 
-    def _take(self, found: list[Inside], op: str) -> None:
+    def _take(self, found: list[ScratchBlock], op: str) -> None:
         """Blocks that an operator takes inside, each given back when its time is over."""
-        held: list[tuple[int, int, Inside]] = []
+        held: list[tuple[int, int, ScratchBlock]] = []
         for place, inside in enumerate(found):
             for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
                 held.remove(ended)
@@ -115,7 +115,7 @@ class GpuAllocationTracker(Ledger):
             held.append((place, self._open(inside, op), inside))
         self._events += [Free(block, inside.bytes) for _, block, inside in reversed(held)]
 
-    def _open(self, inside: Inside, op: str) -> int:
+    def _open(self, inside: ScratchBlock, op: str) -> int:
         """Take one of them. Its number."""
         block = self._n_blocks
         self._n_blocks += 1

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
-from lowtide.estimator.cuda.ops.op_record import Inside
+from lowtide.estimator.cuda.ops.op_record import ScratchBlock
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
@@ -33,7 +33,7 @@ class GpuMemoryEstimate(MemoryEstimate):
     gpu: GpuSpec
     whole: EventStream
     """Both steps, what exists at entry being allocated first: all that the allocator sees."""
-    bounds: Mapping[int, Inside]
+    bounds: Mapping[int, ScratchBlock]
     """Blocks of `whole` of which only bounds are known, by number."""
     measured: tuple[str, ...]
     """Lines of `unknown` for what is counted as measured on one GPU. No bounds are known."""
@@ -133,7 +133,7 @@ class Outcome:
     """
 
     def __init__(
-        self, whole: EventStream, bounds: Mapping[int, Inside], config: AllocatorConfig, *, is_bounded: bool
+        self, whole: EventStream, bounds: Mapping[int, ScratchBlock], config: AllocatorConfig, *, is_bounded: bool
     ) -> None:
         self._config, self._is_bounded = config, is_bounded
         self.whole = whole
@@ -221,9 +221,9 @@ def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
     return replace(stream, events=tuple(resized(event) for event in stream))
 
 
-def known_within(whole: EventStream, bounds: Mapping[int, Inside]) -> tuple[str, ...]:
+def known_within(whole: EventStream, bounds: Mapping[int, ScratchBlock]) -> tuple[str, ...]:
     """A line for each operator of which only bounds are known, with its largest block."""
-    largest: dict[str, Inside] = {}
+    largest: dict[str, ScratchBlock] = {}
     for event in whole:
         if isinstance(event, Allocate) and event.block in bounds:
             found = bounds[event.block]
@@ -235,4 +235,4 @@ def known_within(whole: EventStream, bounds: Mapping[int, Inside]) -> tuple[str,
     )
 
 
-_NONE = Inside(0, 0, 0)
+_NONE = ScratchBlock(0, 0, 0)

@@ -15,7 +15,7 @@ from lowtide.estimator.cuda.ops.matmul import (
     lt_workspace_bytes,
     workspace_bytes,
 )
-from lowtide.estimator.cuda.ops.op_record import Inside
+from lowtide.estimator.cuda.ops.op_record import ScratchBlock
 from lowtide.estimator.cuda.ops.op_table import INSIDE
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from lowtide.memory.gpu_specs import GpuSpec
 
 
-class Takes:
+class OpWorkspaces:
     """Answers for a GPU what `Scratch` answers for the machine at hand."""
 
     def __init__(self, gpu: GpuSpec) -> None:
         self._bytes = {WORKSPACE: workspace_bytes(gpu), LT_WORKSPACE: lt_workspace_bytes()}
         self._taken: set[tuple[str, bool]] = set()
 
-    def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+    def inside(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
         """The blocks that an operator on the GPU takes and gives back."""
         rule = INSIDE.get(func)
         return [] if rule is None or not _on_gpu(made) else rule(args, kwargs, made)

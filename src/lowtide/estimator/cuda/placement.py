@@ -16,16 +16,16 @@ from lowtide._torch.fake_modes import is_fake, is_strided, make_parameter
 from lowtide._torch.tensors import share_hooks
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
-from lowtide.estimator.fake_tensors import Twins, swap
+from lowtide.estimator.fake_tensors import FakeTensors, swap
 from lowtide.runtime.fingerprint import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.estimator.values.assumptions import ValueOracle
 
 
-class Placed:
+class GpuPlacement:
     """Tensors that `put` has put on the device of `twins` are fake ones there until this block ends.
 
     `is_there`: whether a real tensor is on a GPU already. Of others, pieces of larger memory come alone. With
@@ -33,7 +33,7 @@ class Placed:
     """
 
     def __init__(
-        self, twins: Twins, answers: Answers, is_there: Callable[[Tensor], bool], *, let_go: bool = False
+        self, twins: FakeTensors, answers: ValueOracle, is_there: Callable[[Tensor], bool], *, let_go: bool = False
     ) -> None:
         self._twins, self._answers, self._is_there, self._let_go = twins, answers, is_there, let_go
         self._done: list[tuple[Callable[[], Tensor | None], Tensor]] = []

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
     from lowtide.estimator.cuda.memory_stats import Usage
-    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.estimator.values.assumptions import ValueOracle
     from lowtide.memory.gpu_specs import GpuSpec
 
 
-class CudaMeans(TorchFunctionMode):
+class CudaRedirect(TorchFunctionMode):
     """In this block "cuda" in arguments is another device, and tensors there say that they are on CUDA.
 
     `ledger` puts what is on the CPU on the GPU before it asks for gradients: autograd sends none across.
@@ -130,10 +130,10 @@ class _Generator(torch.Generator):
 @contextlib.contextmanager
 def cuda_is_there(
     gpu: GpuSpec,
-    means: CudaMeans,
+    means: CudaRedirect,
     usage: Usage,
     ledger: GpuAllocationTracker | None = None,
-    answers: Answers | None = None,
+    answers: ValueOracle | None = None,
 ) -> Iterator[None]:
     """In this block `torch.cuda` is that of the GPU, and so is `torch.autocast` with `answers`."""
     importlib.import_module("torch._dynamo")  # it makes tables of these functions, as it is imported by optimizers
@@ -151,7 +151,7 @@ def cuda_is_there(
 
 
 @contextlib.contextmanager
-def _autocast_on_gpu(answers: Answers) -> Iterator[None]:
+def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
     """Autocast for CUDA is one for the GPU; one for the CPU as well, as a script without a GPU would ask for it."""
     entered: dict[int, str] = {}
     asked: list[str] = []

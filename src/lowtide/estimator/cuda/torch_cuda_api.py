@@ -30,7 +30,7 @@ CUDA_ASSUMED, CUDNN_ASSUMED, NCCL_ASSUMED = "13.0", 91900, (2, 27, 0)
 """Versions that wheels of torch for CUDA come with."""
 
 
-class Idle:
+class NullStream:
     """A stream or an event on which nothing happens."""
 
     device, device_index, device_type, stream_id, event_id, cuda_stream, cuda_event, priority = CUDA, *[0] * 7
@@ -94,7 +94,7 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
         **_memory(gpu, usage),
         **dict.fromkeys(_IDLE, _nothing),
         **dict.fromkeys(_ZERO, lambda device=None: 0),
-        **dict.fromkeys(_STREAMS, Idle),
+        **dict.fromkeys(_STREAMS, NullStream),
     }
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         yield from ((module, name, function) for name, function in functions.items() if hasattr(module, name))
@@ -115,7 +115,7 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
     for name in torch.cuda.tunable.__all__:
         yield torch.cuda.tunable, name, _nothing
     for name in ("Stream", "Event"):
-        yield torch, name, Idle
+        yield torch, name, NullStream
     yield torch.serialization, "default_restore_location", _restored(torch.serialization.default_restore_location)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         yield storage, "cuda", lambda self, *args, **kwargs: self
@@ -286,8 +286,8 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
         "device_count": lambda: 1,
         "current_device_index": lambda: 0,
         "current_device_idx": lambda: 0,
-        "current_stream": Idle,
-        "device_index": Idle,
+        "current_stream": NullStream,
+        "device_index": NullStream,
         "get_device_capability": lambda device=None: {"supported_dtypes": _DTYPES},
         **dict.fromkeys(("set_device_index", "set_device_idx", "set_stream", "synchronize"), _nothing),
     }

@@ -16,17 +16,17 @@ from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NAME, measure
 from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, Outcome, known_within
 from lowtide.estimator.cuda.memory_stats import Usage
-from lowtide.estimator.cuda.op_workspace import Takes
+from lowtide.estimator.cuda.op_workspace import OpWorkspaces
 from lowtide.estimator.cuda.ops.op_record import READ_IN
-from lowtide.estimator.cuda.placement import Placed, belongings
-from lowtide.estimator.cuda.redirect import CudaMeans, cuda_is_there
+from lowtide.estimator.cuda.placement import GpuPlacement, belongings
+from lowtide.estimator.cuda.redirect import CudaRedirect, cuda_is_there
 from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import Names, labels
-from lowtide.estimator.fake_step import adopt, alone_with, as_they_are, compiled, left, planned, static_of, with_left
+from lowtide.estimator.fake_step import adopt, compiled, exclusive, left, planned, static_of, unpatched, with_carryover
 from lowtide.estimator.fake_step_state import Everything
-from lowtide.estimator.fake_tensors import Twins, swap
-from lowtide.estimator.values.assumptions import Answers
-from lowtide.estimator.values.queries import Questions
+from lowtide.estimator.fake_tensors import FakeTensors, swap
+from lowtide.estimator.values.assumptions import ValueOracle
+from lowtide.estimator.values.queries import PythonQueries
 from lowtide.levers import of_plan
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.memory_timeline import Timeline
@@ -93,10 +93,10 @@ class TwoStepGpuRun:
                 )
         self._engine = planned(model, batch, plan)
         self._fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
-        self.answers = Answers(self._fakes)
-        self._ledger = GpuAllocationTracker(self._fakes, self.answers, Takes(gpu))
+        self.answers = ValueOracle(self._fakes)
+        self._ledger = GpuAllocationTracker(self._fakes, self.answers, OpWorkspaces(gpu))
         self._kept = Everything(model, *reached, *([] if alone else [batch]))
-        self._placed = Placed(Twins(self._fakes, NAME), self.answers, is_there, let_go=alone)
+        self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, let_go=alone)
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
         self._blocks: frozenset[int] = frozenset()
@@ -104,7 +104,7 @@ class TwoStepGpuRun:
     def __enter__(self) -> Self:
         take_place(alone=self._alone)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(alone_with(self._fakes))
+            stack.enter_context(exclusive(self._fakes))
             stack.enter_context(self._kept)
             stack.enter_context(gpu_in_use(self._gpu))
             at_entry = belongings(self._model, self._batch, self._kept.reached)
@@ -112,13 +112,13 @@ class TwoStepGpuRun:
                 self._batch = None
             stack.enter_context(self._placed)
             self._placed.put(at_entry)
-            means, usage = CudaMeans(NAME, self._ledger), Usage(self._ledger, self._config)
+            means, usage = CudaRedirect(NAME, self._ledger), Usage(self._ledger, self._config)
             stack.enter_context(cuda_is_there(self._gpu, means, usage, self._ledger, self.answers))
             stack.enter_context(self._ledger)
             stack.callback(taking.clear)
             taking.append(self._ledger.on_gpu)
-            stack.enter_context(Questions(self.answers, self._ledger))
-            stack.enter_context(as_they_are())
+            stack.enter_context(PythonQueries(self.answers, self._ledger))
+            stack.enter_context(unpatched())
             stack.enter_context(self._running)
             with without_function_modes():
                 adopt(self._ledger, at_entry)
@@ -190,7 +190,7 @@ class TwoStepGpuRun:
         assert self._static is not None
         return GpuMemoryEstimate(
             timeline=Timeline(stream, labels(stream, self._names)),
-            static=with_left(self._static, self._blocks, stream),
+            static=with_carryover(self._static, self._blocks, stream),
             unknown=(*self._ledger.unbounded.values(), *self._measured, *known_within(outcome.whole, bounds)),
             assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *left(self._kept)),
             measured=self._measured,

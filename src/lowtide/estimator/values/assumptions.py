@@ -81,7 +81,7 @@ SEARCHING = (
 _LEFT_REAL = "_lowtide_left_real"
 
 
-class Answers:
+class ValueOracle:
     """Knows what can be known of fake tensors. `notes` are the answers that were assumed, each with its line."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
@@ -272,14 +272,14 @@ class Answers:
         for target in targets:
             contents.forget(target)
         verdict = self._healthy(func, args, tensors)
-        goes_on = None if verdict is not None else _goes_on(func, args)
+        goes_on = None if verdict is not None else _assume_continues(func, args)
         with on_real_tensors():
             if verdict is not None:
                 contents.learn_alike(made[0], torch.tensor(verdict), HEALTH)
             elif goes_on is not None:
                 contents.learn_alike(made[0], torch.tensor(goes_on), SEARCHING)
             elif func in CHOICES and _is_small(made[-1]) and (count := _candidates(func, args)):
-                contents.learn(made[-1], _evenly(made[-1], count), EVENLY)
+                contents.learn(made[-1], _assume_balanced(made[-1], count), EVENLY)
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
         """Whether an operator can be run on contents, which are small and have no tangents."""
@@ -449,12 +449,12 @@ def _candidates(func: Any, args: Any) -> int:
     return 0 if dim is None or not args[0].dim() else int(args[0].shape[dim])
 
 
-def _evenly(choices: Tensor, count: int) -> Tensor:
+def _assume_balanced(choices: Tensor, count: int) -> Tensor:
     """Each of `count` equally often: the first tensor of choices of this shape that comes to mind."""
     return (torch.arange(choices.numel()) % count).view(choices.shape)
 
 
-def _goes_on(func: Any, args: Any) -> bool | None:
+def _assume_continues(func: Any, args: Any) -> bool | None:
     """What a comparison of LBFGS gives where its search goes on: steps and gradients are far from nothing.
 
     A tensor is compared with bounds above and below it, and with another tensor where a point is good enough.

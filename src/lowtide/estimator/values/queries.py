@@ -20,14 +20,14 @@ from lowtide.estimator.values.unknown_values import Unknown, is_unknown, whole_n
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.allocation_tracker import Ledger
-    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.estimator.allocation_tracker import AllocationTracker
+    from lowtide.estimator.values.assumptions import ValueOracle
 
 
-class Questions(TorchFunctionMode):
+class PythonQueries(TorchFunctionMode):
     """Stands between the step and the contents of tensors, where Python asks for them."""
 
-    def __init__(self, answers: Answers, ledger: Ledger) -> None:
+    def __init__(self, answers: ValueOracle, ledger: AllocationTracker) -> None:
         super().__init__()
         self._answers, self._ledger, self._twin = answers, ledger, ledger.adopt
 

@@ -16,7 +16,7 @@ import numpy as np
 from lowtide.estimator.values.query_purpose import choosing, is_scoring, is_searching, is_telling
 
 if TYPE_CHECKING:
-    from lowtide.estimator.values.assumptions import Answers
+    from lowtide.estimator.values.assumptions import ValueOracle
 
 _BY_NUMBER = "it decides by a number from a tensor"
 
@@ -24,10 +24,10 @@ _BY_NUMBER = "it decides by a number from a tensor"
 class Unknown(float):
     """A number that nobody knows, taken as 1. It may be printed, averaged, passed on, and compared in checks."""
 
-    _answers: Answers
-    _last: ClassVar[Answers]
+    _answers: ValueOracle
+    _last: ClassVar[ValueOracle]
 
-    def __new__(cls, given: Answers | float) -> Unknown:
+    def __new__(cls, given: ValueOracle | float) -> Unknown:
         """A number that `given` knows nothing of, or one of this kind made from `given`, as by `statistics.mean`."""
         self = super().__new__(cls, 1.0)
         if isinstance(given, numbers.Number):
@@ -89,7 +89,7 @@ class Unknown(float):
         return self
 
 
-def whole_number(answers: Answers) -> int:
+def whole_number(answers: ValueOracle) -> int:
     """What `int` gives of a number that nobody knows: refused, but where it is only counted or told."""
     if not is_telling():
         raise answers.refusal(_BY_NUMBER)
@@ -100,7 +100,7 @@ def whole_number(answers: Answers) -> int:
 class UnknownArray(np.ndarray[Any, Any]):
     """An array of numbers that nobody knows, taken as 1. Code that wants a plain array gets that of ones."""
 
-    _answers: Answers
+    _answers: ValueOracle
 
     def __array_finalize__(self, source: object) -> None:
         if isinstance(source, UnknownArray):
@@ -179,7 +179,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return _plain(self).__reduce__()
 
 
-def unknown_array(array: np.ndarray[Any, Any], answers: Answers) -> UnknownArray:
+def unknown_array(array: np.ndarray[Any, Any], answers: ValueOracle) -> UnknownArray:
     """The same array, whose numbers nobody knows."""
     found = array.view(UnknownArray)
     found._answers = answers

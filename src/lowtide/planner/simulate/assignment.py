@@ -38,7 +38,7 @@ KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED, OFFLOADED = range(6)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class DecisionVector:
     """Decisions as flags: `recompute` and `offload` for `Index.addresses`, `replay` and `advance` for `Index.ids`."""
 
     recompute: Flags
@@ -46,8 +46,8 @@ class Choice:
     advance: Flags
     offload: Flags
 
-    def copy(self) -> Choice:
-        return Choice(self.recompute.copy(), self.replay.copy(), self.advance.copy(), self.offload.copy())
+    def copy(self) -> DecisionVector:
+        return DecisionVector(self.recompute.copy(), self.replay.copy(), self.advance.copy(), self.offload.copy())
 
     @property
     def key(self) -> bytes:
@@ -55,7 +55,7 @@ class Choice:
         return b"".join(f.tobytes() for f in (self.recompute, self.replay, self.advance, self.offload))
 
 
-class Fates(NamedTuple):
+class Assignment(NamedTuple):
     """What becomes of the nodes, values and then calls, one row each."""
 
     state: Ints
@@ -74,7 +74,7 @@ class Fates(NamedTuple):
     """For each of them the position by which it has set out."""
 
 
-def fates_of(index: Index, choice: Choice) -> Fates:
+def assign(index: Index, choice: DecisionVector) -> Assignment:
     """The fates under `choice`."""
     is_replayed = index.replayable & choice.replay[index.call_id]
     owner = np.full(len(index.parent) + 1, -1, np.int64)  # the last stands for what is around the model
@@ -128,7 +128,7 @@ def fates_of(index: Index, choice: Choice) -> Fates:
     trips, first = np.unique(index.value_storage[index.slot_value[rows]], return_index=True)
     trips, rows = trips[np.argsort(first)], rows[np.sort(first)]
     calls = np.where(is_replayed, REPLAYED, KEPT)
-    return Fates(
+    return Assignment(
         state=np.concatenate((state, calls)),
         by_call=np.concatenate((by_call, np.full_like(calls, -1))),
         elsewhere=list(zip(foreign.tolist(), by_call[foreign].tolist(), strict=True)),

@@ -44,9 +44,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.planner.simulate.assignment import KEPT, Choice, Fates, fates_of
+from lowtide.planner.simulate.assignment import KEPT, Assignment, DecisionVector, assign
 from lowtide.planner.simulate.profile_index import Index, Ints
-from lowtide.planner.simulate.recompute_segments import Stretches
+from lowtide.planner.simulate.recompute_segments import Segments
 
 REMEMBERED = 2**20
 """Positions and values of sweeps that are remembered: some 20 MB."""
@@ -102,9 +102,9 @@ class Sweeper:
         before = np.concatenate((index.base[:1], index.base[:-1]))
         self._rise = np.maximum(index.base - before, 0)
         """How far `base` rises in each position, at least: at the beginning it is no higher than in the one before."""
-        self._stretches = Stretches(index)
+        self._stretches = Segments(index)
 
-    def sweep(self, choice: Choice) -> Sweep:
+    def sweep(self, choice: DecisionVector) -> Sweep:
         """The step under `choice`. Searches come back to the same choices: the last ones are remembered."""
         key = choice.key
         found = self._recent.pop(key, None) or self._swept(choice)
@@ -113,8 +113,8 @@ class Sweeper:
             del self._recent[next(iter(self._recent))]
         return found
 
-    def _swept(self, choice: Choice) -> Sweep:
-        index, fates = self.index, fates_of(self.index, choice)
+    def _swept(self, choice: DecisionVector) -> Sweep:
+        index, fates = self.index, assign(self.index, choice)
         visits = self._stretches.visits(fates)
 
         rows = np.flatnonzero(fates.state[index.slot_value] == KEPT)
@@ -152,7 +152,7 @@ class Sweeper:
         np.add.at(waiting, *waits)
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
-    def _away(self, fates: Fates, returns: Ints) -> tuple[Ints, Ints]:
+    def _away(self, fates: Assignment, returns: Ints) -> tuple[Ints, Ints]:
         """When each of the offloaded storages leaves, and copies for when they are back."""
         index, copies = self.index, []
         back: dict[int, tuple[int, int, int]] = {}

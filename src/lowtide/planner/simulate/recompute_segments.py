@@ -16,7 +16,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, PASSED, RECOMPUTED, REPLAYED, Fates
+from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, PASSED, RECOMPUTED, REPLAYED, Assignment
 from lowtide.planner.simulate.call_allocations import Forwards
 from lowtide.planner.simulate.profile_index import Index, Ints
 from lowtide.planner.simulate.recompute_cost import Recipe
@@ -36,7 +36,7 @@ def both(one: Wanted, other: Wanted) -> Wanted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Visit:
+class SegmentResult:
     """What happens in a stretch, as columns, and what it asks of later ones."""
 
     asks: list[tuple[int, Wanted]]
@@ -56,7 +56,7 @@ class Visit:
     """Offloaded storages, by when they are to be back, until when they are wanted, and values in them."""
 
 
-class Asked:
+class Demand:
     """What backward and the stretches so far ask for."""
 
     def __init__(self, by_node: list[Wanted]) -> None:
@@ -64,7 +64,7 @@ class Asked:
         self.brings_back: dict[int, list[tuple[int, int]]] = {}
         """By call the storages that its replay brings back, and until when each is wanted."""
 
-    def take(self, visit: Visit) -> None:
+    def take(self, visit: SegmentResult) -> None:
         """Ask for what `visit` asks for."""
         for node, wanted in visit.asks:
             self.by_node[node] = both(self.by_node[node], wanted)
@@ -72,7 +72,7 @@ class Asked:
             self.brings_back.setdefault(call, []).append(wanted_back)
 
 
-class Stretch:
+class Segment:
     """Nodes that follow each other in the order."""
 
     def __init__(self, index: Index, forwards: Forwards, nodes: list[int]) -> None:
@@ -81,9 +81,9 @@ class Stretch:
         self._near, self._nodes = np.array(sorted(near), np.int64), np.array(nodes, np.int64)
         self._asked = itemgetter(*nodes)
         self.calls = [node - index.n_values for node in nodes if node >= index.n_values]
-        self._visits: dict[object, Visit] = {}
+        self._visits: dict[object, SegmentResult] = {}
 
-    def visit(self, fates: Fates, asked: Asked) -> Visit:
+    def visit(self, fates: Assignment, asked: Demand) -> SegmentResult:
         """What happens in here under `fates`, for what is `asked`."""
         brings_back = {call: tuple(asked.brings_back[call]) for call in self.calls if call in asked.brings_back}
         key = (
@@ -96,11 +96,11 @@ class Stretch:
         if found is None:
             if len(self._visits) == REMEMBERED:
                 self._visits.clear()
-            found = self._visits[key] = _Visiting(self, fates, asked).visit()
+            found = self._visits[key] = _SegmentWalk(self, fates, asked).visit()
         return found
 
 
-class Stretches:
+class Segments:
     """All nodes in their order, in stretches so long that to look all up takes about as long as to visit one."""
 
     def __init__(self, index: Index) -> None:
@@ -108,7 +108,7 @@ class Stretches:
         length = math.isqrt(2 * len(order)) + 1
         starts = range(0, len(order), length)
         self.index = index
-        self._all = [Stretch(index, forwards, order[start : start + length]) for start in starts]
+        self._all = [Segment(index, forwards, order[start : start + length]) for start in starts]
         self._starts = np.array(starts, np.int64)
         by_value = zip(index.read.tolist(), index.released.tolist(), strict=True)
         self._by_backward: list[Wanted] = [
@@ -116,7 +116,7 @@ class Stretches:
             *[(index.end, 0, 0, 0)] * calls,
         ]
 
-    def visits(self, fates: Fates) -> list[Visit]:
+    def visits(self, fates: Assignment) -> list[SegmentResult]:
         """One visit to each stretch under `fates` in which something is made again.
 
         A replay that saves a value of somebody else's is held as long as that is, and may itself hold what tells how
@@ -127,7 +127,7 @@ class Stretches:
         for value, call in elsewhere:
             by_node[call] = both(by_node[call], by_node[value])
         while True:
-            found = self._visited(fates, Asked(by_node.copy()))
+            found = self._visited(fates, Demand(by_node.copy()))
             if not elsewhere:
                 return found
             held = np.zeros(n_values, np.int64)
@@ -139,7 +139,7 @@ class Stretches:
             for call, until in longer:
                 by_node[call] = both(by_node[call], (self.index.end, 0, until, 0))
 
-    def _visited(self, fates: Fates, asked: Asked) -> list[Visit]:
+    def _visited(self, fates: Assignment, asked: Demand) -> list[SegmentResult]:
         found = []
         is_busy = np.logical_or.reduceat(fates.state[self.index.order] >= RECOMPUTED, self._starts)
         for number in np.flatnonzero(is_busy).tolist():
@@ -148,10 +148,10 @@ class Stretches:
         return found
 
 
-class _Visiting:
+class _SegmentWalk:
     """A visit to one stretch, node by node."""
 
-    def __init__(self, stretch: Stretch, fates: Fates, asked: Asked) -> None:
+    def __init__(self, stretch: Segment, fates: Assignment, asked: Demand) -> None:
         self._index, self._forwards, self._fates = stretch.index, stretch.forwards, fates
         self._state: list[int] = fates.state.tolist()
         self._nodes = stretch.nodes
@@ -165,13 +165,13 @@ class _Visiting:
         self._holds: list[tuple[int, int]] = []
         self._returns: list[tuple[int, int, int, int]] = []
 
-    def visit(self) -> Visit:
+    def visit(self) -> SegmentResult:
         for node in self._nodes:
             if self._state[node] >= RECOMPUTED:
                 self._visit(node)
         own, n_values = set(self._nodes), self._index.n_values
         elsewhere = [(call, found) for call, found in self._brings_back.items() if n_values + call not in own]
-        return Visit(
+        return SegmentResult(
             asks=[(node, wanted) for node, wanted in self._asked.items() if node not in own],
             brings_back=[(call, wanted) for call, found in elsewhere for wanted in found],
             times=self._times,

@@ -11,7 +11,7 @@ import numpy as np
 
 from lowtide.planner.inplace_savings import extra_ms, number_of, with_in_place
 from lowtide.planner.records import Decisions, Prediction, Profile
-from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep, Sweeper
 from lowtide.planner.simulate.profile_index import Index
 
@@ -59,7 +59,7 @@ class Simulator:
             self._with_in_place[n] = Simulator(with_in_place(self.profile, n))
         return self._with_in_place[n]
 
-    def choice(self, decisions: Decisions) -> Choice:
+    def choice(self, decisions: Decisions) -> DecisionVector:
         """`decisions` as flags. Raises ValueError for what the profile does not know or cannot do."""
         index, choice = self.index, self.nothing()
         for address in decisions.recompute:
@@ -88,16 +88,16 @@ class Simulator:
                 raise ValueError(f"{call.id} may not be advanced: nothing says that its result can be made so")
         return choice
 
-    def nothing(self) -> Choice:
+    def nothing(self) -> DecisionVector:
         """The choice to keep everything."""
         addresses, ids = len(self.index.addresses), len(self.index.ids)
-        return Choice(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
+        return DecisionVector(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
 
-    def sweep(self, choice: Choice) -> Sweep:
+    def sweep(self, choice: DecisionVector) -> Sweep:
         """The step under `choice`."""
         return self._sweeper.sweep(choice)
 
-    def decisions(self, choice: Choice) -> Decisions:
+    def decisions(self, choice: DecisionVector) -> Decisions:
         """`choice` by name."""
         return Decisions(
             recompute=frozenset(self.index.addresses[address] for address in np.flatnonzero(choice.recompute)),

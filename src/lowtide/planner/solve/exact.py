@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.greedy import Search
 from lowtide.planner.solve.linear_program import Floats, Row, covering_of
 from lowtide.planner.solve.milp import Programme, is_over
 from lowtide.planner.solve.moves import Moves
-from lowtide.planner.solve.pareto_pool import Found, Span
+from lowtide.planner.solve.pareto_pool import Candidate, CostRange
 
 Bytes = dict[int, float]
 """Bytes by position."""
@@ -60,7 +60,7 @@ class Exact:
                 self._together += [({first: 1.0, other: -1.0}, 0.0), ({other: 1.0, first: -1.0}, 0.0)]
 
     def search(
-        self, search: Search, limit: int, span: Span, left_out: Bytes, until: float | None = None
+        self, search: Search, limit: int, span: CostRange, left_out: Bytes, until: float | None = None
     ) -> tuple[float, Bytes]:
         """Look for choices that fit `limit` and cost what `span` allows; they are then in the pool of `search`.
 
@@ -117,11 +117,11 @@ class Exact:
             search.pruned(choice, limit)  # more than was needed may have been taken off the room
         return relaxed.bound, left_out
 
-    def cost_of(self, found: Found) -> float:
+    def cost_of(self, found: Candidate) -> float:
         """What is minimised, for a choice that was simulated."""
         return found.extra_ms + self.tie * found.extra_flops
 
-    def choice(self, variables: Floats) -> Choice:
+    def choice(self, variables: Floats) -> DecisionVector:
         """The decisions that the variables stand for."""
         choice = self.simulator.nothing()
         for group, of_storages in zip(self.moves.groups, self._groups, strict=True):
@@ -138,7 +138,7 @@ class Exact:
                 choice.advance[id_] = True
         return choice
 
-    def _within(self, span: Span) -> list[Row]:
+    def _within(self, span: CostRange) -> list[Row]:
         """Rows that keep to the times in `span`, in parts of the most that there can be."""
         ms = self.covering.ms
         total = float(ms.sum())

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lowtide.planner.simulate.assignment import OFFLOADED, RECOMPUTED, Choice
+from lowtide.planner.simulate.assignment import OFFLOADED, RECOMPUTED, DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.planner.simulate.profile_index import Flags
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.candidates import Replay
 from lowtide.planner.solve.moves import Move, Moves
-from lowtide.planner.solve.pareto_pool import Pool
+from lowtide.planner.solve.pareto_pool import ParetoPool
 
 GOOD_ENOUGH = 0.9
 """A move is made that is worth this share of the most that any other can be worth."""
@@ -44,25 +44,25 @@ class Search:
     def __init__(self, moves: Moves) -> None:
         self.simulator: Simulator = moves.simulator
         self.moves = moves
-        self.seen = Pool()
+        self.seen = ParetoPool()
         """The best of all choices that were looked at, also on the way to others."""
         self._known: set[bytes] = set()
         """The keys of these choices."""
 
-    def sweep(self, choice: Choice) -> Sweep:
+    def sweep(self, choice: DecisionVector) -> Sweep:
         sweep = self.simulator.sweep(choice)
         if choice.key not in self._known:
             self._known.add(choice.key)
             self.seen.add(choice, sweep)
         return sweep
 
-    def cost(self, choice: Choice) -> float:
+    def cost(self, choice: DecisionVector) -> float:
         return self.moves.cost(self.sweep(choice))
 
-    def fits(self, choice: Choice, limit: int) -> bool:
+    def fits(self, choice: DecisionVector, limit: int) -> bool:
         return self.sweep(choice).peak <= limit
 
-    def attempts(self, limit: int, *starts: Choice) -> Iterator[Choice]:
+    def attempts(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
         """Yield choices that fit: greedy ones from `starts`; all cheap recomputes with replays of the first calls."""
         cheap = self.moves.recomputed(expensive=False)
         for start in starts:
@@ -75,7 +75,7 @@ class Search:
             if count < len(level):
                 yield _replayed(cheap, level[: count + 1])
 
-    def reduced(self, choice: Choice, limit: int) -> Choice:
+    def reduced(self, choice: DecisionVector, limit: int) -> DecisionVector:
         """`choice`, with moves made until it fits or no move helps."""
         in_vain: set[Move] = set()
         sweep = self.sweep(choice)
@@ -95,7 +95,7 @@ class Search:
         return choice
 
     def _best(
-        self, choice: Choice, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], in_vain: set[Move]
+        self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], in_vain: set[Move]
     ) -> Move | None:
         """Of `moves`, given with the most that each can be worth and the best first, one that is worth most."""
         missing, cost = _missing(sweep, limit), self.moves.cost(sweep)
@@ -113,7 +113,7 @@ class Search:
                 best, most = move, worth
         return best
 
-    def _best_detour(self, choice: Choice, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
+    def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
         """Of `moves` one that is worth most; of very many the best of some, and then of those around it, and so on.
 
         What is kept again of a long chain takes the more off its peak the closer it is to the middle.
@@ -131,7 +131,7 @@ class Search:
             found = best(sorted({at, *range(max(0, at - reach), min(len(moves), at + reach + 1), apart)}))
         return found
 
-    def pruned(self, choice: Choice, limit: int) -> Choice:
+    def pruned(self, choice: DecisionVector, limit: int) -> DecisionVector:
         """`choice` without what it does not need to fit: costly decisions go first, and of equal ones the late ones.
 
         Several at once as long as that works, which takes fewer simulations.
@@ -157,7 +157,7 @@ class Search:
         return choice
 
     @staticmethod
-    def _is_in_vain(move: Move, choice: Choice, full: Flags) -> bool:
+    def _is_in_vain(move: Move, choice: DecisionVector, full: Flags) -> bool:
         """Whether something that `move` keeps again has no room, as no simulation needs to tell."""
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
@@ -179,7 +179,7 @@ class Search:
         full: Flags = index.storage_bytes > limit - np.where(index.freed_at < back, most, 0)
         return full
 
-    def tidied(self, choice: Choice) -> Choice:
+    def tidied(self, choice: DecisionVector) -> DecisionVector:
         """`choice` without decisions that change nothing."""
         index, sweep = self.simulator.index, self.sweep(choice)
         calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.calls_of_id[id_]]
@@ -190,11 +190,11 @@ class Search:
         needed[index.slot_address[effective]] = True
         leaving = np.zeros_like(choice.offload)
         leaving[index.slot_address[sweep.state[index.slot_value] == OFFLOADED]] = True
-        tidy = Choice(choice.recompute & needed, choice.replay, choice.advance, choice.offload & leaving)
+        tidy = DecisionVector(choice.recompute & needed, choice.replay, choice.advance, choice.offload & leaving)
         same = self.sweep(tidy)
         return tidy if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
-    def smallest(self) -> list[Choice]:
+    def smallest(self) -> list[DecisionVector]:
         """Choices with the smallest peak: of everything done at once, and of greedy searches for less and less."""
         moves = self.moves
         starts = [self.simulator.nothing(), moves.recomputed(expensive=False), moves.recomputed(expensive=True)]
@@ -232,5 +232,5 @@ def _missing(sweep: Sweep, limit: int) -> int:
     return int(np.maximum(sweep.usage - limit, 0).sum())
 
 
-def _replayed(choice: Choice, replays: Sequence[Replay]) -> Choice:
+def _replayed(choice: DecisionVector, replays: Sequence[Replay]) -> DecisionVector:
     return Move(replay=tuple(replays)).after(choice)

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from lowtide.errors import Infeasible
 from lowtide.planner.objectives import by_work
 from lowtide.planner.records import CHECKPOINTED, Decisions, Profile
-from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.exact import Bytes, Exact, is_rough
 from lowtide.planner.solve.greedy import MANY, Search
 from lowtide.planner.solve.milp import is_over
 from lowtide.planner.solve.moves import Moves
-from lowtide.planner.solve.pareto_pool import Found, Pool, Span, staircase
+from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, pareto_front
 from lowtide.units import format_bytes
 
 Solver = Callable[[Simulator, int], Decisions]
@@ -82,10 +82,10 @@ def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None
 
 def solve_greedily(simulator: Simulator, budget_bytes: int) -> Decisions:
     """As `solve`, without branch and bound."""
-    return _solve(Ladder(simulator, exact=False), budget_bytes)
+    return _solve(BudgetLadder(simulator, exact=False), budget_bytes)
 
 
-def _solve(ladder: Ladder, budget_bytes: int, until: float | None = None) -> Decisions:
+def _solve(ladder: BudgetLadder, budget_bytes: int, until: float | None = None) -> Decisions:
     simulator = ladder.simulator
     found = ladder.best(budget_bytes - simulator.profile.static.total, until)
     if found is None:
@@ -99,7 +99,7 @@ def most_saving(simulator: Simulator) -> Decisions:
     return simulator.decisions(Search(ladder.moves).tidied(ladder.bottom.choice))
 
 
-def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Infeasible:
+def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector) -> Infeasible:
     """The error for a budget below the peak of `smallest`."""
     prediction, plain = (simulator.predict(made) for made in (simulator.decisions(smallest), Decisions()))
     step_ms = simulator.profile.step_ms
@@ -121,23 +121,23 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: Choice) -> Inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rung:
+class BudgetStep:
     """The plan for one limit, what was seen in looking for it, and what `exact.py` has to know for the next one."""
 
     limit: int
-    found: Found
-    pool: Pool
+    found: Candidate
+    pool: ParetoPool
     left_out: Bytes
 
 
-class Ladder:
+class BudgetLadder:
     """Plans for peaks between the smallest and the plain one, found when they are asked for."""
 
     def __init__(self, simulator: Simulator, *, exact: bool = True) -> None:
         self.simulator = simulator
         self.moves = Moves(simulator)
         self.exact = Exact(simulator, self.moves) if exact else None
-        self._rungs: dict[int, Rung] = {}
+        self._rungs: dict[int, BudgetStep] = {}
         self._quick = self.exact is None or len(self.moves.moves) <= MANY
         """Whether greedy searches take little time here, or are all that there is."""
         search, low = Search(self.moves), _low(simulator.profile, self._quick)
@@ -146,17 +146,17 @@ class Ladder:
         peak = low[0].peak
         pruned = search.pruned(low[0].choice, peak)
         choice = pruned if search.sweep(pruned).peak == peak else low[0].choice
-        self.bottom = Found.of(choice, search.sweep(choice))
+        self.bottom = Candidate.of(choice, search.sweep(choice))
         """One with the smallest peak. Luck with times may have found a smaller one: that is promised to nobody."""
         search.sweep(simulator.nothing())
         self.top = min(search.seen.found, key=lambda found: (found.cost, found.peak))
-        self._first = Rung(self.bottom.peak, self.bottom, search.seen, {})
+        self._first = BudgetStep(self.bottom.peak, self.bottom, search.seen, {})
         self._halvings = HALVINGS
         storages = len(simulator.index.storage_bytes)
         while storages > DEPTH and self._halvings > 1:
             storages, self._halvings = storages // 2, self._halvings - 1
 
-    def best(self, limit: int, until: float | None = None) -> Found | None:
+    def best(self, limit: int, until: float | None = None) -> Candidate | None:
         """The plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
 
         Where `until` ends the search, it is the cheapest that was found so far, and not part of the order.
@@ -167,7 +167,7 @@ class Ladder:
             return self.top
         if limit == self.bottom.peak:
             return self.bottom
-        low, high, span, way = self.bottom.peak, self.top.peak, Span(self.top, self.bottom), [self._first]
+        low, high, span, way = self.bottom.peak, self.top.peak, CostRange(self.top, self.bottom), [self._first]
         for _ in range(self._halvings):
             middle = (low + high) // 2
             if middle == low or span.is_narrow(NEAR):
@@ -180,25 +180,25 @@ class Ladder:
                 self._rungs[middle] = rung
             way.append(rung)
             if middle <= limit:
-                is_stuck = span.is_narrow(STUCK) and Span(rung.found, span.most).is_narrow(NOTHING_NEW)
-                low, span = middle, Span(span.least, rung.found)
+                is_stuck = span.is_narrow(STUCK) and CostRange(rung.found, span.most).is_narrow(NOTHING_NEW)
+                low, span = middle, CostRange(span.least, rung.found)
                 if is_stuck:
                     break
             elif rung.found.peak <= limit:
                 return rung.found
             else:  # from the rung's own peak on, nothing is cheaper than it
-                high, span = rung.found.peak, Span(rung.found, span.most)
-        steps = staircase([span.least, *(found for rung in way for found in rung.pool.found)], span)
+                high, span = rung.found.peak, CostRange(rung.found, span.most)
+        steps = pareto_front([span.least, *(found for rung in way for found in rung.pool.found)], span)
         return [step for step in steps if step.peak <= limit][-1]
 
-    def _so_far(self, limit: int, way: list[Rung]) -> Found:
+    def _so_far(self, limit: int, way: list[BudgetStep]) -> Candidate:
         """The cheapest that was found on the way, or that one greedy search finds."""
         search = Search(self.moves)
         search.reduced(self.simulator.nothing(), limit)
         found = (each for pool in (search.seen, *(rung.pool for rung in way)) for each in pool.found)
         return min((each for each in found if each.peak <= limit), key=lambda each: each.cost, default=self.bottom)
 
-    def _solved(self, limit: int, span: Span, way: list[Rung], until: float | None) -> Rung:
+    def _solved(self, limit: int, span: CostRange, way: list[BudgetStep], until: float | None) -> BudgetStep:
         """The rung `limit`, whose cost is to be in `span`; `way` leads to it. Ends early at `until`."""
         search, seen = Search(self.moves), [rung.pool for rung in way]
         # Where the rows leave out too much to be a guide, they may still be one for a larger limit.
@@ -220,10 +220,10 @@ class Ladder:
                 if not is_over(until) and search.fits(choice, limit):
                     search.pruned(choice, limit)
             found = _cheapest(limit, span, [*seen, search.seen])
-        return Rung(limit, found, search.seen, left_out)
+        return BudgetStep(limit, found, search.seen, left_out)
 
 
-def _low(profile: Profile, is_quick: bool) -> list[Found]:
+def _low(profile: Profile, is_quick: bool) -> list[Candidate]:
     """Choices with small peaks, smallest first. No clock has a part in them: each rehearsal of a step finds them."""
     search = Search(Moves(Simulator(by_work(profile))))
     smallest = search.smallest()
@@ -234,7 +234,7 @@ def _low(profile: Profile, is_quick: bool) -> list[Found]:
     return sorted(search.seen.found, key=lambda found: (found.peak, found.cost))
 
 
-def _cheapest(limit: int, span: Span, seen: Sequence[Pool]) -> Found:
+def _cheapest(limit: int, span: CostRange, seen: Sequence[ParetoPool]) -> Candidate:
     """Of all that was `seen` the cheapest that fits and costs what `span` allows."""
     if span.least.peak <= limit:
         return span.least
@@ -242,14 +242,14 @@ def _cheapest(limit: int, span: Span, seen: Sequence[Pool]) -> Found:
     return min((span.most, *(each for each in found if each is not None)), key=lambda each: each.cost)
 
 
-_RECENT: list[Ladder] = []
+_RECENT: list[BudgetLadder] = []
 
 
-def ladder_of(simulator: Simulator) -> Ladder:
+def ladder_of(simulator: Simulator) -> BudgetLadder:
     """The ladder of `simulator`: one of the last few where it was among them, with what was found on it."""
     for ladder in _RECENT:
         if ladder.simulator is simulator:
             return ladder
-    _RECENT.append(Ladder(simulator))
+    _RECENT.append(BudgetLadder(simulator))
     del _RECENT[:-4]
     return _RECENT[-1]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.planner.simulate.profile_index import Ints
 from lowtide.planner.simulate.simulator import Simulator
@@ -42,7 +42,7 @@ class Move:
     offload: tuple[Group, ...] = ()
     unoffload: tuple[Group, ...] = ()
 
-    def after(self, choice: Choice) -> Choice:
+    def after(self, choice: DecisionVector) -> DecisionVector:
         """`choice`, changed by this move."""
         more = choice.copy()
         for group in self.keep:
@@ -125,7 +125,7 @@ class Moves:
         """What a solver minimises: the extra time."""
         return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
 
-    def worth(self, choice: Choice, sweep: Sweep, excess: Ints) -> Floats:
+    def worth(self, choice: DecisionVector, sweep: Sweep, excess: Ints) -> Floats:
         """For each move at most how much of `excess` (bytes over the budget, by position) it takes away per cost.
 
         0 where nothing is left to gain. What one move takes back of another's is not in it, so a solver simulates a
@@ -157,7 +157,7 @@ class Moves:
         found: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
         return found
 
-    def detours(self, choice: Choice, sweep: Sweep) -> list[Move]:
+    def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
         """What can lower a peak that no more dropping lowers: keep what is made again there, replay inner calls."""
         at = int(sweep.usage.argmax())
         there = set(sweep.copies.at(at).node.tolist())
@@ -176,7 +176,7 @@ class Moves:
             ]
         return found
 
-    def undoing(self, choice: Choice) -> list[Move]:
+    def undoing(self, choice: DecisionVector) -> list[Move]:
         """Each group and call of `choice` taken back: the costly ones first, of equal ones the late ones."""
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
@@ -197,12 +197,12 @@ class Moves:
         parts += [(-a.cost, -a.start, Move(unadvance=(a,))) for a in self.advances if choice.advance[a.id]]
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
-    def recomputed(self, *, expensive: bool) -> Choice:
+    def recomputed(self, *, expensive: bool) -> DecisionVector:
         """Every cheap group recomputed, and if `expensive` all others too."""
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
         return Move(recompute=groups).after(self.simulator.nothing())
 
-    def chains(self) -> list[Choice]:
+    def chains(self) -> list[DecisionVector]:
         """Everything recomputed but every n-th group, in the order of the forward pass: small peaks of long chains."""
         groups = sorted(self.groups, key=lambda group: min(self.simulator.index.allocated_at[list(group.storages)]))
         everything = self.recomputed(expensive=True)

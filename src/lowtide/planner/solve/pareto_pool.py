@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowtide.planner.simulate.assignment import Choice
+from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class Candidate:
     """One choice and what it needs. `peak` is in bytes beyond `static`."""
 
     peak: int
     extra_ms: float
     extra_flops: int
-    choice: Choice
+    choice: DecisionVector
 
     @classmethod
-    def of(cls, choice: Choice, sweep: Sweep) -> Found:
+    def of(cls, choice: DecisionVector, sweep: Sweep) -> Candidate:
         return cls(sweep.peak, sweep.extra_ms, sweep.extra_flops, choice)
 
     @property
@@ -29,11 +29,11 @@ class Found:
         return self.extra_ms, self.extra_flops
 
 
-class Span(NamedTuple):
+class CostRange(NamedTuple):
     """What a plan may cost: no less than one and no more than another."""
 
-    least: Found
-    most: Found
+    least: Candidate
+    most: Candidate
 
     def holds(self, cost: tuple[float, int]) -> bool:
         return self.least.cost <= cost <= self.most.cost
@@ -43,26 +43,26 @@ class Span(NamedTuple):
         return self.most.extra_ms - self.least.extra_ms <= share * self.most.extra_ms
 
 
-class Pool:
+class ParetoPool:
     """Choices of which none is beaten by another in both peak and cost. Of equal ones the first stays."""
 
     def __init__(self) -> None:
-        self.found: list[Found] = []
+        self.found: list[Candidate] = []
 
-    def add(self, choice: Choice, sweep: Sweep) -> None:
+    def add(self, choice: DecisionVector, sweep: Sweep) -> None:
         """Take `choice` in unless one in here is as good in both, and drop those that it beats."""
-        new = Found.of(choice, sweep)
+        new = Candidate.of(choice, sweep)
         if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.found):
             self.found = [f for f in self.found if f.peak < new.peak or f.cost < new.cost]
             self.found.append(new)
 
-    def best(self, limit: int, span: Span) -> Found | None:
+    def best(self, limit: int, span: CostRange) -> Candidate | None:
         """The cheapest choice in here with a peak of at most `limit` that costs what `span` allows, or None."""
         fitting = (f for f in self.found if f.peak <= limit and span.holds(f.cost))
         return min(fitting, key=lambda found: found.cost, default=None)
 
 
-def staircase(found: Iterable[Found], span: Span) -> list[Found]:
+def pareto_front(found: Iterable[Candidate], span: CostRange) -> list[Candidate]:
     """Of `found` and `span` a chain with ever larger peaks and ever lower costs."""
     chain = [span.most]
     for each in sorted(found, key=lambda each: (each.peak, each.cost)):

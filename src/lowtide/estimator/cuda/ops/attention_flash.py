@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
     return min(found), max(found)
 
 
-def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """For each part of the keys a number for each row, and the result."""
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
@@ -92,7 +92,7 @@ def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     found = []
     for width in ((1, 1), widths):
         least_bytes, most_bytes = (n * rows * w if n > 1 else 0 for n, w in zip((least, most), width, strict=True))
-        found.append(Inside(most_bytes, least_bytes, most_bytes))
+        found.append(ScratchBlock(most_bytes, least_bytes, most_bytes))
     return [inside for inside in found if inside.most]
 
 
@@ -102,7 +102,7 @@ def _widths(head: int) -> tuple[int, int]:
     return width, 256 if width == 224 else width
 
 
-def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """softmax_d and dq_accum; keys and values that groups of queries share get a gradient for each query's head."""
     gradient, query, key = args[:3]
     batch, heads, length, head = query.shape
@@ -114,18 +114,18 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
         most *= -(-_MULTIPROCESSORS[-1] // (batch * heads))
         expected = most
     copied = [t for t in (gradient, args[4]) if not t.transpose(1, 2).is_contiguous()]
-    inside = [Inside.exactly(t.numel() * t.element_size()) for t in copied]
-    inside += [Inside.exactly(rows), Inside(expected, least, most)]
+    inside = [ScratchBlock.exactly(t.numel() * t.element_size()) for t in copied]
+    inside += [ScratchBlock.exactly(rows), ScratchBlock(expected, least, most)]
     if key.shape[1] != heads:
-        inside += [Inside.exactly(batch * heads * key.shape[2] * head * query.element_size())] * 2
+        inside += [ScratchBlock.exactly(batch * heads * key.shape[2] * head * query.element_size())] * 2
     return inside
 
 
-def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def cudnn_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """A workspace of cuDNN's choice."""
     query = args[1]
     n_bytes = query.numel() * 4
-    return [Inside(n_bytes, 0, 3 * n_bytes)]
+    return [ScratchBlock(n_bytes, 0, 3 * n_bytes)]
 
 
 INSIDE = {

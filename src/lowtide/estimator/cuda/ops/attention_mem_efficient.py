@@ -12,7 +12,7 @@ import torch
 
 from lowtide.estimator.cuda.current_gpu import capability
 from lowtide.estimator.cuda.ops.attention import HALF
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,15 +100,15 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """The result in single precision, where it does not stay in registers."""
     query, key, value = args[:3]
     if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
         return []
-    return [Inside.exactly(made[0].numel() * 4)]
+    return [ScratchBlock.exactly(made[0].numel() * 4)]
 
 
-def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Delta: the sum over a head of the result times its gradient; then the workspace.
 
     A gradient that is not contiguous is copied before there is any other.
@@ -120,14 +120,16 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     tiles = _tiles(query.dtype, max(query.shape[-1], value.shape[-1]), dropout)
     inside = []
     if not gradient.transpose(1, 2).is_contiguous():
-        inside.append(Inside.exactly(gradient.numel() * gradient.element_size(), first=True))
+        inside.append(ScratchBlock.exactly(gradient.numel() * gradient.element_size(), first=True))
     if query.dtype not in HALF:
-        inside += [Inside.exactly(product, through=2), Inside.exactly(rows * 4, through=1)]
+        inside += [ScratchBlock.exactly(product, through=2), ScratchBlock.exactly(rows * 4, through=1)]
     elif capability()[0] == 7 and capability()[1] < 5 and not tiles[0].in_registers:  # Volta's kernels don't
-        inside += [Inside.exactly(product, through=n) for n in (4, 3, 2)] + [Inside.exactly(rows * 4, through=1)]
-    inside.append(Inside.exactly(rows * 4))
+        inside += [ScratchBlock.exactly(product, through=n) for n in (4, 3, 2)] + [
+            ScratchBlock.exactly(rows * 4, through=1)
+        ]
+    inside.append(ScratchBlock.exactly(rows * 4))
     found = [_workspace(each, query, key, value) for each in tiles]
-    inside.append(Inside(found[0], min(found), max(found)))
+    inside.append(ScratchBlock(found[0], min(found), max(found)))
     return [block for block in inside if block.most]
 
 

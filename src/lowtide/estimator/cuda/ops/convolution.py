@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.estimator.cuda.current_gpu import capability
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside, copies, is_channels_last
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock, copies, is_channels_last
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ def _layout_backward(args: Any, out: Any) -> Any:
     return (*(_laid_out(each, layout) for each in out[:2]), out[2])
 
 
-def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """The input is copied before there is a result, the weight with it."""
     x, weight = args[:2]
     layout = _layout(x, weight) or torch.contiguous_format
@@ -78,7 +78,7 @@ def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     return [*copied, *_workspace(x, weight, made[0], groups=args[8])]
 
 
-def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """For the input's gradient, then for the weight's: one at a time, with the same three tensors.
 
     The input is copied before there is one, and a gradient that has the other layout.
@@ -91,13 +91,13 @@ def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     return [*copied, *copies(weight, layout=layout), *_workspace(x, weight, gradient, groups=args[9])]
 
 
-def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Inside]:
+def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[ScratchBlock]:
     layout = _layout(x, weight)
     if groups > 1 and groups == x.shape[1] and x.dtype is torch.float32 and layout is None:
         return []
     three = sum(_bytes(t) for t in (x, weight, out))
     transposed = 0 if layout else sum(_bytes(t) for t in (x, weight, out) if is_channels_last(t) is None)
-    return [Inside(transposed if _on_tensor_cores(x, weight) else 0, 0, MOST_TIMES * three + MOST_MORE)]
+    return [ScratchBlock(transposed if _on_tensor_cores(x, weight) else 0, 0, MOST_TIMES * three + MOST_MORE)]
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:

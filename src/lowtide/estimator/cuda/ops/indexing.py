@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,23 +57,23 @@ _COUNT = 8
 _HISTOGRAMS = 64 * 2**10
 
 
-def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _embedding(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     gradient, indices, n_rows, _, by_frequency = args[:5]
     n, width, each = indices.numel(), gradient.shape[-1], indices.element_size()
-    inside = [Inside.exactly(t.numel() * t.element_size()) for t in (indices, gradient) if not t.is_contiguous()]
+    inside = [ScratchBlock.exactly(t.numel() * t.element_size()) for t in (indices, gradient) if not t.is_contiguous()]
     if n <= _UNSORTED and not by_frequency:
         return inside
-    listed, segments = Inside.exactly(n * each), min(n, n_rows)
+    listed, segments = ScratchBlock.exactly(n * each), min(n, n_rows)
     partial = n // _ROWS_EACH + segments  # sums of up to ten gradients
-    inside += [listed, listed, Inside.exactly(n * each, through=1), _sorting(n, 2 * each)]
+    inside += [listed, listed, ScratchBlock.exactly(n * each, through=1), _sorting(n, 2 * each)]
     inside += [listed] * bool(by_frequency)
-    inside += [listed, Inside.exactly(_COUNT), Inside.exactly(n * each, through=0)]
-    inside += [Inside.exactly(segments * each)] * 2
-    inside += [Inside.exactly(_COUNT), Inside.exactly(partial * each)]
+    inside += [listed, ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(n * each, through=0)]
+    inside += [ScratchBlock.exactly(segments * each)] * 2
+    inside += [ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(partial * each)]
     return [*inside, _sums(gradient, partial, segments, n_rows * width, each)]
 
 
-def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> Inside:
+def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) -> ScratchBlock:
     """A row for each partial sum; or all added up in one pass, where there are few rows for the multiprocessors."""
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
@@ -84,18 +84,18 @@ def _sums(gradient: Tensor, partial: int, segments: int, table: int, each: int) 
     few = partial > 4 * grid and not torch.are_deterministic_algorithms_enabled()
     fewest, most = (processors * _BLOCKS_EACH for processors in _MULTIPROCESSORS)
     if not few or grid >= most:
-        return Inside.exactly(two_passes)
+        return ScratchBlock.exactly(two_passes)
     if grid < fewest:
-        return Inside.exactly(one_pass)
-    return Inside(max(one_pass, two_passes), min(one_pass, two_passes), max(one_pass, two_passes))
+        return ScratchBlock.exactly(one_pass)
+    return ScratchBlock(max(one_pass, two_passes), min(one_pass, two_passes), max(one_pass, two_passes))
 
 
-def _sorting(n: int, each: int) -> Inside:
+def _sorting(n: int, each: int) -> ScratchBlock:
     """The second arrays of `n` pairs, with histograms, for as long as they are sorted."""
-    return Inside(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
+    return ScratchBlock(n * each, 0, n * (each + 1) + _HISTOGRAMS, through=0)
 
 
-def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     if len(args) < 4 or not args[3]:  # not accumulated: written as it comes
         return []
     into, indices, values = args[:3]
@@ -106,10 +106,10 @@ def _index_put(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
         if index is not None and dim < into.dim():
             indexed *= into.shape[dim]
     full = n * into.numel() // max(indexed, 1)
-    inside = [Inside.exactly(n * 8)]
+    inside = [ScratchBlock.exactly(n * 8)]
     if values.numel() != full or not values.is_contiguous():
-        inside.append(Inside.exactly(full * values.element_size()))
-    return [*inside, *[Inside.exactly(n * 8)] * 2, Inside.exactly(n * 8, through=1), _sorting(n, 16)]
+        inside.append(ScratchBlock.exactly(full * values.element_size()))
+    return [*inside, *[ScratchBlock.exactly(n * 8)] * 2, ScratchBlock.exactly(n * 8, through=1), _sorting(n, 16)]
 
 
 INSIDE = {

@@ -11,7 +11,7 @@ import torch
 from lowtide._torch.fake_modes import is_strided
 from lowtide.estimator.cpu.scratch import blas_reads
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
 from lowtide.memory.gpu_specs import GpuSpec, cublas_workspace_bytes
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ LT_WORKSPACE = "cublaslt::workspace"
 """The same for those of cuBLASLt."""
 
 
-def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _factors(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """The last two of the arguments are multiplied."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
-    return [Inside.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_taken(t)]
+    return [ScratchBlock.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_taken(t)]
 
 
 def _is_taken(factor: Tensor) -> bool:

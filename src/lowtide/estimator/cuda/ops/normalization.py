@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.estimator.cuda.current_gpu import stands_in_for, there, unbounded
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside, copies, is_channels_last
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock, copies, is_channels_last
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,40 +100,40 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
     return _RmsNorm.apply(there(x), shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
-def _layer_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _layer_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0], first=True)
 
 
-def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _layer_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, shape = args[:3]
     return [*copies(x, first=True), *copies(gradient), *_partial_sums(x, prod(shape), sum(args[7][1:]))]
 
 
-def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[Inside]:
+def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]:
     """Where rows are many and short: a GPU with few multiprocessors does without."""
     rows, columns = x.numel() // max(width, 1), -(-width // _COLUMNS_EACH)
     if rows <= _MANY_ROWS or width // _COLUMNS_EACH >= _MOST_MULTIPROCESSORS // 2:
         return []
     n_bytes = min(_MOST_BLOCKS // columns, -(-rows // _ROWS_EACH)) * width * x.element_size()
-    return [Inside(n_bytes, 0, n_bytes)] * n_gradients
+    return [ScratchBlock(n_bytes, 0, n_bytes)] * n_gradients
 
 
-def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _group_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Mean and deviation in single precision; the two numbers that a channel is scaled and moved by."""
     x, weight, bias, examples, channels, pixels, groups = args[:7]
     each = 8 if x.dtype is torch.float64 else 4
-    inside = [Inside.exactly(examples * groups * each)] * 2 if x.element_size() < each else []
+    inside = [ScratchBlock.exactly(examples * groups * each)] * 2 if x.element_size() < each else []
     if pixels > 1 and not (weight is None and bias is None):
-        inside += [Inside.exactly(examples * channels * each)] * 2
+        inside += [ScratchBlock.exactly(examples * channels * each)] * 2
     return inside
 
 
-def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _group_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Two sums for each channel; for the input's gradient two numbers a group and one a channel."""
     x, weight = args[1], args[4]
     examples, channels, pixels, groups, wanted = args[5:10]
     each = 8 if x.dtype is torch.float64 else 4
-    channel, group = (Inside.exactly(examples * n * each) for n in (channels, groups))
+    channel, group = (ScratchBlock.exactly(examples * n * each) for n in (channels, groups))
     if pixels == 1:
         return [group, group] if wanted[0] else []
     return [channel, channel, *([group, group, *[channel] * (weight is not None)] if wanted[0] else [])]
@@ -147,7 +147,7 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
     return mixed and x.dim() >= 3 and x.shape[0] <= _MOST_EXAMPLES and x.numel() < 2**31 - 1
 
 
-def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Nothing that is known; cuDNN says what it reserves on a GPU only, and documents no bound."""
     x, weight, training = args[0], args[1], args[5]
     if _is_cudnns(x, weight, training) and is_channels_last(x):
@@ -157,7 +157,7 @@ def _batch_norm(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
     return []
 
 
-def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _batch_norm_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, weight = args[:3]
     if not _is_cudnns(x, weight, args[7]):
         return []

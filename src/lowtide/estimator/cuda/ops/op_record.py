@@ -35,7 +35,7 @@ class Behaviour:
     """Whether bytes follow from the source; else bounds do."""
 
 
-class Inside(NamedTuple):
+class ScratchBlock(NamedTuple):
     """A block that an operator takes inside and gives back: bytes expected, and their bounds."""
 
     bytes: int
@@ -47,7 +47,7 @@ class Inside(NamedTuple):
     """Whether it is taken before the results; then it lasts to the operator's end."""
 
     @classmethod
-    def exactly(cls, n_bytes: int, through: int | None = None, *, first: bool = False) -> Inside:
+    def exactly(cls, n_bytes: int, through: int | None = None, *, first: bool = False) -> ScratchBlock:
         """A block whose size is known."""
         return cls(n_bytes, n_bytes, n_bytes, through, first)
 
@@ -55,7 +55,7 @@ class Inside(NamedTuple):
 CONTIGUOUS = torch.contiguous_format
 
 
-def copies(*tensors: Tensor, layout: torch.memory_format = CONTIGUOUS, first: bool = False) -> list[Inside]:
+def copies(*tensors: Tensor, layout: torch.memory_format = CONTIGUOUS, first: bool = False) -> list[ScratchBlock]:
     """A block for each of these that does not lie like that."""
     away = (t for t in tensors if not t.is_contiguous(memory_format=layout))
-    return [Inside.exactly(t.numel() * t.element_size(), first=first) for t in away]
+    return [ScratchBlock.exactly(t.numel() * t.element_size(), first=first) for t in away]

@@ -25,7 +25,7 @@ from lowtide.estimator.cuda.ops import rnn as recurrent
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+    from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
 
 BEHAVIOURS: tuple[Behaviour, ...] = (
     *attention.ROWS,
@@ -63,7 +63,7 @@ ORDER: dict[Any, tuple[int, ...]] = {**dropout.ORDER}
 ON_HOST: dict[Any, range] = {**efficient.ON_HOST}
 """Which of an operator's results are not on the GPU."""
 
-INSIDE: dict[Any, Callable[[Any, Any, list[Tensor]], list[Inside]]] = {
+INSIDE: dict[Any, Callable[[Any, Any, list[Tensor]], list[ScratchBlock]]] = {
     **flash.INSIDE,
     **efficient.INSIDE,
     **normalization.INSIDE,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside, copies, is_channels_last
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock, copies, is_channels_last
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,17 +33,17 @@ def _layout(tensor: Tensor) -> torch.memory_format:
     return is_channels_last(tensor) or torch.contiguous_format
 
 
-def _own(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _own(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0], layout=_layout(args[0]))
 
 
-def _pooled(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _pooled(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """In the layout of the input: this, and the gradient."""
     gradient, x = args[:2]
     return copies(x, gradient, layout=_layout(x))
 
 
-def _pooled_by_shape(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _pooled_by_shape(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """Of the input only the layout matters; a kernel for channels-last ones takes gradients as they lie."""
     gradient, x = args[:2]
     return [] if is_channels_last(x) else copies(gradient)

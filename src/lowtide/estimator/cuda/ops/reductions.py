@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +26,11 @@ _MOST = 8 * 2**20
 _FEW = 2**16
 
 
-def _reduction(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _reduction(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     elements, results = args[0].numel(), made[0].numel()
     if results > _FEW or elements < 64 * results:
         return []
-    return [Inside(0, 0, min(_MOST, elements * 4))]
+    return [ScratchBlock(0, 0, min(_MOST, elements * 4))]
 
 
 INSIDE = dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default), _reduction)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_record import Behaviour, Inside, copies
+from lowtide.estimator.cuda.ops.op_record import Behaviour, ScratchBlock, copies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,18 +30,18 @@ ROWS = (
 )
 
 
-def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _forward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0])
 
 
-def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     """The product lies as the gradient does, and is copied like it."""
     gradient, result = args[:2]
     n_bytes = gradient.numel() * gradient.element_size()
-    return [Inside.exactly(n_bytes), *copies(gradient, result)]
+    return [ScratchBlock.exactly(n_bytes), *copies(gradient, result)]
 
 
-def _log_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[Inside]:
+def _log_backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
     return copies(*args[:2])
 
 
