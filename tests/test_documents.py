@@ -137,10 +137,10 @@ def test_the_loop_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters()),
         "criterion": nn.MSELoss(),
-        "loader": [(torch.randn(64, 32), torch.randn(64, 8)) for _ in range(8)],
+        "loader": [(torch.randn(64, 32), torch.randn(64, 8)) for _ in range(20)],
     }
     exec(next(block for block in blocks(ROOT / "README.md", "python") if "lowtide.within" in block), names)
-    assert names["run"].verdict is not None
+    assert names["run"].plan is not None
     assert capsys.readouterr().out.strip() == str(names["run"])
 
 
