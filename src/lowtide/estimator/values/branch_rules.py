@@ -123,7 +123,7 @@ class Source:
         return found
 
     def _read_into(self, node: ast.AST, returned: bool) -> set[str] | None:
-        """Return the names that a value flows into: an empty set if it is only reported or saved, None if it may decide."""
+        """Return the names that a value flows into: none if only reported, compared or saved; None if it may decide."""
         parent, compared = self._parents[node], False
         while isinstance(parent, _PASSING) or (isinstance(parent, ast.Call) and _name(parent) in _NUMBERS):
             if isinstance(parent, ast.IfExp) and node is parent.test and self.choice(parent) is None:
