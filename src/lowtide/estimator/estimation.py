@@ -98,7 +98,7 @@ def estimate(
         Plan.expect(plan, "estimate")
     check(model, step, batch)
     if device is not None:
-        from lowtide.estimator.cuda.two_step_run import estimate_on  # only who asks for a GPU needs one
+        from lowtide.estimator.cuda.two_step_run import estimate_on  # imported only for estimates on a GPU
 
         return estimate_on(parse_gpu(device), model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator)
     own = device_of(model).replace("meta", "cpu")

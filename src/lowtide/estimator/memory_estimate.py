@@ -48,6 +48,6 @@ class MemoryEstimate:
         return iter(())
 
     def __str__(self) -> str:
-        from lowtide.estimator.estimate_text import table  # made when somebody looks
+        from lowtide.estimator.estimate_text import table  # imported only to print
 
         return "\n".join(table(self))

@@ -60,7 +60,7 @@ COMPOSED = frozenset(
         *(aten.isclose.default, aten.gelu_backward.default),
     }
 )
-"""Operators that torch tags as pointwise, but that allocate intermediate tensors."""
+"""Operators tagged as pointwise that nevertheless allocate intermediate tensors."""
 
 NEVER = frozenset(
     {

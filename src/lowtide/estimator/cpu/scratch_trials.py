@@ -155,9 +155,7 @@ class Trials:
         if script is None:
             self._leave(call)
             return {}, []
-        by_contents = (
-            torch.Tag.dynamic_output_shape in func.tags
-        )  # contents differ in the trial, where all of a mask is selected
+        by_contents = torch.Tag.dynamic_output_shape in func.tags  # the trial selects all of a mask
         sizes = {} if by_contents else {number: n_bytes for number, n_bytes in enumerate(script.results) if n_bytes}
         return sizes, [script.beyond_results()]
 

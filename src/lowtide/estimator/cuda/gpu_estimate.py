@@ -1,4 +1,4 @@
-"""Memory that a step needs on a GPU: requested, allocated and reserved, and the verdict if it fits."""
+"""Memory that a step needs on a GPU: requested, allocated and reserved, and the verdict on whether it fits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GpuMemoryEstimate(MemoryEstimate):
     interval: tuple[int, int]
     """Bytes reserved at the peak, at least and at most: with other segment addresses, and with all bounds."""
     verdict: Verdict
-    """Verdict if the step fits on `gpu` next to a CUDA context; "unknown" if unknown memory could matter."""
+    """Verdict on whether the step fits on `gpu` next to a CUDA context; "unknown" if unknown memory could matter."""
     smallest_gpu: GpuSpec | None
     """The smallest GPU of the table, of the same kernel generation, on which `fits` would be true."""
 
@@ -128,7 +128,7 @@ _IN_WORDS: dict[Verdict, str] = {
 class Outcome:
     """A recorded run on any GPU: a stream of expected sizes and one for each bound, each with several address orders.
 
-    The driver's segment addresses decide between free blocks of equal size, and so if one more tensor has room. The
+    The driver's segment addresses decide between free blocks of equal size, and so whether one more tensor has room. The
     expected order is that of recorded snapshots, `DriverAddresses`; other orders count as possible.
     """
 

@@ -1,6 +1,6 @@
 """Scratch memory of flash attention and of cuDNN's attention.
 
-When matrix products are few, they are split over the keys, so that all multiprocessors have work. The table of GPUs does
+If products are few, they are split over the keys, so that all multiprocessors have work. The table of GPUs does
 not have the number of multiprocessors: the number of splits is known within bounds, and counted as the most.
 """
 

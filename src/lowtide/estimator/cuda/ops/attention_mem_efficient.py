@@ -123,9 +123,7 @@ def backward(args: Any, kwargs: Any, made: list[Tensor]) -> list[ScratchBlock]:
         inside.append(ScratchBlock.exactly(gradient.numel() * gradient.element_size(), first=True))
     if query.dtype not in HALF:
         inside += [ScratchBlock.exactly(product, through=2), ScratchBlock.exactly(rows * 4, through=1)]
-    elif (
-        capability()[0] == 7 and capability()[1] < 5 and not tiles[0].in_registers
-    ):  # Volta's kernels don't compute delta
+    elif capability()[0] == 7 and capability()[1] < 5 and not tiles[0].in_registers:  # no delta in Volta's kernels
         inside += [ScratchBlock.exactly(product, through=n) for n in (4, 3, 2)] + [
             ScratchBlock.exactly(rows * 4, through=1)
         ]
