@@ -168,7 +168,7 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
 
 
 def size_of(batch: Any, dim: int) -> int:
-    """Return the size along `dim` of the batch's first tensor or array with that dimension; else raise RehearsalError."""
+    """Return the size of the first tensor or array that has dimension `dim`. Raises RehearsalError without one."""
     for thing in tensors_in(tree_map(_tensor, batch)):
         if thing.dim() > dim:
             return int(thing.shape[dim])

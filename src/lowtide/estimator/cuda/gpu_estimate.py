@@ -128,8 +128,8 @@ _IN_WORDS: dict[Verdict, str] = {
 class Outcome:
     """A recorded run on any GPU: a stream of expected sizes and one for each bound, each with several address orders.
 
-    The driver's segment addresses decide between free blocks of equal size, and so whether one more tensor has room. The
-    expected order is that of recorded snapshots, `DriverAddresses`; other orders count as possible.
+    The driver's segment addresses decide between free blocks of equal size, and so whether one more tensor has room.
+    The expected order is that of recorded snapshots, `DriverAddresses`; other orders count as possible.
     """
 
     def __init__(

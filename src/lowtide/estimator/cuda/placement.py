@@ -109,9 +109,7 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
         elif isinstance(thing, torch.optim.Optimizer):
             optimizers.append(thing)
     for optimizer in optimizers:
-        found += [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]  # some parameters are in no module
+        found += [parameter for group in optimizer.param_groups for parameter in group["params"]]  # some in no module
         found += _state(optimizer)
     found += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
     return found + tensors_in(batch)
