@@ -81,12 +81,12 @@ class Trial:
 
     @property
     def is_free(self) -> bool:
-        """True if the step fits at no cost, without any recompute or replay."""
+        """Return True if the step fits at no cost, without any recompute or replay."""
         return min(self.peak_bytes, in_place_peak_bytes(self.profile)) <= self.budget_bytes
 
     @property
     def has_plan(self) -> bool:
-        """True if a plan for the budget exists."""
+        """Return True if a plan for the budget exists."""
         return self.is_free or self.smallest_bytes <= self.budget_bytes
 
     @property
