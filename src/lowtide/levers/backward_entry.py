@@ -38,7 +38,7 @@ def runs_twice(parameter: Tensor) -> bool:
 
 
 class BackwardEntry:
-    """Calls `on_entry`, a method, when backward reaches the outputs of a call of `model`, until `remove`."""
+    """A hook that calls `on_entry`, a method, when backward reaches outputs of a call of `model`, until `remove`."""
 
     def __init__(self, model: nn.Module, on_entry: Enters) -> None:
         self._model = weakref.ref(model)

@@ -67,7 +67,7 @@ class Lever(Protocol):
     """True if the lever by construction does no more work than the plain step; else its cost is measured."""
 
     def is_free(self, settings: Settings) -> bool:
-        """Return `free`, given these settings."""
+        """Return True if the lever is `free`, given these settings."""
         return self.free
 
     def in_words(self, settings: Settings) -> str:

@@ -129,7 +129,7 @@ def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: fl
 
 
 class Calls(Engine):
-    """Records the shapes of calls of the model, or of a part of it called by itself; does nothing else."""
+    """An engine that only records the shapes of calls of the model, or of a part of it called by itself."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, {})
