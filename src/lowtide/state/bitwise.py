@@ -22,9 +22,7 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
-    """Return True if two tensors, or this view of both, are equal bit for bit (including signed zeros and NaNs) and
-    have the same strides.
-    """
+    """Return True if two tensors, or this view of both, have the same strides and bits (signed zeros and NaNs too)."""
     if view is not None:
         if not (_reaches(one, view) and _reaches(other, view)):
             return False

@@ -1,6 +1,6 @@
 """Changes that are not put back: of iterators, files, loaders, data sets, services, and objects too large to copy.
 
-Such objects communicate with something outside, or can not take back an item once it was consumed. They are inspected,
+Such objects communicate with something outside, or can't take back an item once it was consumed. They are inspected,
 never asked for their next item, and each change is reported by name.
 """
 

@@ -96,10 +96,10 @@ def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
 
 
 class NoSync:
-    """Suspension of communication: modules wrapped in DistributedDataParallel or sharded by `fully_shard` send nothing
-    to other processes until `end()`.
+    """Suspension of communication by DistributedDataParallel and `fully_shard` until `end()`.
 
-    Raises RehearsalError if a module has to send once first.
+    Modules wrapped or sharded by them send nothing to other processes. Raises RehearsalError if one has to send once
+    first.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:

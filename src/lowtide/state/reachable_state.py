@@ -190,8 +190,10 @@ class State:
             set_scaler_stages(self._owner, self._stages)
 
     def calm(self) -> None:
-        """Make a scaler scale by 1: gradients that overflow, as they often do with its first scales, would skip the
-        optimizer's step, and the memory of that step would go unseen.
+        """Make a gradient scaler scale by 1.
+
+        Gradients that overflow, as they often do with its first scales, would skip the optimizer's step, and the memory
+        of that step would go unseen.
         """
         if self.scales:
             self._owner.load_state_dict({**_like(self._before, {}), "scale": 1.0})

@@ -1,4 +1,4 @@
-"""Changes made by a call that a replay would make once more: state that is neither a module's nor an RNG's.
+"""Changes made by a call that a replay would repeat: state that is neither a module's nor an RNG's.
 
 A replay restores the state that `call_context.py` covers. It does not restore a running mean in a user's object, a
 global counter, an array, or a tensor that is no buffer: a call that changes one of these is not run again, not even on
