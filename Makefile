@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test integrations lint bench mutants clean
+.PHONY: help demo test slow integrations lint bench mutants clean
 
 help: ## say what there is (the default)
 	@sed -n 's/^\([a-z]*\):[^#]*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,8 +21,11 @@ help: ## say what there is (the default)
 demo: $(READY) ## a real model on real text: its memory before and after, and the proof
 	$(BIN)/lowtide demo
 
-test: $(READY) ## run the tests
-	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+test: $(READY) ## run the tests that take seconds each
+	$(BIN)/pytest -n auto --maxprocesses 4 -m "not slow" $(PYTEST_ARGS)
+
+slow: $(READY) ## run the tests that take longer
+	$(BIN)/pytest -n auto --maxprocesses 4 -m slow $(PYTEST_ARGS)
 
 integrations: $(READY) ## run the tests of the callbacks, with the packages that they are for
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -c constraints-integrations.txt -e '.[integrations]'

@@ -17,7 +17,7 @@ from lowtide._torch.backward import in_backward
 from lowtide.profiler import rehearse
 from lowtide.profiler.measure_call import identical
 from lowtide.runtime.recipes import RECIPES, activations, recipe
-from lowtide.runtime.recipes.recipes_page import renewed
+from recipes_page import renewed
 from runtime import recipe_rows
 from runtime.dropping import Dropping, Held, Read, everything, node_names, through
 from runtime.recipe_rows import HEADS, IMAGE, ROWS, Row, aten, mask, row
@@ -176,7 +176,7 @@ def test_every_recipe_has_a_row() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == renewed(page), "run: python -m lowtide.runtime.recipes docs/recipes.md"
+    assert page == renewed(page), "run: python tools/recipes_page.py docs/recipes.md"
 
 
 def test_the_example_on_the_page_is_the_one_in_use() -> None:

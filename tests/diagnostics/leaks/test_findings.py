@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from findings_page import page
 from lowtide.diagnostics.leaks.rules import RULES
-from lowtide.diagnostics.leaks.rules.findings_page import page
 
 pytestmark = pytest.mark.xdist_group("findings")  # in one worker, for `reports`
 

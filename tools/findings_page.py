@@ -1,4 +1,4 @@
-"""Writes docs/findings.md from the rules: `python -m lowtide.diagnostics.leaks.rules.findings_page` prints it."""
+"""Print docs/findings.md, which is generated from the rules: `python tools/findings_page.py > docs/findings.md`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.diagnostics.leaks.rules import RULES, Rule
 _HEAD = """# Findings of `lowtide watch`
 
 Every problem that the watch can find in a training loop. Codes are stable; a retired code is never reused. This page is
-generated from the rules: `python -m lowtide.diagnostics.leaks.rules.findings_page > docs/findings.md`.
+generated from the rules: `python tools/findings_page.py > docs/findings.md`.
 
 ```python
 with lowtide.watch(model) as watched:

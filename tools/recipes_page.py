@@ -1,14 +1,18 @@
-"""The tables of docs/recipes.md, made from the registry; what stands above them is written by hand."""
+"""Renew the tables of docs/recipes.md from the registry: `python tools/recipes_page.py docs/recipes.md`.
+
+What stands above the tables is written by hand.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
 from lowtide.runtime.recipes.registry import EVERY, FILLED, RECIPES, Recipe
 
-MARK = "<!-- From here on made by `python -m lowtide.runtime.recipes docs/recipes.md`. -->\n"
+MARK = "<!-- From here on made by `python tools/recipes_page.py docs/recipes.md`. -->\n"
 
 
 def renewed(page: str) -> str:
@@ -56,3 +60,10 @@ def tensor(recipe: Recipe, name: str) -> str:
 def constant(recipe: Recipe, name: str) -> str:
     """`eps?`."""
     return f"`{name}{'?' * (name in recipe.optional)}`" + " read off" * (name in recipe.read_off)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python tools/recipes_page.py docs/recipes.md")
+    path = Path(sys.argv[1])
+    path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
