@@ -64,7 +64,8 @@ class Assignment(NamedTuple):
     """The call that is replayed or advanced for a value, or -1."""
     elsewhere: list[tuple[int, int]]
     """Pairs of a value and a replayed call that saves it, where the value is produced outside and is not an input.
-    Other holders keep the value, so it costs no memory, but reading it runs the replay, which is held as long as it is."""
+    Other holders keep the value, so it costs no memory, but reading it runs the replay, which is held
+    as long as the value."""
     given: Ints
     """Rows of the input slots that calls hold at least while they run: all inputs of replayed and advanced calls, only
     the state for calls inside a replayed one."""
